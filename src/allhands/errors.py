@@ -1,0 +1,79 @@
+"""The exceptions a user can meet, each with its exit code and the line that says what to do.
+
+Everything that wrong input or a failing machine can cause is an :class:`AllhandsError`. The command
+line prints it without a traceback and exits with ``exit_code``; library users catch the class.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AllhandsError(Exception):
+    """Base class: one clear message, where it happened, and what to do about it.
+
+    Args:
+        message: what is wrong, in one sentence.
+        where: file and line (``"train.jsonl:12"``), flag (``"--num-layers"``) or rank, if known.
+        hint: what the person can do now.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}\n  what to do: {self.hint}" if self.hint else text
+
+
+class ConfigError(AllhandsError):
+    """A flag, YAML key or combination of them that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(AllhandsError):
+    """Missing, unreadable or malformed training data."""
+
+    exit_code = 3
+
+
+class ModelError(AllhandsError):
+    """Missing or unreadable model, tokenizer or adapter, or a model that lacks what was asked for."""
+
+    exit_code = 4
+
+
+class StorageError(AllhandsError):
+    """Something could not be written: disk full, read-only, no permission."""
+
+    exit_code = 5
+
+
+class NumericsError(AllhandsError):
+    """A loss or gradient that is not a finite number."""
+
+    exit_code = 6
+
+
+class DistributedError(AllhandsError):
+    """The processes could not be started, could not connect, or do not agree."""
+
+    exit_code = 7
+
+
+class PeerLostError(DistributedError):
+    """Another rank of the group ended; this rank is the consequence, not the cause."""
+
+    exit_code = 8
+
+
+class Interrupted(AllhandsError):
+    """Stopped by Ctrl-C or a termination signal, after what was trained had been saved."""
+
+    exit_code = 130
