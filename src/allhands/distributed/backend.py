@@ -1,0 +1,176 @@
+"""The only module that touches ``mx.distributed``: connect, check, communicate.
+
+MLX's back-ends fail quietly: ``init()`` gives a group of one when it finds no peers, the ring waits for
+ever for a peer that never comes, and an operation that a back-end lacks throws in the middle of a run.
+So the group's size is compared with what the launcher promised, connecting has a deadline, and
+what each back-end can do is one table.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from allhands.errors import DistributedError
+
+# Operations that each of MLX 0.32's back-ends really has (the others throw when called).
+CAPABILITIES: dict[str, frozenset[str]] = {
+    "none": frozenset({"all_sum", "all_max", "all_min", "all_gather"}),
+    "ring": frozenset({"all_sum", "all_max", "all_min", "all_gather", "send_recv_neighbours"}),
+    "mpi": frozenset({"all_sum", "all_max", "all_min", "all_gather", "send_recv", "split"}),
+    "nccl": frozenset({"all_sum", "all_max", "all_min", "all_gather", "sum_scatter", "split"}),
+    "jaccl": frozenset({"all_sum", "all_max", "all_min", "all_gather", "send_recv"}),
+}
+
+
+class Communicator(Protocol):
+    """What training needs from a group of processes; :class:`Alone` and the tests' twins implement it too."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def backend(self) -> str: ...
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        """Element-wise sum over ranks; every rank must pass the same shape and dtype."""
+        ...
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        """Ranks' arrays joined along the first axis."""
+        ...
+
+
+class Alone:
+    """The communicator of a single process: every collective is the identity."""
+
+    rank = 0
+    size = 1
+    backend = "none"
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        return array
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return array
+
+
+class MlxGroup:
+    """A communicator over ``mx.distributed``."""
+
+    def __init__(self, group: Any, backend: str) -> None:
+        self._group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.backend = backend
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        return mx.distributed.all_sum(array, group=self._group)
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return mx.distributed.all_gather(array, group=self._group)
+
+
+def require(communicator: Communicator, operation: str) -> None:
+    """Refuse at configuration time what would throw in the middle of a run.
+
+    Raises:
+        DistributedError: the back-end lacks ``operation``.
+    """
+    if operation not in CAPABILITIES[communicator.backend]:
+        able = sorted(name for name, operations in CAPABILITIES.items() if operation in operations)
+        raise DistributedError(
+            f"the {communicator.backend} back-end has no {operation}",
+            where="--backend",
+            hint=f"use one of: {', '.join(able)}",
+        )
+
+
+def connect(
+    backend: str, size: int, rank: int, *, timeout_s: float, on_timeout: Callable[[str], None]
+) -> Communicator:
+    """Join the group that the launcher has prepared and prove that it has the promised size.
+
+    Args:
+        backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
+        size: processes that the launcher promised.
+        rank: this process's number as the launcher has it.
+        timeout_s: seconds until every rank must have answered a first collective.
+        on_timeout: called from another thread with a message when they have not; must end the process,
+            since a thread blocked in a back-end cannot be interrupted.
+
+    Raises:
+        DistributedError: no such back-end here, no connection, or a group of the wrong size.
+    """
+    if backend == "none":
+        if size != 1:
+            raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
+        return Alone()
+    with deadline(timeout_s, lambda: on_timeout(_timeout_message(backend, size, rank, timeout_s))):
+        group = _initialise(backend)
+        _check_size(group, backend, size, rank)
+        communicator = MlxGroup(group, backend)
+        present = communicator.all_sum(mx.ones((1,), dtype=mx.int32))
+        mx.eval(present)
+        if present.item() != size:
+            raise DistributedError(f"{size} processes were promised, {present.item()} answered the first sum")
+    return communicator
+
+
+def _initialise(backend: str) -> Any:
+    try:
+        return mx.distributed.init(strict=True, backend=backend)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"the {backend} back-end could not connect: {error}", hint=_HINTS[backend]) from None
+
+
+_HINTS = {
+    "ring": "check that every host of the hostfile answers at its address and that the ports are free",
+    "mpi": "install Open MPI (pip install 'allhands[mpi]') and start with mpirun, or use --backend ring",
+    "nccl": "check that MLX is the CUDA build and that every rank sees its GPU (nvidia-smi)",
+    "jaccl": "check that RDMA over Thunderbolt is enabled on every Mac",
+}
+
+
+def _check_size(group: Any, backend: str, size: int, rank: int) -> None:
+    if group.size() != size:
+        raise DistributedError(
+            f"the launcher promised {size} processes, but the {backend} group has {group.size()}: "
+            "refusing to train alone",
+            where=f"rank {rank}",
+            hint=_HINTS[backend],
+        )
+    if group.rank() != rank:
+        raise DistributedError(
+            f"the launcher says this is rank {rank}, the {backend} group says {group.rank()}",
+            hint="two launchers are mixed: start with only one of mpirun, mlx.launch or allhands -n",
+        )
+
+
+def _timeout_message(backend: str, size: int, rank: int, timeout_s: float) -> str:
+    return f"rank {rank}: the {backend} group of {size} did not come together within {timeout_s:.0f} s"
+
+
+@contextmanager
+def deadline(seconds: float, expire: Callable[[], None]) -> Iterator[None]:
+    """Call ``expire`` from another thread unless the block ends within ``seconds``."""
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def leave(exit_code: int) -> None:
+    """End this process at once: after a failed collective every clean-up could hang the others."""
+    os._exit(exit_code)

@@ -1,0 +1,107 @@
+"""Sum gradients over ranks in few, large calls, and the exact weighted average built on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from allhands.distributed.backend import Alone, Communicator, MlxGroup
+
+BUCKET_BYTES = 32 << 20
+
+
+def sum_over_ranks(
+    communicator: Communicator,
+    arrays: Sequence[mx.array],
+    scalars: Sequence[float | mx.array] = (),
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[list[mx.array], mx.array]:
+    """Add ``arrays`` and ``scalars`` element-wise over all ranks.
+
+    Arrays of one dtype are laid end to end in buckets of about ``bucket_bytes``, because each call costs
+    a round of latency; the scalars (loss, token count, flags) travel in the first float32 bucket for nothing.
+
+    Args:
+        arrays: the same shapes and dtypes in the same order on every rank.
+        scalars: exact as float32 (token counts below 2**24 a step).
+
+    Returns:
+        The summed arrays in their order and shapes, and the (len(scalars),) float32 sums.
+    """
+    extra = mx.stack([mx.array(value, dtype=mx.float32) for value in scalars]) if scalars else mx.zeros((0,))
+    if communicator.size == 1:
+        return list(arrays), extra
+    everything = [extra, *arrays]
+    sums: list[mx.array] = list(everything)
+    for bucket in _buckets(everything, bucket_bytes):
+        flat = mx.concatenate([everything[i].reshape(-1) for i in bucket]) if len(bucket) > 1 else everything[bucket[0]]
+        total = communicator.all_sum(flat).reshape(-1)
+        at = 0
+        for i in bucket:
+            sums[i] = total[at : at + everything[i].size].reshape(everything[i].shape)
+            at += everything[i].size
+    return sums[1:], sums[0]
+
+
+def _buckets(arrays: Sequence[mx.array], bucket_bytes: int) -> Iterator[list[int]]:
+    """Indices of ``arrays`` grouped by dtype, cut where a bucket is full; empty arrays are left out."""
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        bucket: list[int] = []
+        filled = 0
+        for index, array in enumerate(arrays):
+            if array.dtype != dtype or array.size == 0:
+                continue
+            if bucket and filled + array.nbytes > bucket_bytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(index)
+            filled += array.nbytes
+        if bucket:
+            yield bucket
+
+
+def average_gradients(
+    grads: Any,
+    *,
+    num_tokens: int | mx.array,
+    group: Any = None,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Any:
+    """Exact average of gradients over ranks whose batches hold different numbers of tokens.
+
+    A drop-in for ``mlx.nn.average_gradients``, which averages per-rank means and is therefore wrong
+    whenever lengths differ: here every *token* counts the same, as if one process had computed the whole batch.
+
+    Args:
+        grads: tree of arrays, the gradients of this rank's loss.
+        num_tokens: trained tokens on this rank; may be 0, then ``grads`` do not matter.
+        group: of ``mx.distributed``; default: the global one.
+        reduction: whether this rank's loss is the mean over its tokens (as in most loops) or their sum.
+
+    Returns:
+        Tree of the same structure: gradient of the mean over all ranks' tokens.
+
+    Example:
+        >>> (loss, ntoks), grads = loss_and_grad(model, batch)
+        >>> grads = allhands.average_gradients(grads, num_tokens=ntoks)
+        >>> optimizer.update(model, grads)
+    """
+    group = group or mx.distributed.init()
+    communicator: Communicator = MlxGroup(group, "none") if group.size() > 1 else Alone()
+    count = mx.array(num_tokens, dtype=mx.float32)
+    flat = tree_flatten(grads)
+    scale = count if reduction == "mean" else mx.ones(())
+    # In float32, because a token count does not fit bfloat16; and a rank without tokens has no mean:
+    # its NaN must not reach the others.
+    weighted = [
+        mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32)) for _, g in flat
+    ]
+    sums, (total,) = sum_over_ranks(communicator, weighted, [count])
+    divisor = mx.maximum(total, 1.0)
+    return tree_unflatten(
+        [(name, (s / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)]
+    )

@@ -1,0 +1,169 @@
+"""What of a model is trained: LoRA and DoRA adapters or the weights themselves; saved as mlx_lm reads them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError, ModelError
+from allhands.files import write_whole
+
+DEFAULT_ADAPTER_LAYERS = 16
+ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What :func:`make_trainable` chose.
+
+    Attributes:
+        num_layers: blocks that are trained, counted from the last; -1 for all.
+        parameters: number of trained parameters.
+        total_parameters: of the whole model; a quantised weight counts its values, not its packed words.
+    """
+
+    num_layers: int
+    parameters: int
+    total_parameters: int
+
+
+def make_trainable(model: Any, config: TrainConfig) -> Trainable:
+    """Freeze ``model`` and make trainable what ``config`` asks for.
+
+    Raises:
+        ConfigError: more layers than the model has, adapter keys that match nothing, full fine-tuning of
+            quantised weights.
+    """
+    total = count_parameters(model)
+    num_layers = _resolve_layers(len(model.layers), config)
+    model.freeze()
+    if config.fine_tune_type == "full":
+        _unfreeze(model, num_layers)
+    else:
+        # Every rank starts from the same adapters: they are drawn from the run's seed.
+        mx.random.seed(config.seed)
+        use_dora = config.fine_tune_type == "dora"
+        try:
+            linear_to_lora_layers(model, num_layers, config.lora_parameters.model_dump(), use_dora=use_dora)
+        except ValueError as error:
+            raise ConfigError(str(error), where="--lora-parameters", hint="choose other keys") from None
+    trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    if trained == 0:
+        keys = config.lora_parameters.keys
+        raise ConfigError(
+            f"none of the adapter keys {keys} names a linear layer of this model",
+            where="--lora-parameters",
+            hint=f"linear layers of a block: {', '.join(_linear_names(model))}",
+        )
+    mx.eval(model.parameters())
+    return Trainable(num_layers, trained, total)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Values in the model's weights."""
+    total = 0
+    for _, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        bits = getattr(module, "bits", None)
+        for name, value in tree_flatten(module.parameters()):
+            if bits and name in ("scales", "biases"):
+                continue
+            total += value.size * 32 // bits if bits and name == "weight" else value.size
+    return total
+
+
+def _resolve_layers(available: int, config: TrainConfig) -> int:
+    if config.num_layers is None:
+        return -1 if config.fine_tune_type == "full" else min(DEFAULT_ADAPTER_LAYERS, available)
+    if config.num_layers > available:
+        raise ConfigError(
+            f"{config.num_layers} layers asked for, but the model has {available}",
+            where="--num-layers",
+            hint=f"give at most {available}, or -1 for all",
+        )
+    return config.num_layers
+
+
+def _unfreeze(model: Any, num_layers: int) -> None:
+    parts = [model] if num_layers == -1 else model.layers[-num_layers:]
+    for part in parts:
+        for name, module in part.named_modules():
+            if hasattr(module, "bits") and hasattr(module, "scales"):
+                raise ConfigError(
+                    f"the model is quantised ({name}: {module.bits} bits): its weights cannot be trained in full",
+                    where="--fine-tune-type full",
+                    hint="use --fine-tune-type lora, or dequantise: allhands model get MODEL --dequantize --out DIR",
+                )
+        part.unfreeze()
+
+
+def _linear_names(model: Any) -> list[str]:
+    block = model.layers[-1]
+    return [name for name, module in block.named_modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+
+
+def trained_weights(model: nn.Module) -> dict[str, mx.array]:
+    """Trained parameters by name."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+def load_trained(model: nn.Module, path: Path) -> None:
+    """Load weights saved by :func:`save_adapters` into the trainable parameters, all of them and no others.
+
+    Raises:
+        ModelError: unreadable file, or names or shapes that do not fit.
+    """
+    try:
+        loaded: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = "no such file" if not path.exists() else f"it cannot be read ({error})"
+        raise ModelError(f"adapter weights: {reason}", where=str(path), hint="check --resume-adapter-file") from None
+    wanted = trained_weights(model)
+    for name, value in wanted.items():
+        if name not in loaded:
+            raise ModelError(
+                f"{name} is trained here but not in the file", where=str(path), hint=_SAME_SETTINGS
+            )
+        if loaded[name].shape != value.shape:
+            raise ModelError(
+                f"{name} has shape {tuple(loaded[name].shape)} in the file, {tuple(value.shape)} here",
+                where=str(path),
+                hint=_SAME_SETTINGS,
+            )
+    if extra := sorted(set(loaded) - set(wanted)):
+        raise ModelError(f"{extra[0]} is in the file but not trained here", where=str(path), hint=_SAME_SETTINGS)
+    model.load_weights([(n, v.astype(wanted[n].dtype)) for n, v in loaded.items()], strict=False)
+
+
+_SAME_SETTINGS = "use the --num-layers, --fine-tune-type and --lora-parameters that the file was made with"
+
+
+def adapter_config(config: TrainConfig, num_layers: int, model_path: str) -> dict[str, Any]:
+    """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads resolved."""
+    values = config.model_dump(mode="json")
+    values.update(num_layers=num_layers, model=model_path)
+    if config.fine_tune_type == "full":
+        values["lora_parameters"] = None
+    return values
+
+
+def save_adapters(weights: dict[str, mx.array], path: Path) -> None:
+    """Write trained weights as safetensors: whole or not at all.
+
+    Raises:
+        StorageError: disk full, read-only or no permission; an older file stays as it was.
+    """
+    write_whole(path, lambda temporary: mx.save_safetensors(str(temporary), weights, metadata={"format": "mlx"}))
+
+
+def save_adapter_config(values: dict[str, Any], directory: Path) -> None:
+    """Write ``adapter_config.json`` into ``directory``, whole or not at all."""
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    write_whole(directory / "adapter_config.json", lambda temporary: temporary.write_text(text))

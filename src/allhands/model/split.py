@@ -1,0 +1,77 @@
+"""Part a causal language model into body and head, so that the loss never holds all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model whose logits are exactly ``body(tokens) @ head_weight().T``.
+
+    Attributes:
+        body: (B, T) token ids -> (B, T, D) hidden states after the final norm.
+        head: the module whose dense (V, D) weight makes the logits.
+    """
+
+    body: Callable[[mx.array], mx.array]
+    head: nn.Module
+
+    def head_weight(self) -> mx.array:
+        """Dense (V, D) weight of the head, dequantised if need be, differentiable if trainable."""
+        return dense_weight(self.head)
+
+    @property
+    def head_is_trained(self) -> bool:
+        """Whether the weight is among the trainable parameters."""
+        return "weight" in self.head.trainable_parameters()
+
+
+def dense_weight(module: Any) -> mx.array:
+    """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""
+    if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return mx.dequantize(
+            module.weight,
+            module.scales,
+            module.get("biases"),
+            group_size=module.group_size,
+            bits=module.bits,
+            mode=module.mode,
+        )
+    return module.weight
+
+
+def split(model: nn.Module) -> SplitModel | None:
+    """Body and head of ``model``, or ``None`` where its logits are made in another way.
+
+    Architectures scale, cap or shift logits in their own ways, so nothing is assumed: the two parts are
+    taken by their usual names and accepted only if they reproduce the model's logits on a probe.
+    """
+    body = getattr(model, "model", None)
+    head = getattr(model, "lm_head", None) or getattr(body, "embed_tokens", None)
+    # Exact types: a head with a bias of its own or an adapter around it is not a plain product.
+    plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+    if not callable(body) or type(head) not in plain or (head is not None and "bias" in head):
+        return None
+    assert head is not None
+    parts = SplitModel(body, head)
+    return parts if _reproduces(parts, model) else None
+
+
+def _reproduces(parts: SplitModel, model: Any) -> bool:
+    probe = mx.array([[1, 2, 3, 5, 8, 13]])
+    try:
+        expected = model(probe).astype(mx.float32)
+        actual = (parts.body(probe) @ parts.head_weight().T).astype(mx.float32)
+    except (TypeError, ValueError, AttributeError):
+        return False
+    if expected.shape != actual.shape:
+        return False
+    # Looser than rounding of half-precision logits, far tighter than any scaling or capping.
+    spread = mx.abs(expected).max()
+    return bool((mx.abs(expected - actual).max() <= 0.02 * spread + 1e-6).item())

@@ -1,0 +1,344 @@
+"""Pictures and tables of finished or running training: loss curves, times, speed-up.
+
+Nothing here touches matplotlib's global state: figures are made without pyplot and drawn by Agg.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from numpy.typing import NDArray
+from rich.table import Table
+from rich.text import Text
+
+from allhands.errors import ConfigError, DataError, StorageError
+from allhands.metrics import (
+    RunHistory,
+    TrainReport,
+    ValidReport,
+    format_duration,
+    format_memory,
+    format_rate,
+)
+
+Floats = NDArray[np.float64]
+
+# Okabe & Ito (2008), "Color universal design"; without yellow, which is too faint on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_GREY = "#595959"
+_STYLE: dict[str, object] = {
+    "font.size": 11,
+    "text.parse_math": False,  # a run name may hold dollar signs
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _GREY,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+}
+_FORMATS = (".png", ".svg", ".pdf")
+_LONGEST_NAME = 40
+_NONE = "-"
+_DASHED = (0, (4, 2))
+_SMOOTH_FROM = 20  # points; with fewer, every point can be seen
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """What is drawn of one run: finite points only; ``rank`` 0 is drawn first and widest."""
+
+    label: str
+    colour: str
+    marker: str
+    width: float
+    train: tuple[Floats, Floats, Floats]  # step, elapsed seconds, loss
+    valid: tuple[Floats, Floats, Floats]
+
+    @property
+    def best(self) -> int:
+        """The index of the lowest validation loss."""
+        return int(np.argmin(self.valid[2]))
+
+
+def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = None) -> Path:
+    """Draw training and validation loss of ``runs`` over steps (left) and over elapsed time (right).
+
+    A run has one colour; training is solid (thin: as reported, thick: smoothed), validation dashed with
+    markers and a star at its lowest point. Earlier runs are drawn wider below later ones, so that
+    identical curves stay visible. The picture has 1200 x 600 pixels.
+
+    Args:
+        runs: at least one with a finite loss.
+        out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix. Replaced whole or not at all.
+        title: over both panels.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        DataError: no run has a loss to draw.
+        ConfigError: the suffix names another format.
+        StorageError: ``out`` cannot be written.
+    """
+    out = Path(out)
+    suffix = out.suffix.lower() or ".png"
+    if suffix not in _FORMATS:
+        hint = f"choose a name that ends in {', '.join(_FORMATS)}"
+        raise ConfigError(f"cannot draw a picture as {suffix!r}", where=str(out), hint=hint)
+    curves = _curves(runs)
+    if not curves:
+        hint = "wait for the first report of the run, then plot again"
+        raise DataError("no run has a loss to draw yet", where=", ".join(run.name for run in runs), hint=hint)
+    with matplotlib.style.context(["default", _STYLE]):  # restores the caller's settings
+        figure = Figure(figsize=(12, 6), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        FigureCanvasAgg(figure)
+        _draw(figure, curves, title or "Training and validation loss")
+        _write(figure, out, suffix.removeprefix("."))
+    return out
+
+
+def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
+    figure.suptitle(title, fontsize=15, fontweight="bold", color="#222222", wrap=True)
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    times = np.concatenate([times for curve in curves for times in (curve.train[1], curve.valid[1])])
+    unit, unit_s = _time_unit(float(times.max()))
+    for axes, column, scale in ((by_step, 0, 1.0), (by_time, 1, unit_s)):
+        for curve in curves:
+            _draw_curve(axes, curve, column, scale)
+        axes.margins(x=0.03, y=0.08)
+        axes.locator_params(integer=column == 0, nbins=8, axis="x")
+        if len(curves) == 1 and curves[0].valid[2].size:
+            _annotate_best(axes, curves[0], column, scale)
+    by_step.set(title="over steps", xlabel="step (one update of the weights)")
+    by_step.set_ylabel("loss per token (lower is better)")
+    by_time.set(title="over time", xlabel=f"training time ({unit})")
+    by_time.tick_params(labelleft=True)
+    _draw_legends(figure, by_time, curves)
+
+
+def _draw_curve(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
+    look: dict[str, Any] = {"color": curve.colour, "marker": "." if curve.train[2].size == 1 else None}
+    x, loss = curve.train[column] / scale, curve.train[2]
+    axes.plot(x, loss, lw=0.8, alpha=0.4, **look)
+    axes.plot(x, smooth(loss), lw=curve.width, ms=8 + curve.width, solid_capstyle="round", **look)
+    x, loss = curve.valid[column] / scale, curve.valid[2]
+    if not loss.size:
+        return
+    look |= {"marker": curve.marker, "ms": 4 + 1.5 * curve.width}
+    axes.plot(x, loss, lw=0.7 * curve.width, ls=_DASHED, mfc="white", mew=1.5, **look)
+    look |= {"marker": "*", "ms": 8 + 4 * curve.width, "mec": "white", "mew": 0.7, "zorder": 5}
+    axes.plot(x[curve.best], loss[curve.best], **look)
+
+
+def _annotate_best(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
+    """Name the best validation point, on its side towards the middle of the panel."""
+    best = curve.best
+    x = curve.valid[column] / scale
+    left = x[best] < np.mean(axes.get_xlim())
+    low = curve.valid[2][best] < np.mean(axes.get_ylim())
+    axes.annotate(
+        f"best validation {curve.valid[2][best]:.3f}",
+        xy=(float(x[best]), float(curve.valid[2][best])),
+        xytext=(20 if left else -20, 60 if low else -60),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        color="#222222",
+        bbox={"boxstyle": "round,pad=0.3", "fc": "white", "ec": curve.colour},
+        arrowprops={"arrowstyle": "->", "color": _GREY, "shrinkB": 8},
+        zorder=6,
+    )
+
+
+def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
+    """The runs by colour below the panels; what the line styles mean where ``axes`` has room."""
+    runs = [Line2D([], [], color=curve.colour, lw=4, label=curve.label) for curve in curves]
+    figure.legend(handles=runs, loc="outside lower center", ncols=min(len(runs), 2))
+    styles = [Line2D([], [], color=_GREY, lw=2, label="training")]
+    if any(curve.train[2].size >= _SMOOTH_FROM for curve in curves):
+        styles.insert(0, Line2D([], [], color=_GREY, lw=0.8, alpha=0.6, label="training, as reported"))
+        styles[1].set_label("training, smoothed")
+    if any(curve.valid[2].size for curve in curves):
+        styles.append(Line2D([], [], color=_GREY, ls=_DASHED, marker="o", mfc="white", label="validation"))
+        styles.append(Line2D([], [], color=_GREY, ls="", marker="*", ms=12, label="best validation"))
+    axes.legend(
+        handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8
+    )
+
+
+def smooth(values: Floats) -> Floats:
+    """A centred moving mean over about a tenth of the points; the same shape as ``values``.
+
+    At the start, where losses fall fast, the window shrinks on both sides, so that the curve starts where the
+    values do; at the end only its right side is cut off, so that the last value does not bend the curve.
+    """
+    count = len(values)
+    index = np.arange(count)
+    half = np.minimum(count // _SMOOTH_FROM, index)
+    first, behind = index - half, np.minimum(index + half + 1, count)
+    total = np.concatenate(([0.0], np.cumsum(values)))
+    return (total[behind] - total[first]) / (behind - first)
+
+
+def _curves(runs: Sequence[RunHistory]) -> list[_Curve]:
+    drawn = [
+        (label, train, valid)
+        for label, run in zip(_labels(runs), runs, strict=True)
+        if (train := _finite(run.train))[2].size + (valid := _finite(run.valid))[2].size
+    ]
+    return [
+        _Curve(
+            label=label + (f": best validation {valid[2].min():.3f}" if valid[2].size else ""),
+            colour=_COLOURS[place % len(_COLOURS)],
+            marker=_MARKERS[place % len(_MARKERS)],
+            width=1.8 + min(1.6, 4 / len(drawn)) * (len(drawn) - 1 - place),
+            train=train,
+            valid=valid,
+        )
+        for place, (label, train, valid) in enumerate(drawn)
+    ]
+
+
+def _finite(reports: Sequence[TrainReport] | Sequence[ValidReport]) -> tuple[Floats, Floats, Floats]:
+    """Steps, elapsed seconds and losses, less those that are not finite: they cannot be drawn."""
+    rows = [(report.step, report.elapsed_s, report.loss) for report in reports]
+    table = np.asarray(rows, dtype=np.float64).reshape(-1, 3)
+    table = table[np.isfinite(table).all(axis=1)]
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _labels(runs: Sequence[RunHistory]) -> list[str]:
+    """Names short enough for a legend, with the number of ranks, and a number where they would be equal."""
+    labels: list[str] = []
+    for run in runs:
+        name = " ".join(run.name.split())
+        label = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+        if run.started:
+            label += f" ({run.started.num_ranks} rank{'s' if run.started.num_ranks > 1 else ''})"
+        labels.append(label)
+    count, seen = Counter(labels), Counter[str]()
+    for place, label in enumerate(labels):
+        seen[label] += 1
+        labels[place] = f"{label} #{seen[label]}" if count[label] > 1 else label
+    return labels
+
+
+def _time_unit(longest_s: float) -> tuple[str, float]:
+    if longest_s < 180:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
+
+
+def _write(figure: Figure, out: Path, kind: str) -> None:
+    """Save whole or not at all: written beside ``out``, then renamed over it."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            figure.savefig(part, format=kind)
+            os.replace(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the picture: {error.strerror or error}",
+            where=str(out),
+            hint="free disk space or choose a place that can be written to",
+        ) from error
+
+
+def times_table(runs: Sequence[RunHistory]) -> Table:
+    """The runs side by side, one column a run; see :func:`times_markdown` for what is compared."""
+    table = Table(title="Training times", caption="speed-up: tokens/s relative to the first run")
+    table.add_column("")
+    for label in _labels(runs):
+        table.add_column(Text(label), justify="right")
+    for measure, cells in _measures(runs):
+        table.add_row(measure, *cells)
+    return table
+
+
+def times_markdown(runs: Sequence[RunHistory]) -> str:
+    """The same figures as :func:`times_table` as a Markdown table, one row a run.
+
+    Seconds per step and tokens per second are medians over the reports, which leaves out warm-up and pauses.
+    The speed-up is the ratio of tokens per second to the first run: it stays right when batch sizes differ.
+    """
+    measures = _measures(runs)
+    rows = [["run", *(measure for measure, _ in measures)], ["---", *["---:"] * len(measures)]]
+    for place, label in enumerate(_labels(runs)):
+        rows.append([label.replace("|", "\\|"), *(cells[place] for _, cells in measures)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
+    speeds = [_median([report.tokens_per_s for report in run.train]) for run in runs]
+    step_s = [_median([report.step_time_s for report in run.train]) for run in runs]
+    first = (speeds[:1] or [0.0])[0] or np.nan
+    return [
+        ("ranks", [str(run.started.num_ranks) if run.started else _NONE for run in runs]),
+        ("cores per rank", [str((run.started and run.started.cores_per_rank) or _NONE) for run in runs]),
+        ("steps", [_steps(run) for run in runs]),
+        ("training time", [_known(_total_s(run), format_duration) for run in runs]),
+        ("seconds per step", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
+        ("tokens/s", [_known(speed, format_rate) for speed in speeds]),
+        ("speed-up", [_known(speed / first, "{:.2f}x".format) for speed in speeds]),
+        ("final training loss", [_known(_last_loss(run), "{:.3f}".format) for run in runs]),
+        ("best validation loss", [_known(_best_loss(run), "{:.3f}".format) for run in runs]),
+        ("peak memory per rank", [_peak_memory(run) for run in runs]),
+    ]
+
+
+def _known(value: float, show: Callable[[float], str]) -> str:
+    return show(value) if np.isfinite(value) else _NONE
+
+
+def _median(values: Sequence[float]) -> float:
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.median(finite)) if finite else np.nan
+
+
+def _steps(run: RunHistory) -> str:
+    """``600``, or ``400 of 600`` where the run is not complete."""
+    done = max([report.step for report in run.train] + ([run.ended.step] if run.ended else []), default=0)
+    total = run.started.total_steps if run.started else done
+    return str(done) if done >= total else f"{done} of {total}"
+
+
+def _total_s(run: RunHistory) -> float:
+    """The whole time of an ended run, else the time up to its last report."""
+    if run.ended:
+        return run.ended.total_time_s
+    return max((report.elapsed_s for report in (*run.train[-1:], *run.valid[-1:])), default=np.nan)
+
+
+def _last_loss(run: RunHistory) -> float:
+    return run.train[-1].loss if run.train else np.nan
+
+
+def _best_loss(run: RunHistory) -> float:
+    return min((report.loss for report in run.valid if np.isfinite(report.loss)), default=np.nan)
+
+
+def _peak_memory(run: RunHistory) -> str:
+    """The highest value of each rank; of the latest set of ranks, if a restart changed their number."""
+    peaks = [report.peak_memory_bytes for report in run.train]
+    last = [peak for peak in peaks if len(peak) == len(peaks[-1])]
+    highest = [max(of_rank) for of_rank in zip(*last, strict=True)]
+    return format_memory(highest) if highest else _NONE

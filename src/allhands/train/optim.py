@@ -1,0 +1,95 @@
+"""Optimizers and learning-rate schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.utils import build_schedule
+
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError
+
+Schedule = Callable[[mx.array], mx.array] | float
+
+_CLASSES: dict[str, type[optim.Optimizer]] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "muon": optim.Muon,
+    "sgd": optim.SGD,
+    "adafactor": optim.Adafactor,
+}
+
+
+def make_optimizer(config: TrainConfig, total_updates: int) -> optim.Optimizer:
+    """The optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
+
+    Raises:
+        ConfigError: arguments that the optimizer or schedule does not take.
+    """
+    arguments: dict[str, Any] = dict(config.optimizer_config.get(config.optimizer, {}))
+    if config.weight_decay is not None:
+        arguments["weight_decay"] = config.weight_decay
+    if config.optimizer == "adafactor" and "relative_step" not in arguments:
+        # mlx's Adafactor ignores the learning rate otherwise.
+        arguments["relative_step"] = False
+    try:
+        return _CLASSES[config.optimizer](learning_rate=make_schedule(config, total_updates), **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{config.optimizer} does not take these arguments: {error}",
+            where="--optimizer-config",
+            hint=f"see mlx.optimizers.{_CLASSES[config.optimizer].__name__}",
+        ) from None
+
+
+def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
+    """Learning rate as a function of the update number (from 0), or a constant.
+
+    Raises:
+        ConfigError: a warm-up as long as the training, or arguments that the schedule does not take.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    chosen = config.lr_schedule
+    if chosen is not None and chosen.arguments is not None:
+        try:
+            return build_schedule({**chosen.model_dump(), "warmup": chosen.warmup or warmup})
+        except TypeError as error:
+            raise ConfigError(
+                f"{chosen.name} does not take these arguments: {error}",
+                where="--lr-schedule",
+                hint=f"see mlx.optimizers.{chosen.name}",
+            ) from None
+    warmup = warmup or (chosen.warmup if chosen else 0)
+    if warmup >= total_updates and warmup:
+        raise ConfigError(
+            f"the warm-up of {warmup} updates is not shorter than the training of {total_updates}",
+            where="--warmup-steps",
+            hint="shorten it or train longer",
+        )
+    main = _named(chosen.name if chosen else "constant", peak, total_updates - warmup)
+    if not warmup:
+        return main
+    start = max(chosen.warmup_init if chosen else 0.0, peak / (warmup + 1))
+    rest = main if callable(main) else lambda _: mx.array(peak)
+    return optim.join_schedules([optim.linear_schedule(start, peak, warmup), rest], [warmup])
+
+
+def _named(name: str, peak: float, updates: int) -> Schedule:
+    if name == "cosine":
+        return optim.cosine_decay(peak, updates)
+    if name == "linear":
+        return optim.linear_schedule(peak, 0.0, updates)
+    return peak
+
+
+def clip(grads: Any, max_norm: float | None) -> tuple[Any, mx.array]:
+    """Scale ``grads`` so that their global norm is at most ``max_norm``; also returns the norm before."""
+    norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for _, g in tree_flatten(grads)), mx.zeros(())))
+    if max_norm is None:
+        return grads, norm
+    factor = mx.minimum(max_norm / (norm + 1e-6), 1.0)
+    return tree_map(lambda g: g * factor.astype(g.dtype), grads), norm

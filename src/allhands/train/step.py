@@ -1,0 +1,176 @@
+"""One optimizer update. The only place where sums are divided by token counts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator
+from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
+from allhands.errors import NumericsError
+from allhands.model.split import SplitModel, split
+from allhands.train.losses import cross_entropy_sum, linear_cross_entropy
+from allhands.train.optim import clip
+
+# (inputs, positions, targets) -> loss sum; with gradients: -> (loss sum, tree of gradients).
+LossFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
+GradFunction = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one optimizer update, the same on every rank but for the times.
+
+    Attributes:
+        loss_sum: over all trained tokens of the global batch.
+        num_targets: trained tokens of the global batch.
+        num_tokens: tokens computed, prompts included, padding not.
+        grad_norm: global norm of the mean gradient, before clipping.
+        stop_votes: ranks that have been asked to stop.
+        compute_s: time of this rank's forward and backward passes.
+        comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
+    """
+
+    loss_sum: float
+    num_targets: int
+    num_tokens: int
+    grad_norm: float
+    stop_votes: int
+    compute_s: float
+    comm_s: float
+
+
+def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:
+    """The summed cross-entropy of ``model`` at the trained places.
+
+    Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
+    """
+    parts = split(model)
+    if parts is None:
+        return partial(_plain_loss, model)
+    return partial(_split_loss, parts, eager, with_grad)
+
+
+def _plain_loss(model: Any, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
+    logits = model(inputs)
+    return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
+
+
+def _split_loss(
+    parts: SplitModel, eager: bool, with_grad: bool, inputs: mx.array, positions: mx.array, targets: mx.array
+) -> mx.array:
+    hidden = parts.body(inputs)
+    rows = hidden.reshape(-1, hidden.shape[-1])[positions]
+    weight = parts.head_weight().astype(rows.dtype)
+    return linear_cross_entropy(
+        rows, weight, targets, train_weight=parts.head_is_trained, eager=eager, with_grad=with_grad
+    )
+
+
+def make_gradient(model: nn.Module, *, eager: bool) -> GradFunction:
+    """Loss sum and its gradient in the trainable parameters; compiled where that pays."""
+    function = nn.value_and_grad(model, make_loss(model, eager=eager))
+    if eager:
+        return function
+    state = [model.state, mx.random.state]
+    return mx.compile(function, inputs=state, outputs=[mx.random.state])
+
+
+class TrainStep:
+    """Forward, backward, sum over micro-batches and ranks, one division, clip, update."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        communicator: Communicator,
+        *,
+        eager: bool,
+        max_grad_norm: float | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        after_backward: Callable[[Any], None] | None = None,
+    ) -> None:
+        """``after_backward`` is given the tree of mean gradients of the global batch, before clipping."""
+        self._model = model
+        self._optimizer = optimizer
+        self._communicator = communicator
+        self._gradient = make_gradient(model, eager=eager)
+        self._max_grad_norm = max_grad_norm
+        self._bucket_bytes = bucket_bytes
+        self._after_backward = after_backward
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], *, stop: bool = False) -> StepResult:
+        """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
+
+        Args:
+            stop: this rank has been asked to stop; all ranks learn of it in :attr:`StepResult.stop_votes`.
+
+        Raises:
+            NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
+        """
+        started = time.perf_counter()
+        loss, grads = self._accumulate(micro_batches)
+        computed = time.perf_counter()
+        names = [name for name, _ in grads]
+        mine = [loss, *(float(n) for n in _counts(micro_batches)), float(stop)]
+        sums, totals = sum_over_ranks(
+            self._communicator, [grad for _, grad in grads], mine, bucket_bytes=self._bucket_bytes
+        )
+        mx.eval(sums, totals)
+        reduced = time.perf_counter()
+        loss_sum, num_targets, num_tokens, votes = totals.tolist()
+        # The one division: by the trained tokens of all micro-batches and all ranks.
+        mean = tree_unflatten([(n, g / max(num_targets, 1.0)) for n, g in zip(names, sums, strict=True)])
+        if self._after_backward is not None:
+            self._after_backward(mean)
+        clipped, norm = clip(mean, self._max_grad_norm)
+        _refuse_non_finite(loss_sum, norm.item())
+        self._optimizer.update(self._model, clipped)
+        mx.eval(self._model.trainable_parameters(), self._optimizer.state)
+        return StepResult(
+            loss_sum,
+            int(num_targets),
+            int(num_tokens),
+            norm.item(),
+            int(votes),
+            computed - started,
+            reduced - computed,
+        )
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
+        """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
+        total, grads = mx.zeros(()), None
+        for batch in micro_batches:
+            arrays = (mx.array(batch.inputs), mx.array(batch.positions), mx.array(batch.targets))
+            loss, new = self._gradient(*arrays)
+            # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+            new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
+            total, grads = total + loss, new
+            mx.eval(total, grads)
+        if grads is None:
+            grads = tree_map(mx.zeros_like, self._model.trainable_parameters())
+        return total, tree_flatten(grads)
+
+
+def _counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    return sum(batch.num_targets for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
+
+
+def _refuse_non_finite(loss_sum: float, grad_norm: float) -> None:
+    for name, value in (("loss", loss_sum), ("gradient", grad_norm)):
+        if not math.isfinite(value):
+            raise NumericsError(
+                f"the {name} is {value}: the update was not applied",
+                hint="lower --learning-rate, add --max-grad-norm 1 or --warmup-steps; "
+                "the weights from before this step are kept",
+            )
