@@ -1,0 +1,38 @@
+"""Fine-tune and pre-train language models on MLX, on one computer or on every computer you own.
+
+The public names are imported when they are first used, so that ``import allhands`` is quick; on Linux it
+also prepares a fast BLAS, which must be loaded before MLX is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from allhands.blas import preload_blas
+
+if TYPE_CHECKING:
+    from allhands.api import finetune
+    from allhands.config import TrainConfig
+    from allhands.distributed.reduce import average_gradients
+    from allhands.errors import AllhandsError
+    from allhands.train.callbacks import Callback
+
+__version__ = "0.1.0"
+__all__ = ["AllhandsError", "Callback", "TrainConfig", "__version__", "average_gradients", "finetune"]
+
+_HOMES = {
+    "AllhandsError": "allhands.errors",
+    "Callback": "allhands.train.callbacks",
+    "TrainConfig": "allhands.config",
+    "average_gradients": "allhands.distributed.reduce",
+    "finetune": "allhands.api",
+}
+
+preload_blas()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'allhands' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

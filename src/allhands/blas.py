@@ -92,6 +92,14 @@ def set_threads(handle: ctypes.CDLL, count: int) -> None:
     getattr(handle, f"{PREFIX}openblas_set_num_threads")(ctypes.c_int(count))
 
 
+def limit_cores(count: int) -> None:
+    """Use at most ``count`` cores in this process: for ranks of one host that share its cores."""
+    os.environ["OPENBLAS_NUM_THREADS"] = str(count)
+    library = preload_blas().library
+    if library is not None:
+        set_threads(ctypes.CDLL(str(library)), count)
+
+
 def _openblas_source() -> Path | None:
     spec = importlib.util.find_spec("scipy_openblas32")
     if spec is None or not spec.submodule_search_locations:

@@ -103,9 +103,9 @@ class HfDataset(_Strict):
     """A dataset read through the ``datasets`` library, as in mlx_lm's ``hf_dataset``."""
 
     path: str = Field(description="Name on the Hub or path that datasets.load_dataset takes.")
-    train_split: str = "train"
-    valid_split: str | None = "validation"
-    test_split: str | None = None
+    train_split: str = Field("train[:80%]", description="Split to train on.")
+    valid_split: str | None = Field("train[-10%:]", description="Split to validate on.")
+    test_split: str | None = Field(None, description="Split for --test.")
     prompt_feature: str | None = None
     completion_feature: str | None = None
     chat_feature: str | None = None

@@ -268,8 +268,7 @@ def read_metrics(path: Path | str) -> RunHistory:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        reason = f"cannot read training metrics: {error.strerror or error}"
-        raise DataError(reason, where=str(file), hint=hint) from error
+        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=hint) from error
     events = [event for line in text.split("\n") if (event := decode_event(line)) is not None]
     if not events:
         raise DataError("this file holds no training metrics", where=str(file), hint=hint)
@@ -284,7 +283,9 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
             restarted = history.started is not None
             history.name, history.started, history.ended = event.name or name, event, None
             continue
-        if not isinstance(event, RunEnded):
+        if restarted and isinstance(event, TrainReport):  # it trains from before this step
+            kept = [entry for entry in kept if entry.step < event.step]
+        elif not isinstance(event, RunEnded):
             kept = _without_replaced(kept, event)
         if restarted:  # only now is it known how much of the earlier part is kept
             restarted = False
@@ -320,14 +321,14 @@ class ConsoleSink:
 
     Args:
         console: where to print; rich handles ``NO_COLOR`` and the width.
-        total_steps: the step at which the run is complete.
+        total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
 
     Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
     away during the run, the console is set to quiet and the run goes on.
     """
 
-    def __init__(self, console: Console, total_steps: int, is_terminal: bool | None = None) -> None:
+    def __init__(self, console: Console, total_steps: int = 0, is_terminal: bool | None = None) -> None:
         self._console = console
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._live_wanted = terminal if is_terminal is None else is_terminal
@@ -359,6 +360,7 @@ class ConsoleSink:
     def _show(self, event: Event) -> None:
         match event:
             case RunStarted():
+                self._board.total = event.total_steps
                 self._print(*banner(event))
             case TrainReport():
                 self._board.train, self._board.left_s = event, self._left_s(event)
@@ -398,7 +400,7 @@ class _Board:
     left_s: float = math.nan
     valid: ValidReport | None = None
     best: ValidReport | None = None
-    spinner: Spinner = field(default_factory=lambda: Spinner("dots"))  # shows that the process lives
+    spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
 
     def render(self) -> RenderableType:
         step = self.train.step if self.train else 0
@@ -419,7 +421,7 @@ class _Board:
             yield f"validation loss {valid.loss:.3f} ({mark})"
         if report:
             memory = ", ".join(format_bytes(peak) for peak in report.peak_memory_bytes)
-            yield f"tokens/s {format_rate(report.tokens_per_s)}  peak memory a rank {memory}"
+            yield f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank {memory}"
 
 
 def banner(started: RunStarted) -> list[str]:
@@ -488,10 +490,8 @@ def format_bytes(number: float) -> str:
 
 def format_memory(per_rank: Sequence[int]) -> str:
     """One figure, or the range over the ranks; ``?`` if none is known."""
-    if not per_rank:
-        return "?"
-    low, high = format_bytes(min(per_rank)), format_bytes(max(per_rank))
-    return high if low == high else f"{low} to {high}"
+    ends = (min(per_rank), max(per_rank)) if per_rank else ()
+    return " to ".join(dict.fromkeys(map(format_bytes, ends))) or "?"
 
 
 def format_rate(per_s: float) -> str:

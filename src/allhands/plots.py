@@ -54,7 +54,7 @@ _STYLE: dict[str, object] = {
     "legend.fontsize": 10,
 }
 _FORMATS = (".png", ".svg", ".pdf")
-_LONGEST_NAME = 40
+_LONGEST_NAME = 30
 _NONE = "-"
 _DASHED = (0, (4, 2))
 _SMOOTH_FROM = 20  # points; with fewer, every point can be seen
@@ -207,7 +207,7 @@ def _curves(runs: Sequence[RunHistory]) -> list[_Curve]:
             label=label + (f": best validation {valid[2].min():.3f}" if valid[2].size else ""),
             colour=_COLOURS[place % len(_COLOURS)],
             marker=_MARKERS[place % len(_MARKERS)],
-            width=1.8 + min(1.6, 4 / len(drawn)) * (len(drawn) - 1 - place),
+            width=1.8 + min(2.2, 4 / len(drawn)) * (len(drawn) - 1 - place),
             train=train,
             valid=valid,
         )
@@ -266,7 +266,7 @@ def _write(figure: Figure, out: Path, kind: str) -> None:
 def times_table(runs: Sequence[RunHistory]) -> Table:
     """The runs side by side, one column a run; see :func:`times_markdown` for what is compared."""
     table = Table(title="Training times", caption="speed-up: tokens/s relative to the first run")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for label in _labels(runs):
         table.add_column(Text(label), justify="right")
     for measure, cells in _measures(runs):

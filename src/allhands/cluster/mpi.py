@@ -83,9 +83,7 @@ def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str
     return variables
 
 
-def mpirun_command(
-    installation: MpiInstallation, num_processes: int, rank_command: Sequence[str]
-) -> list[str]:
+def mpirun_command(mpi: MpiInstallation, num_processes: int, rank_command: Sequence[str]) -> list[str]:
     """Return the command that starts ``num_processes`` ranks here and leaves judging their ends to us.
 
     By default mpirun ends all ranks when one exits with an error, even a rank that is writing a checkpoint

@@ -370,7 +370,7 @@ def _message(value: Any, what: str, place: _Place) -> Message:
             f'name the keys "role" and "content"{renamed}',
         )
     if role not in ROLES:
-        meant = f'; here "{_ROLE_LIKE[role]}"' if role in _ROLE_LIKE else ""
+        meant = f'; here "{_ROLE_LIKE[role]}"' if str(role) in _ROLE_LIKE else ""
         place.fail(f"{what} has the unknown role {role!r}", f"a role is one of {', '.join(ROLES)}{meant}")
     calls = message.get("tool_calls")
     if calls is not None and not _is_list_of_objects(calls):

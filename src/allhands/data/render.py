@@ -1,17 +1,17 @@
 """From a record to tokens and a loss mask: the one owner of chat templates and answer masks.
 
-How the answers are found. Chat templates are programs: they trim, drop the thinking of earlier turns, move the
-system message, so rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole
-conversation is rendered once as it is, and once for every answer with that answer replaced by a marker. The text
-before the marker must be a prefix of the real text and the text after it a suffix; what lies between is the
-answer. A span that fails this is an error, never a guess.
+How the answers are found. Chat templates are programs: they trim, drop the thinking of earlier turns, move
+the system message, so rendering the conversation up to a turn need not give a prefix of the whole. Instead
+the whole conversation is rendered once as it is, and once for every answer with a marker in that answer's
+place. The text before the marker must be a prefix of the real text and the text after it a suffix; what lies
+between is the answer. A span that fails this is an error, never a guess.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -118,7 +118,7 @@ class Renderer:
         return _int32(tokens), np.ones(len(tokens), dtype=np.bool_)
 
     def _render_plain(self, record: Record) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """A completion for a tokenizer without chat template: the prompt, and the completion right after it."""
+        """A completion for a tokenizer without chat template: prompt, completion, end-of-text token."""
         if not (isinstance(record.prompt, str) and isinstance(record.completion, str)):
             raise ModelError(
                 "this tokenizer has no chat template, and the record is a chat",
@@ -126,16 +126,14 @@ class Renderer:
             )
         text = record.prompt + record.completion
         if not self._masked:
-            tokens = _single_bos(self._tokenizer.encode(text), self._tokenizer.bos_token_id)
-            tokens = self._with_eos(tokens)
+            tokens = self._with_eos(_single_bos(self._tokenizer.encode(text), self._tokenizer.bos_token_id))
             return _int32(tokens), np.ones(len(tokens), dtype=np.bool_)
         tokens, offsets = _encode_with_offsets(self._tokenizer, text, add_special_tokens=True)
-        span_mask = mask_of_spans(text, offsets, [(len(record.prompt), len(text))])
         with_eos = self._with_eos(tokens)
-        # The end-of-text token is trained, whether the tokenizer wrote it or it was added here.
-        mask = np.append(
-            span_mask[: len(with_eos) - 1], self._tokenizer.eos_token_id is not None or span_mask[-1:]
-        )
+        mask = np.ones(len(with_eos), dtype=np.bool_)
+        mask[: len(tokens)] = mask_of_spans(text, offsets, [(len(record.prompt), len(text))])
+        # Some tokenizers add the end-of-text token themselves, without a place in the text.
+        mask[-1] |= with_eos[-1] == self._tokenizer.eos_token_id
         return _int32(with_eos), mask
 
     def _with_eos(self, tokens: list[int]) -> list[int]:
@@ -222,6 +220,15 @@ def mask_of_spans(text: str, offsets: NDArray[np.int64], spans: Sequence[Span]) 
     return mask
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A conversation rendered with the real answer (None if rejected), and around a marker in its place."""
+
+    real: str | None
+    before: str
+    after: str
+
+
 class ChatTemplate:
     """A tokenizer's chat template, and where in its output the answers are."""
 
@@ -246,7 +253,7 @@ class ChatTemplate:
             ) from error
 
     def accepted_form(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
-        """The messages with tool-call arguments as objects, which most templates (and mlx_lm's server) expect.
+        """The messages with tool-call arguments as objects, as most templates and mlx_lm's server have them.
 
         OpenAI's format has them as JSON strings, which such a template would quote a second time. A template
         that takes only strings gets them as they are.
@@ -274,8 +281,7 @@ class ChatTemplate:
         spans: list[Span] = []
         floor = 0
         for index in wanted:
-            found = (self._locate(*case, floor) for case in self._cases(text, messages, tools, index))
-            span = next((s for s in found if s and _has_tool_names(text[slice(*s)], messages[index])), None)
+            span = self._locate(text, messages, tools, index, floor)
             if span is None:
                 raise DataError(
                     f"messages[{index}]: the answer cannot be located in what the chat template makes of it",
@@ -295,11 +301,12 @@ class ChatTemplate:
         A template may reject the marker where it wants a tool call before a tool's output, so the second case
         leaves out what follows up to the next user message.
         """
-        marked = {"role": "assistant", "content": _MARKER}
         head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
+        marked = {"role": "assistant", "content": _MARKER}
+        with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | marked
         next_user = next((i for i, message in enumerate(rest) if message["role"] == "user"), len(rest))
         for tail in (rest, rest[next_user:]) if next_user else (rest,):
-            for stand_in in (marked, {**answer, **marked}):
+            for stand_in in (marked, with_extras) if with_extras != marked else (marked,):
                 try:
                     with_marker = self.text([*head, stand_in, *tail], tools)
                     with_answer = text if tail is rest else self.text([*head, answer, *tail], tools)
@@ -307,28 +314,91 @@ class ChatTemplate:
                     continue
                 yield text, with_answer, with_marker
 
-    def _locate(self, text: str, with_answer: str, with_marker: str, floor: int) -> Span | None:
-        """The answer without its end-of-turn token, not before ``floor``; None if in doubt."""
-        before, found, after = with_marker.partition(_MARKER)
-        if not found or _MARKER in after or not with_answer.endswith(after):
-            return None
-        end = len(with_answer) - len(after)
-        header = before.rfind(self._header) + len(self._header) if self._header in before else -1
-        # Without a header of its own (right after a user's or a tool's message) the answer begins at the
-        # marker, or at the blanks before it.
-        for start in (header, len(before), len(before.rstrip())):
-            if floor <= start <= end and with_answer.startswith(before[:start]):
-                return (start, end) if text.startswith(with_answer[:end]) else None
+    def _locate(
+        self, text: str, messages: list[Message], tools: list[Any] | None, index: int, floor: int
+    ) -> Span | None:
+        """Where in ``text``, not before ``floor``, answer ``index`` is, without its end; None if in doubt."""
+        trials: list[_Trial] = []
+        for trial in self._trials(text, messages, tools, index):
+            trials.append(trial)
+            openings = [
+                opening
+                for known in trials
+                for opening in self._openings(known.before)
+                if len(opening) >= floor and text.startswith(opening)
+            ]
+            for words, ending in (reading for known in trials for reading in self._readings(known)):
+                for opening in openings:
+                    start, end = len(opening), len(opening) + len(words)
+                    if text.startswith(words + ending, start) and _names_tools(words, messages[index]):
+                        return start, end
         return None
+
+    def _trials(
+        self, text: str, messages: list[Message], tools: list[Any] | None, index: int
+    ) -> Iterator[_Trial]:
+        """The conversation with a marker as the answer, whole and then shortened.
+
+        The first is enough but for tool calls: a template may reject a tool's output after anything but a
+        call, so the messages up to the next user's, or all that follow, are left out then.
+        """
+        head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
+        bare = {"role": "assistant", "content": _MARKER}
+        with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | bare
+        next_user = next((i for i, message in enumerate(rest) if message["role"] == "user"), len(rest))
+        for cut in sorted({0, next_user, len(rest)}):
+            tail = rest[cut:]
+            real = text if cut == 0 else self._text_or_none([*head, answer, *tail], tools)
+            for stand_in in [bare] if with_extras == bare else [bare, with_extras]:
+                marked = self._text_or_none([*head, stand_in, *tail], tools) or ""
+                before, found, after = marked.partition(_MARKER)
+                if found and _MARKER not in after:
+                    yield _Trial(real, before, after)
+
+    def _text_or_none(self, messages: Sequence[Message], tools: list[Any] | None) -> str | None:
+        try:
+            return self.text(messages, tools)
+        except DataError:
+            return None
+
+    def _openings(self, before: str) -> Iterator[str]:
+        """What may stand before the answer, given what stands before the marker, the likeliest first.
+
+        What a template puts between header and words (an empty thinking block) belongs to the answer, since
+        the model has to write it. Without a header the answer begins at the marker, or at the blanks before
+        it that a prompt does not have.
+        """
+        if self._header and self._header in before:
+            yield before[: before.rindex(self._header) + len(self._header)]
+        yield before.removesuffix(self._lead)
+        yield before
+        yield before.rstrip()
+
+    def _readings(self, trial: _Trial) -> Iterator[tuple[str, str]]:
+        """What the answer may have become, and the end-of-turn text that must follow it."""
+        if trial.real is None or not trial.real.endswith(trial.after):
+            return
+        end = len(trial.real) - len(trial.after)
+        ending = self._end_of_turn.match(trial.after)
+        for opening in self._openings(trial.before):
+            if len(opening) <= end and trial.real.startswith(opening):
+                yield trial.real[len(opening) : end], ending[0] if ending else ""
 
     @cached_property
     def _header(self) -> str:
-        """What opens an answer: what ``add_generation_prompt`` adds, or all that follows the user's words."""
-        question: list[Message] = [{"role": "user", "content": _MARKER}]
-        plain, prompted = self.text(question, None), self.text(question, None, prompt=True)
-        if prompted != plain and prompted.startswith(plain):
-            return prompted[len(plain) :]
-        return prompted.rpartition(_MARKER)[2]
+        """What ``add_generation_prompt`` adds; empty if the template writes answers right after questions."""
+        question: list[Message] = [{"role": "user", "content": "a"}]
+        prompted = self.text(question, None, prompt=True)
+        return prompted[_common_length(prompted, self.text(question, None)) :]
+
+    @cached_property
+    def _lead(self) -> str:
+        """Blanks between the end of a prompt and the words of the answer (Llama 2 has one)."""
+        question: list[Message] = [{"role": "user", "content": "a"}]
+        prompted = self.text(question, None, prompt=True)
+        before = self.text([*question, {"role": "assistant", "content": _MARKER}], None).partition(_MARKER)[0]
+        lead = before.removeprefix(prompted)
+        return "" if lead.strip() else lead
 
     @cached_property
     def _end_of_turn(self) -> re.Pattern[str]:
@@ -337,11 +407,16 @@ class ChatTemplate:
         text = self.text([{"role": role, "content": content} for role, content in probe], None)
         _, middle, last = text.split(_MARKER)
         # Both turns end alike; then one goes on with the next user's header.
-        ending = os.path.commonprefix([middle, last])
+        ending = last[: _common_length(middle, last)]
         added: dict[str, int] = getattr(self._tokenizer, "added_tokens_encoder", {})
         token = re.match(r"\s*(" + _any_of(added) + ")", ending) if added else None
         markers = {token[1] if token else ending.strip(), self._tokenizer.eos_token or ""} - {""}
         return re.compile(r"\s*(?:" + _any_of(markers) + ")" if markers else "")
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _any_of(strings: Any) -> str:
@@ -353,14 +428,12 @@ def _function(call: Message) -> Message:
     return inner if isinstance(inner, dict) else call
 
 
-def _has_tool_names(span: str, message: Message) -> bool:
+def _names_tools(words: str, message: Message) -> bool:
     """Whether the tools that the message calls are named in the text; a template may drop them silently."""
-    return all(str(_function(call).get("name", "")) in span for call in message.get("tool_calls") or ())
+    return all(str(_function(call).get("name", "")) in words for call in message.get("tool_calls") or ())
 
 
 def _with_parsed_arguments(message: Message) -> Message:
-    import json
-
     def parsed(call: Message) -> Message:
         arguments = _function(call).get("arguments")
         try:

@@ -118,7 +118,7 @@ def build_token_set(
         raise DataError(
             f"none of the {len(dropped)} examples has a token to train on",
             where=dropped[0] if dropped else None,
-            hint="raise --max-seq-length (long prompts push the answers out), and check that the answers exist",
+            hint="raise --max-seq-length (long prompts push answers out), and check that the answers exist",
         )
     offsets = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int64)
     result = TokenSet(np.concatenate(tokens), np.concatenate(masks), offsets)

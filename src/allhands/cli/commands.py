@@ -1,0 +1,139 @@
+"""All verbs with their options; the work behind a verb is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from allhands.cli.options import option_function
+
+Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter-path", help="Directory with adapters.safetensors from a training run.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
+
+_TRAIN_HELP = """Fine-tune a model: on this machine, on several processes (-n), or as a rank of mpirun and others.
+
+Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --batch-size is global.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Attach every verb to ``app``."""
+    app.command("train", help=_TRAIN_HELP)(option_function(_train, _TRAIN_HELP))
+    app.command("generate")(generate)
+    app.command("compare")(compare)
+    app.command("plot")(plot)
+    app.command("demo")(demo)
+    model = typer.Typer(help="Fetch and convert models.", no_args_is_help=True)
+    model.command("get")(model_get)
+    app.add_typer(model, name="model")
+    data = typer.Typer(help="Training data.", no_args_is_help=True)
+    data.command("demo")(data_demo)
+    app.add_typer(data, name="data")
+    app.command("version")(version)
+
+
+def _train(flags: dict[str, Any]) -> None:
+    from allhands.cli.train import train
+
+    raise typer.Exit(train(flags))
+
+
+def generate(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")],
+    model: Model = "demo",
+    adapter_path: Adapter = None,
+    max_tokens: MaxTokens = 256,
+    temp: Temperature = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
+    seed: Seed = 0,
+    system_prompt: Annotated[str | None, typer.Option("--system-prompt", help="System message.")] = None,
+    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Ask a model, with or without a trained adapter; speed and peak memory are shown as mlx_lm does."""
+    from allhands.cli.talk import GenerateOptions, run_generate
+
+    run_generate(
+        GenerateOptions(
+            model, adapter_path, prompt, max_tokens, temp, top_p, seed, system_prompt, ignore_chat_template,
+            trust_remote_code,
+        )
+    )
+
+
+def compare(
+    model: Model = "demo",
+    adapter_path: Adapter = None,
+    data: Annotated[str, typer.Option("--data", help="Whose test split to ask: a directory, or 'demo'.")] = "demo",
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16,
+    show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4,
+    max_tokens: MaxTokens = 60,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write prompts, answers and scores as JSON.")] = None,
+) -> None:
+    """Answer held-out prompts before and after training, side by side, and score how pirate the answers are."""
+    from allhands.cli.talk import run_compare
+
+    run_compare(model, adapter_path, data, num_prompts, show, max_tokens, out)
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png"),
+    title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None,
+) -> None:
+    """Draw the loss curves of one or several runs on one graph and print their times."""
+    from allhands.cli.plot import run_plot
+
+    run_plot(runs, out, title)
+
+
+def model_get(
+    source: Annotated[str, typer.Argument(help="'demo', a model directory, or a Hugging Face repository.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")] = None,
+    quantize: Annotated[int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")] = None,
+    group_size: Annotated[int | None, typer.Option("--group-size", help="Values a quantisation group.")] = None,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False,
+) -> None:
+    """Fetch a model into a normal MLX model directory, quantised, dequantised or cast as asked."""
+    from allhands.cli.model import run_model_get
+
+    run_model_get(source, out, quantize, group_size, dequantize, dtype, force)
+
+
+def data_demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("data/pirate"),
+) -> None:
+    """Write the shipped pirate chat data: train.jsonl, valid.jsonl and test.jsonl."""
+    from allhands.data.demo import write_demo_data
+
+    counts = write_demo_data(out)
+    typer.echo(f"{out}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path("demo-run"),
+    iters: Annotated[int, typer.Option("--iters", min=2, help="Batches to train on.")] = 60,
+    seed: Seed = 0,
+) -> None:
+    """Everything at once: a model learns to talk like a pirate, on one process and on two, with the proof."""
+    from allhands.cli.demo import run_demo
+
+    run_demo(out, iters, seed)
+
+
+def version() -> None:
+    """Versions of allhands and of what it stands on."""
+    import importlib.metadata as metadata
+
+    for name in ("allhands", "mlx", "mlx-lm", "numpy"):
+        typer.echo(f"{name} {metadata.version(name)}")

@@ -1,0 +1,184 @@
+"""``allhands train``: one process, several local ones, or a rank of somebody else's launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from allhands.cluster.environment import Launch, recognise, rendezvous
+from allhands.cluster.mpi import find_mpi, prepare_mpi_environment
+from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
+from allhands.cluster.worker import WorkerContext, install
+from allhands.config import TrainConfig, build_config
+from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
+from allhands.files import make_directory
+
+LOG_DIRECTORY = "logs"
+
+
+def train(flags: dict[str, Any]) -> int:
+    """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
+    config = build_config(flags, flags.get("config"))
+    launch = recognise(os.environ, has_cuda=_has_cuda())
+    if launch.launcher == "single" and config.num_ranks > 1:
+        check_before_start(config)
+        return supervise_local(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+    return work(config, launch)
+
+
+def _has_cuda() -> bool:
+    from importlib.util import find_spec
+
+    return sys.platform == "linux" and find_spec("mlx_cuda") is not None
+
+
+def check_before_start(config: TrainConfig) -> None:
+    """Find in the launcher, once, what every rank would find: cheaper and clearer than N messages."""
+    if not (config.train or config.test):
+        raise ConfigError("nothing to do", hint="add --train, --test or both")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.cores_per_rank and config.cores_per_rank * config.num_ranks > cores:
+        raise ConfigError(
+            f"{config.num_ranks} ranks with {config.cores_per_rank} cores each, but there are {cores} cores",
+            where="--cores-per-rank",
+            hint="lower one of the two",
+        )
+
+
+def supervise_local(config: TrainConfig, command: list[str]) -> int:
+    """Start ``config.num_ranks`` processes of ``command`` and answer for them."""
+    backend = _choose_backend(config)
+    cores = config.cores_per_rank or _fair_share(config.num_ranks)
+    log_dir = make_directory(Path(config.adapter_path)) / LOG_DIRECTORY
+    spec = LaunchSpec(
+        command,
+        config.num_ranks,
+        backend,
+        log_dir,
+        cores_per_rank=cores,
+        start_deadline_s=config.start_timeout_s,
+    )
+    return supervise(spec, show_event)
+
+
+def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
+    from allhands.accelerator import default_backend
+
+    if config.backend != "auto":
+        return config.backend
+    chosen = default_backend(config.num_ranks, find_mpi() is not None)
+    assert chosen != "none"
+    return chosen
+
+
+def _fair_share(num_ranks: int) -> int | None:
+    """Cores of each local process when the person has not said: all of them, divided."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def show_event(event: SupervisorEvent) -> None:
+    """Tell the person, on standard error, what the supervisor sees."""
+    if event.kind in ("launched", "started"):
+        return
+    if event.kind == "failed":
+        if event.log_tail and event.rank:
+            print(f"last lines of rank {event.rank} ({event.log_path}):", file=sys.stderr)
+            print(*(f"  {line}" for line in event.log_tail), sep="\n", file=sys.stderr)
+        print(f"allhands: {event.message}" + (f"\n{event.error}" if event.error else ""), file=sys.stderr)
+        return
+    print(f"allhands: {event.message}", file=sys.stderr, flush=True)
+
+
+def work(config: TrainConfig, launch: Launch) -> int:
+    """Be one rank: this process alone, or one of a group that a launcher has started."""
+    if config.num_ranks not in (1, launch.size) and launch.launcher != "single":
+        raise ConfigError(
+            f"-n {config.num_ranks} asks for processes, but {launch.launcher} has started {launch.size}",
+            where="-n",
+            hint="leave -n out under another launcher",
+        )
+    log = _rank_log(config, launch)
+    with tempfile.TemporaryDirectory(prefix="allhands-") as scratch, install(launch, os.environ) as worker:
+        try:
+            os.environ.update(rendezvous(launch, Path(scratch)))
+            _train_as_rank(config, launch, worker, log)
+        except (AllhandsError, KeyboardInterrupt) as error:
+            if launch.size > 1:
+                worker.fail(_with_signal(error, worker))
+            raise _with_signal(error, worker) from None
+        if launch.size > 1:
+            leave_together()
+    return 0
+
+
+def _with_signal(error: BaseException, worker: WorkerContext) -> BaseException:
+    """SIGTERM has its own exit code, Ctrl-C another."""
+    signal_number = worker.stop_requested()
+    if isinstance(error, Interrupted) and signal_number:
+        error.exit_code = 128 + signal_number  # type: ignore[misc]
+    return error
+
+
+def leave_together() -> None:
+    """End an error-free rank without Python's or MPI's clean-up, which can hang when ranks end apart."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext, log: Path) -> None:
+    prepare_mpi_environment(os.environ)
+    _share_cores(config, launch)
+    # Only now, because importing MLX fixes its BLAS threads, device and MPI library.
+    from allhands.distributed.backend import Communicator, connect
+    from allhands.distributed.mesh import Mesh
+    from allhands.train.recipes import Surroundings, run_finetune
+
+    def expire(message: str) -> None:
+        worker.fail(DistributedError(message, hint="look at the other ranks' logs; raise --start-timeout-s if slow"))
+
+    def join() -> Communicator:
+        return connect(launch.backend, launch.size, launch.rank, timeout_s=config.start_timeout_s, on_timeout=expire)
+
+    mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
+    cores = int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
+    surroundings = Surroundings(
+        mesh=mesh,
+        connect=join,
+        started=worker.mark_started,
+        stop_requested=worker.stop_requested,
+        console=Console(highlight=False) if mesh.is_main else None,
+        cores_per_rank=cores,
+        log_file=log,
+    )
+    result = run_finetune(config, surroundings)
+    if mesh.is_main:
+        where = [str(result.adapter_path)] + ([f"curves in {result.plot}"] if result.plot else [])
+        print(f"saved in {', '.join(where)}", flush=True)
+
+
+def _share_cores(config: TrainConfig, launch: Launch) -> None:
+    """Divide this host's cores among its ranks, where nobody has done so already."""
+    from allhands.blas import available_cores, limit_cores
+
+    if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
+        return
+    cores = config.cores_per_rank or max(1, available_cores() // launch.local_size)
+    if cores < available_cores():
+        from allhands.cluster.guard import pin_cores
+
+        pin_cores(launch.local_rank, cores)
+        limit_cores(cores)
+
+
+def _rank_log(config: TrainConfig, launch: Launch) -> Path:
+    return Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"

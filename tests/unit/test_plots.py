@@ -1,0 +1,263 @@
+"""Loss pictures and time tables, from histories with known numbers."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from allhands import plots
+from allhands.errors import ConfigError, DataError, StorageError
+from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport, ValidReport
+from allhands.plots import plot_losses, smooth, times_markdown, times_table
+
+
+def history(name: str = "run", ranks: int = 1, step_s: float = 2.0, num_points: int = 30) -> RunHistory:
+    """Loss 4 / (1 + step / 10) a step; validation every ten, 0.5 above it, lowest at the third."""
+    started = RunStarted(
+        name, "tiny", "lora", ranks, "ring" if ranks > 1 else "none", 8, num_points, 10, 100, 240, 2, {}, 0.0
+    )
+    run = RunHistory(name, started)
+    for step in range(1, num_points + 1):
+        memory = tuple(600_000_000 + 10_000_000 * rank for rank in range(ranks))
+        speed = 100 / step_s if step > 1 else 1.0  # the first report includes the warm-up
+        report = TrainReport(
+            step,
+            4 / (1 + step / 10),
+            1e-4,
+            0.5,
+            speed,
+            speed / 2,
+            50 * step,
+            step_s,
+            0.0,
+            0.0,
+            0.0,
+            memory,
+            0.1,
+        )
+        run.train.append(replace(report, elapsed_s=step * step_s))
+    for step, loss in ((10, 2.5), (20, 1.8), (30, 2.0)):
+        if step <= num_points:
+            run.valid.append(ValidReport(step, loss, 90, step * step_s, 1.0, True))
+    run.ended = RunEnded(num_points, "finished", num_points * step_s + 5)
+    return run
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn, for a look at their lines and texts."""
+    figures: list[Figure] = []
+    write = plots._write
+
+    def keep(figure: Figure, out: Path, kind: str) -> None:
+        figures.append(figure)
+        write(figure, out, kind)
+
+    monkeypatch.setattr(plots, "_write", keep)
+    return figures
+
+
+def lines(figure: Figure, panel: int, style: str) -> list[np.ndarray]:
+    """The data of the lines of one style: "-" training as reported then smoothed, "--" validation."""
+    found = [line for line in figure.axes[panel].lines if line.get_linestyle() == style]
+    return [np.asarray(line.get_xydata()) for line in found if line.get_marker() != "*"]
+
+
+def test_the_panels_show_loss_over_steps_and_over_time(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = history(step_s=20.0)
+    assert plot_losses([run], tmp_path / "loss.png", title="A title") == tmp_path / "loss.png"
+    assert png_size(tmp_path / "loss.png") == (1200, 600)
+    (figure,) = drawn
+    losses = [report.loss for report in run.train]
+    np.testing.assert_allclose(lines(figure, 0, "-")[0], np.column_stack([np.arange(1, 31), losses]))
+    minutes = np.arange(1, 31) * 20 / 60
+    np.testing.assert_allclose(lines(figure, 1, "-")[0], np.column_stack([minutes, losses]))
+    np.testing.assert_allclose(lines(figure, 0, "--")[0], [[10, 2.5], [20, 1.8], [30, 2.0]])
+    assert figure.axes[1].get_xlabel() == "training time (minutes)"
+    assert figure.axes[0].get_ylabel() == "loss per token (lower is better)"
+    assert figure.get_suptitle() == "A title"
+
+
+def test_the_best_validation_is_starred_and_named(tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_losses([history()], tmp_path / "one.png")
+    plot_losses([history("a"), history("b", ranks=2)], tmp_path / "two.png")
+    for figure in drawn:
+        stars = [line for line in figure.axes[0].lines if line.get_marker() == "*"]
+        for star in stars:
+            np.testing.assert_allclose(np.asarray(star.get_xydata()), [[20, 1.8]])
+        assert len(stars) == len(figure.legends[0].get_texts())
+    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["best validation 1.800"]
+    labels = [text.get_text() for text in drawn[1].legends[0].get_texts()]
+    assert labels == ["a (1 rank): best validation 1.800", "b (2 ranks): best validation 1.800"]
+
+
+def test_nothing_is_cut_off_and_no_label_lies_on_another(tmp_path: Path, drawn: list[Figure]) -> None:
+    runs = [history("x" * 80, ranks=ranks) for ranks in range(1, 6)]
+    plot_losses(runs, tmp_path / "a.png", title="word " * 40)
+    (figure,) = drawn
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= 1200
+    title = figure.texts[0].get_window_extent()
+    assert title.y1 <= 600
+    for axes in figure.axes:
+        box = axes.get_tightbbox()
+        assert box is not None
+        assert legend.y1 <= box.y0
+        assert box.y1 <= title.y0
+
+
+def test_identical_runs_stay_visible(tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_losses([history("a"), history("b")], tmp_path / "a.png")
+    solid = [line for line in drawn[0].axes[0].lines if line.get_linestyle() == "-"]
+    first, second = (line for line in solid if line.get_alpha() is None and line.get_marker() != "*")
+    assert first.get_color() != second.get_color()
+    assert first.get_linewidth() >= second.get_linewidth() + 1.5  # seen on both sides of the one above
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 30])
+@pytest.mark.parametrize("with_valid", [True, False])
+def test_short_runs_and_runs_without_validation(tmp_path: Path, num_points: int, with_valid: bool) -> None:
+    run = history(num_points=num_points)
+    run.valid = run.valid if with_valid else []
+    run.started = None
+    assert png_size(plot_losses([run], tmp_path / "new" / "a")) == (1200, 600)
+
+
+def test_a_single_point_has_a_marker(tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_losses([history(num_points=1)], tmp_path / "a.png")
+    assert all(line.get_marker() == "." for line in drawn[0].axes[0].lines)
+
+
+def test_losses_that_are_not_finite_are_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = history()
+    run.train[5:] = [replace(report, loss=float("nan")) for report in run.train[5:]]
+    plot_losses([run], tmp_path / "a.png")
+    assert len(lines(drawn[0], 0, "-")[0]) == 5
+
+
+def test_runs_without_a_loss_are_skipped_and_alone_a_data_error(tmp_path: Path, drawn: list[Figure]) -> None:
+    empty = RunHistory("empty")
+    plot_losses([empty, history()], tmp_path / "a.png")
+    assert len(drawn[0].legends[0].get_texts()) == 1
+    with pytest.raises(DataError, match="no run has a loss"):
+        plot_losses([empty], tmp_path / "b.png")
+    with pytest.raises(DataError):
+        plot_losses([], tmp_path / "b.png")
+
+
+def test_settings_of_the_caller_neither_count_nor_change(tmp_path: Path) -> None:
+    plain = plot_losses([history()], tmp_path / "plain.png").read_bytes()
+    with matplotlib.rc_context({"axes.facecolor": "black", "font.size": 30, "savefig.dpi": 50}):
+        before = dict(matplotlib.rcParams)
+        other = plot_losses([history()], tmp_path / "other.png").read_bytes()
+        assert dict(matplotlib.rcParams) == before
+    assert other == plain
+
+
+def test_pyplot_and_mlx_are_not_imported() -> None:
+    code = "import sys, allhands.plots; print([m for m in ('matplotlib.pyplot', 'mlx') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "a.png"
+    out.write_bytes(b"old")
+
+    def full(self: Figure, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", full)
+        with pytest.raises(StorageError, match="No space left"):
+            plot_losses([history()], out)
+    assert out.read_bytes() == b"old"
+    plot_losses([history()], out)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_places_and_formats_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file.a\.png: cannot write"):
+        plot_losses([history()], tmp_path / "file" / "a.png")
+    (tmp_path / "directory.png").mkdir()
+    with pytest.raises(StorageError):
+        plot_losses([history()], tmp_path / "directory.png")
+    with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
+        plot_losses([history()], tmp_path / "a.jpeg2000")
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_other_formats(tmp_path: Path, suffix: str, start: bytes) -> None:
+    assert plot_losses([history()], tmp_path / f"a.{suffix}").read_bytes().startswith(start)
+
+
+def test_smoothing_is_the_mean_over_a_window_that_shrinks_at_the_start() -> None:
+    values = np.random.default_rng(0).normal(size=60)
+    expected = []
+    for place in range(60):
+        half = min(3, place)
+        expected.append(values[place - half : place + half + 1].mean())
+    np.testing.assert_allclose(smooth(values), expected, atol=1e-12)
+    np.testing.assert_allclose(smooth(values[:19]), values[:19])
+    assert smooth(np.array([])).shape == (0,)
+
+
+def test_the_table_of_times() -> None:
+    two = history("two", ranks=2, step_s=1.25)
+    markdown = times_markdown([history("one | a"), two]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in markdown]
+    assert dict(zip(cells[0], cells[3], strict=True)) == {
+        "run": "two (2 ranks)",
+        "ranks": "2",
+        "cores per rank": "2",
+        "steps": "30",
+        "training time": "42 s",
+        "seconds per step": "1.25",
+        "tokens/s": "80",
+        "speed-up": "1.60x",
+        "final training loss": "1.000",
+        "best validation loss": "1.800",
+        "peak memory per rank": "600 MB to 610 MB",
+    }
+    first = r"| one \| a (1 rank) | 1 | 2 | 30 | 1m05s | 2 | 50 | 1.00x | 1.000 | 1.800 | 600 MB |"
+    assert markdown[2] == first
+
+
+def test_the_table_says_what_is_unknown_or_unfinished() -> None:
+    part = history("part")
+    assert part.started is not None
+    part.started, part.ended = replace(part.started, total_steps=100, cores_per_rank=None), None
+    part.valid = []
+    row = times_markdown([part]).splitlines()[2]
+    assert row == "| part (1 rank) | 1 | - | 30 of 100 | 1m00s | 2 | 50 | 1.00x | 1.000 | - | 600 MB |"
+    empty = times_markdown([RunHistory("empty"), part]).splitlines()
+    assert empty[2] == "| empty | - | - | 0 | - | - | - | - | - | - | - |"
+    assert times_markdown([]).count("\n") == 2
+
+
+def test_the_rich_table_has_the_same_figures_and_takes_names_as_they_are() -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(times_table([history("[red]one"), history("same"), history("same")]))
+    text = capture.get()
+    for part in ("[red]one (1 rank)", "same (1 rank) #2", "1m05s", "1.00x", "peak memory per rank"):
+        assert part in text
