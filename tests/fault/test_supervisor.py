@@ -81,11 +81,17 @@ def collectives(context, backend, script):
     for step in range(1000 if script else 3):
         total = mx.distributed.all_sum(mx.full((1000,), world.rank() + 1.0))
         mx.eval(total)
+        if script in ("linger", "brief") and step == 2:
+            break
         if script == "raise" and step == 3:
             raise ValueError("an exception of rank 1")
         if script == "kill" and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-    print("sum", total[0].item())
+    if script == "linger":
+        time.sleep(1)
+    print("sum", total[0].item(), flush=True)
+    if script in ("linger", "brief"):
+        os._exit(0)
 with worker.install(launch, os.environ) as context:
     (here / f"facts-{launch.rank}.json").write_text(json.dumps(facts()))
     script, *words = scripts[launch.rank].split()
@@ -322,6 +328,16 @@ def test_a_stop_signal_lets_every_rank_save(
     assert job.events("failed") == []
 
 
+def test_a_stop_during_start_up_does_not_wait(start: Callable[..., _Job]) -> None:
+    """Rank 0 waits in MLX's init for a peer that is not coming, deaf to signals."""
+    job = start("mlx ring", "silent")
+    _until(
+        lambda: (job.directory / "facts-1.json").exists() and (job.directory / "facts-0.json").exists(), 20.0
+    )
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(timeout=8) == 130
+
+
 def test_the_second_stop_signal_does_not_wait(start: Callable[..., _Job]) -> None:
     job = start("wait", "save 20")
     job.wait_for("started")
@@ -405,6 +421,13 @@ def test_a_failure_between_real_collectives(
     (failed,) = job.events("failed")
     assert failed["rank"] == 1
     assert script == "kill" or "ValueError: an exception of rank 1" in failed["message"]
+
+
+@_needs_mpi
+def test_ranks_may_leave_mpi_without_its_finalizer(start: Callable[..., _Job]) -> None:
+    job = start("mlx mpi linger", "mlx mpi linger", "mlx mpi brief", backend="mpi")
+    assert job.finish() == 0, job.err
+    assert "sum 6.0" in job.out
 
 
 def test_free_ports_are_free_and_distinct() -> None:

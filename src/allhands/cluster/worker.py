@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 import psutil
@@ -30,6 +30,7 @@ from allhands.cluster.guard import die_with_parent, write_whole
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 
 _POLL_S = 0.5
+_START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to save
 _ORPHAN_CODE = 128 + signal.SIGTERM
 
 
@@ -45,9 +46,14 @@ class WorkerContext:
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._stop_signal = 0
+        self._started = False
 
     def mark_started(self) -> None:
-        """Tell the supervisor that start-up is over: the group is formed and the model is loaded."""
+        """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
+
+        From here on a stop signal waits for :meth:`stop_requested`; before, it raises KeyboardInterrupt.
+        """
+        self._started = True
         if self._run_dir:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.started", "")
 
@@ -79,11 +85,29 @@ class WorkerContext:
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.fail(error)
 
-    def note_signal(self, number: int) -> None:
-        """Called by the watching thread; the second signal ends the process at once."""
-        if self._stop_signal:
-            os._exit(128 + number)
-        self._stop_signal = number
+    def handle_signal(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler, in the main thread, and late if that is blocked in a collective."""
+        self._stop_signal = self._stop_signal or number
+        if not self._started:
+            raise KeyboardInterrupt
+
+    def watch(
+        self, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float
+    ) -> NoReturn:
+        """End the process on a second signal, a stop that takes too long, or the supervisor's death."""
+        deadline = float("inf")
+        while True:
+            ready, _, _ = select.select([signals], [], [], _POLL_S)
+            for number in signals.recv(64) if ready else b"":
+                if deadline < float("inf"):
+                    os._exit(128 + number)
+                self._stop_signal = self._stop_signal or number
+                grace = stop_grace_s if self._started else min(stop_grace_s, _START_GRACE_S)
+                deadline = min(time.monotonic() + grace, sys.float_info.max)
+            if time.monotonic() > deadline:
+                os._exit(128 + self._stop_signal)
+            if supervisor is not None and not _alive(supervisor):
+                os._exit(_ORPHAN_CODE)
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, Interrupted | KeyboardInterrupt):
@@ -116,8 +140,10 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main thread.
 
     From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT and SIGTERM only ask to
-    stop (:meth:`WorkerContext.stop_requested`) and end the process when sent twice, and the process does
-    not outlive its supervisor. ``environ`` is read for the ``ALLHANDS_*`` variables of the supervisor.
+    stop once training has started (:meth:`WorkerContext.mark_started`) and end the process when sent twice,
+    and the process does not outlive its supervisor. ``environ`` is read for the supervisor's ``ALLHANDS_*``
+    variables. The watching thread is held up while MLX's ring waits for its peers in ``init``, which keeps
+    Python's lock: only the supervisor's start deadline ends that.
     """
     run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
     context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
@@ -127,11 +153,9 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     sys.excepthook = lambda kind, error, trace: context.fail(error)
     supervisor = _supervisor(environ)
     grace = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
-    signals = _signal_descriptor()
-    watch = threading.Thread(
-        target=_watch, args=(context, signals, supervisor, grace), name="allhands-watch", daemon=True
-    )
-    watch.start()
+    signals = _signal_descriptor(context)
+    arguments = (signals, supervisor, grace)
+    threading.Thread(target=context.watch, args=arguments, name="allhands-watch", daemon=True).start()
     return context
 
 
@@ -157,14 +181,13 @@ def as_allhands_error(error: BaseException) -> BaseException:
     return ours
 
 
-def _signal_descriptor() -> socket.socket:
+def _signal_descriptor(context: WorkerContext) -> socket.socket:
     """Route SIGINT and SIGTERM to a socket that another thread can read while this one is blocked."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A Python handler has to exist for the number to be written; the thread does the rest.
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, context.handle_signal)
     return reader
 
 
@@ -184,19 +207,3 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _watch(
-    context: WorkerContext, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float
-) -> None:
-    deadline = float("inf")
-    while True:
-        ready, _, _ = select.select([signals], [], [], _POLL_S)
-        for number in signals.recv(64) if ready else b"":
-            if number in (signal.SIGINT, signal.SIGTERM):
-                context.note_signal(number)
-                deadline = time.monotonic() + stop_grace_s
-        if time.monotonic() > deadline:
-            os._exit(128 + context.stop_requested())
-        if supervisor is not None and not _alive(supervisor):
-            os._exit(_ORPHAN_CODE)

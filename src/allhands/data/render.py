@@ -293,27 +293,6 @@ class ChatTemplate:
             spans.append((span[0], floor))
         return spans
 
-    def _cases(
-        self, text: str, messages: list[Message], tools: list[Any] | None, index: int
-    ) -> Iterator[tuple[str, str, str]]:
-        """(whole text, text with the answer, the same with the marker) for one answer, to be tried in order.
-
-        A template may reject the marker where it wants a tool call before a tool's output, so the second case
-        leaves out what follows up to the next user message.
-        """
-        head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
-        marked = {"role": "assistant", "content": _MARKER}
-        with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | marked
-        next_user = next((i for i, message in enumerate(rest) if message["role"] == "user"), len(rest))
-        for tail in (rest, rest[next_user:]) if next_user else (rest,):
-            for stand_in in (marked, with_extras) if with_extras != marked else (marked,):
-                try:
-                    with_marker = self.text([*head, stand_in, *tail], tools)
-                    with_answer = text if tail is rest else self.text([*head, answer, *tail], tools)
-                except DataError:
-                    continue
-                yield text, with_answer, with_marker
-
     def _locate(
         self, text: str, messages: list[Message], tools: list[Any] | None, index: int, floor: int
     ) -> Span | None:
@@ -405,8 +384,9 @@ class ChatTemplate:
         """Matches the blanks and the end-of-turn token right after an answer (or nothing)."""
         probe = [("user", "a"), ("assistant", _MARKER), ("user", "a"), ("assistant", _MARKER)]
         text = self.text([{"role": role, "content": content} for role, content in probe], None)
-        _, middle, last = text.split(_MARKER)
+        parts = text.split(_MARKER)
         # Both turns end alike; then one goes on with the next user's header.
+        middle, last = parts[1:] if len(parts) == 3 else ("", "")
         ending = last[: _common_length(middle, last)]
         added: dict[str, int] = getattr(self._tokenizer, "added_tokens_encoder", {})
         token = re.match(r"\s*(" + _any_of(added) + ")", ending) if added else None

@@ -29,6 +29,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from allhands.errors import ModelError, StorageError
+from allhands.files import storage_error
 
 Json = dict[str, Any]
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
@@ -74,6 +75,7 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     Raises:
         ModelError: the file is torn, or holds something other than a plain Llama with a
             byte-level BPE tokenizer.
+        StorageError: the weights cannot be written.
     """
     tensors, metadata = read_gguf(gguf)
     try:
@@ -85,7 +87,10 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     except ModelError as error:
         raise ModelError(error.message, where=str(gguf), hint=error.hint) from error
     out.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
+    try:
+        mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
+    except RuntimeError as error:  # how MLX reports a failed write
+        raise storage_error(out, error) from error
     tokenizer.save(str(out / "tokenizer.json"))
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     for name, content in (

@@ -27,7 +27,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
 from allhands.files import storage_error
-from allhands.model.sources import Report, resolve, silent
+from allhands.model.sources import Report, first_line, resolve, silent
 from allhands.model.staging import publish, same_files, staging
 
 Json = dict[str, Any]
@@ -113,7 +113,7 @@ def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
         elif "not supported" in str(error):
             hint = "mlx_lm has no such architecture; see its models folder for those it has"
         raise ModelError(
-            f"the model cannot be built: {_first_line(error)}", where=str(path), hint=hint
+            f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint
         ) from error
 
 
@@ -152,7 +152,7 @@ def _check_weights(path: Path) -> None:
             mx.load(str(file))
         except RuntimeError as error:
             raise ModelError(
-                f"the file of weights is torn: {_first_line(error)}",
+                f"the file of weights is torn: {first_line(error)}",
                 where=str(file),
                 hint="fetch the model again",
             ) from error
@@ -186,7 +186,7 @@ def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWr
         )
     except Exception as error:  # a broken file fails anywhere in three libraries
         raise ModelError(
-            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            f"the tokenizer cannot be loaded: {first_line(error)}",
             where=str(path),
             hint="fetch the model again; --trust-remote-code if it brings its own code and you trust it",
         ) from error
@@ -226,11 +226,6 @@ def _flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
 def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 # --- writing ----------------------------------------------------------------------------------------
@@ -276,6 +271,7 @@ def get_model(
     dequantize: bool = False,
     dtype: str | None = None,
     force: bool = False,
+    trust_remote_code: bool = False,
     report: Report | None = None,
 ) -> Path:
     """Write the model ``source`` to the directory ``out``, which is whole or absent at any instant.
@@ -288,6 +284,7 @@ def get_model(
         dequantize: unpack quantized weights, in float32, rounded once to ``dtype``.
         dtype: of the floating-point parameters (DTYPES); None keeps the source's.
         force: replace another model in ``out`` (never a directory that holds something else).
+        trust_remote_code: let the model run the Python files that it carries.
         report: called with a line of text now and then.
 
     Raises:
@@ -301,7 +298,8 @@ def get_model(
     target = out.expanduser().resolve()
     _check_target(target, path, force)
     with staging(target) as staged:
-        model, config = _build(path, trust_remote_code=False)
+        model, config = _build(path, trust_remote_code)
+        _tokenizer(path, config, trust_remote_code)
         _copy_files(path, staged, weights=conversion.changes_nothing)
         if not conversion.changes_nothing:
             config = _convert(model, config, conversion, path, say)
@@ -352,7 +350,8 @@ def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say
     config = dict(config)
     dtype = wanted.dtype
     if wanted.dequantize:
-        dtype = dtype or _unpack(model, path)
+        usual = _unpack(model, path)
+        dtype = dtype or usual
         config = {key: value for key, value in config.items() if not key.startswith("quantization")}
     if dtype is not None:
         _cast(model, dtype, path)

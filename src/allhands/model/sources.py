@@ -96,7 +96,7 @@ def _hub_failure(error: Exception) -> tuple[str, str]:
             here + "the Hub cannot be reached",
             "check the connection (and HF_HUB_OFFLINE), give a directory, or use `demo`",
         )
-    return f"{here}the Hub answered: {_first_line(error)}", "try again, or give a directory"
+    return f"{here}the Hub answered: {first_line(error)}", "try again, or give a directory"
 
 
 def demo_model(*, report: Report | None = None, run: Run | None = None) -> Path:
@@ -126,6 +126,11 @@ def _make_demo(target: Path, report: Report, run: Run) -> None:
         shutil.rmtree(work)
         (staged / "README.md").write_text(DEMO_CARD, encoding="utf-8")
         publish(staged, target)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what ``error`` says; its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

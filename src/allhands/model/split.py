@@ -31,6 +31,10 @@ class SplitModel:
         """Whether the weight is among the trainable parameters."""
         return "weight" in self.head.trainable_parameters()
 
+    def head_weight_name(self, model: nn.Module) -> str:
+        """Name of the head's weight among the parameters of ``model``."""
+        return next(f"{name}.weight" for name, module in model.named_modules() if module is self.head)
+
 
 def dense_weight(module: Any) -> mx.array:
     """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""

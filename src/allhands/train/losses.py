@@ -3,14 +3,16 @@
 The vocabulary is by far the widest layer of a small model: logits of 400 tokens over 49,152 words are
 80 MB, several times over in a plain loss. :func:`linear_cross_entropy` therefore takes the hidden states and the
 head's weight, only at the places that are trained, and goes through them in chunks, computing the
-gradient with the loss (both need the same softmax), so that one chunk of logits exists at a time.
+gradient with the loss (both need the same softmax), so that one chunk of logits exists at a time. There are
+two forms of it: a lazy graph, and an eager one for Linux CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,10 +23,6 @@ from allhands.blas import available_cores
 CHUNK_ROWS = 256
 # Rows that one numpy pass handles at a time: 16 x 49,152 x 4 bytes stay in a core's L2 cache.
 _BLOCK_ROWS = 16
-
-# (hidden rows, head weight, targets) -> (summed loss, gradient of the logits).
-Chunk = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
-
 
 def cross_entropy_sum(logits: mx.array, targets: mx.array) -> mx.array:
     """Sum over rows of ``logsumexp(logits) - logits[target]``, in float32: (N, V), (N,) -> scalar.
@@ -37,73 +35,89 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 def linear_cross_entropy(
-    hidden: mx.array,
-    weight: mx.array,
-    targets: mx.array,
-    *,
-    train_weight: bool,
-    eager: bool,
-    with_grad: bool = True,
+    hidden: mx.array, weight: mx.array, targets: mx.array, *, train_weight: bool, with_grad: bool = True
 ) -> mx.array:
-    """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits.
+    """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits; one lazy graph.
 
     Args:
         hidden: (N, D) hidden states at the trained places.
         weight: (V, D) of the head, dense.
-        targets: (N,) token ids; a negative one (padding, only without ``eager``) counts nothing.
+        targets: (N,) token ids; a negative one (padding) counts nothing.
         train_weight: whether the gradient of ``weight`` is wanted too.
-        eager: evaluate chunk by chunk, with numpy's vectorised exponential (Linux CPU, where MLX's own
-            is scalar). Not possible inside ``mx.compile``.
         with_grad: ``False`` for validation: the loss alone, not differentiable.
 
     Returns:
         Scalar float32, differentiable in ``hidden`` and, with ``train_weight``, in ``weight``.
     """
-    chunk = _chunk_in_numpy if eager else _chunk_in_graph
     if not with_grad:
-        return _sum_of_chunks(chunk, hidden, weight, targets)
+        return sum((_chunk_in_graph(*part)[0] for part in _chunks(hidden, weight, targets)), mx.zeros(()))
 
+    # The forward pass makes the gradients too, outside of what is differentiated: its inputs are stopped.
     @mx.custom_function
-    def loss(hidden: mx.array, weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        return _in_chunks(chunk, hidden, weight, targets, train_weight)
+    def loss(*primals: mx.array) -> tuple[mx.array, ...]:
+        rows = mx.stop_gradient(primals[0])
+        matrix = mx.stop_gradient(primals[1]) if train_weight else weight
+        return _graph_of_chunks(rows, matrix, targets, train_weight)
 
     @loss.vjp
     def loss_vjp(
-        primals: tuple[mx.array, mx.array], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
-    ) -> tuple[mx.array, mx.array]:
-        scale = cotangents[0]
-        grad_weight = outputs[2] * scale if train_weight else mx.zeros_like(primals[1])
-        return (outputs[1] * scale).astype(primals[0].dtype), grad_weight.astype(primals[1].dtype)
+        primals: mx.array | tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> Any:
+        wanted = (primals,) if isinstance(primals, mx.array) else primals
+        return tuple((outputs[i + 1] * cotangents[0]).astype(primal.dtype) for i, primal in enumerate(wanted))
 
-    return loss(hidden, weight)[0]
-
-
-def _sum_of_chunks(chunk: Chunk, hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
-    total = mx.zeros((), dtype=mx.float32)
-    for start in range(0, hidden.shape[0], CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        total = total + chunk(hidden[rows], weight, targets[rows])[0]
-    return total
+    return loss(hidden, weight)[0] if train_weight else loss(hidden)[0]
 
 
-def _in_chunks(
-    chunk: Chunk, hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Loss, d loss / d hidden and (if wanted, else an empty array) d loss / d weight."""
+def eager_linear_cross_entropy(
+    hidden: mx.array, weight: mx.array, targets: mx.array, *, train_weight: bool, with_grad: bool = True
+) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """As :func:`linear_cross_entropy`, computed at once, chunk by chunk: for Linux CPUs.
+
+    MLX's own exponential is scalar there; numpy's is 20 times faster and works in place on MLX's buffers. Not
+    to be called inside ``mx.grad`` or ``mx.compile``.
+
+    Returns:
+        Loss sum, its gradient in ``hidden`` (N, D) and in ``weight`` (V, D); ``None`` for what is not wanted.
+    """
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
-    grad_weight = mx.zeros(weight.shape if train_weight else (0,), dtype=mx.float32)
-    for start in range(0, hidden.shape[0], CHUNK_ROWS):
-        rows = hidden[start : start + CHUNK_ROWS]
-        value, grad_logits = chunk(rows, weight, targets[start : start + CHUNK_ROWS])
+    grad_weight = mx.zeros(weight.shape, dtype=mx.float32) if train_weight and with_grad else None
+    for rows, matrix, wanted in _chunks(hidden, weight, targets):
+        value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
-        grads.append(grad_logits @ weight)
+        if with_grad:
+            grads.append(grad_logits @ matrix)
+        if grad_weight is not None:
+            grad_weight = grad_weight + grad_logits.T @ rows
+        # Frees this chunk's logits before the next one's are allocated.
+        mx.eval(total, grads, grad_weight)
+    return total, mx.concatenate(grads) if grads else None, grad_weight
+
+
+def _chunks(
+    hidden: mx.array, weight: mx.array, targets: mx.array
+) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+    for start in range(0, hidden.shape[0], CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        yield hidden[rows], weight, targets[rows]
+
+
+def _graph_of_chunks(
+    hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool
+) -> tuple[mx.array, ...]:
+    """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
+    total = mx.zeros((), dtype=mx.float32)
+    grads: list[mx.array] = []
+    grad_weight = mx.zeros(weight.shape, dtype=mx.float32)
+    for rows, matrix, wanted in _chunks(hidden, weight, targets):
+        value, grad_logits = _chunk_in_graph(rows, matrix, wanted)
+        total = total + value
+        grads.append(grad_logits @ matrix)
         if train_weight:
             grad_weight = grad_weight + (grad_logits.T @ rows).astype(mx.float32)
-        if chunk is _chunk_in_numpy:
-            # Frees this chunk's logits before the next one's are allocated.
-            mx.eval(total, grads[-1], grad_weight)
-    return total, mx.concatenate(grads), grad_weight
+    first = (total, mx.concatenate(grads))
+    return (*first, grad_weight) if train_weight else first
 
 
 def _chunk_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from allhands.data.loader import MicroBatch
@@ -19,7 +20,7 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.errors import NumericsError
 from allhands.model.split import SplitModel, split
-from allhands.train.losses import cross_entropy_sum, linear_cross_entropy
+from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
 from allhands.train.optim import clip
 
 # (inputs, positions, targets) -> loss sum; with gradients: -> (loss sum, tree of gradients).
@@ -54,11 +55,12 @@ def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunctio
     """The summed cross-entropy of ``model`` at the trained places.
 
     Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
+    With ``eager`` the result is a value, not to be differentiated.
     """
     parts = split(model)
     if parts is None:
         return partial(_plain_loss, model)
-    return partial(_split_loss, parts, eager, with_grad)
+    return partial(_eager_loss, parts) if eager else partial(_split_loss, parts, with_grad)
 
 
 def _plain_loss(model: Any, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
@@ -66,24 +68,69 @@ def _plain_loss(model: Any, inputs: mx.array, positions: mx.array, targets: mx.a
     return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
 
 
-def _split_loss(
-    parts: SplitModel, eager: bool, with_grad: bool, inputs: mx.array, positions: mx.array, targets: mx.array
-) -> mx.array:
+def _rows(parts: SplitModel, inputs: mx.array, positions: mx.array) -> mx.array:
+    """(N, D) hidden states at the trained places."""
     hidden = parts.body(inputs)
-    rows = hidden.reshape(-1, hidden.shape[-1])[positions]
+    return hidden.reshape(-1, hidden.shape[-1])[positions]
+
+
+def _split_loss(
+    parts: SplitModel, with_grad: bool, inputs: mx.array, positions: mx.array, targets: mx.array
+) -> mx.array:
+    rows = _rows(parts, inputs, positions)
     weight = parts.head_weight().astype(rows.dtype)
-    return linear_cross_entropy(
-        rows, weight, targets, train_weight=parts.head_is_trained, eager=eager, with_grad=with_grad
-    )
+    return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
+
+
+def _eager_loss(parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
+    rows = _rows(parts, inputs, positions)
+    weight = parts.head_weight().astype(rows.dtype)
+    return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
 
 
 def make_gradient(model: nn.Module, *, eager: bool) -> GradFunction:
-    """Loss sum and its gradient in the trainable parameters; compiled where that pays."""
-    function = nn.value_and_grad(model, make_loss(model, eager=eager))
+    """Loss sum and its gradient in the trainable parameters.
+
+    Lazy and compiled where a graph pays (GPU), eager otherwise.
+    """
+    parts = split(model)
+    if eager and parts is not None:
+        return partial(_eager_gradient, model, parts)
+    function = nn.value_and_grad(model, make_loss(model, eager=False))
     if eager:
         return function
     state = [model.state, mx.random.state]
     return mx.compile(function, inputs=state, outputs=[mx.random.state])
+
+
+def _eager_gradient(
+    model: nn.Module, parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array
+) -> tuple[mx.array, Any]:
+    """Forward through the body, loss and its gradient at the head, then backward through the body.
+
+    The backward graph is built before the head's gradient is known, with a buffer in its place that is
+    filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which everything,
+    the activations of frozen layers too, would be kept.
+    """
+    names, values = zip(*tree_flatten(model.trainable_parameters()), strict=True)
+
+    def body(*arrays: mx.array) -> mx.array:
+        model.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+        return _rows(parts, inputs, positions)
+
+    weight = parts.head_weight().astype(mx.float32)
+    grad_rows = mx.zeros((len(positions), weight.shape[-1]))
+    mx.eval(grad_rows)
+    (rows,), grads = mx.vjp(body, list(values), [grad_rows])
+    model.update(tree_unflatten(list(zip(names, values, strict=True))))
+    mx.eval(rows)
+    loss, grad, grad_weight = eager_linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained)
+    np.asarray(grad_rows)[...] = np.asarray(grad)
+    result = dict(zip(names, grads, strict=True))
+    if grad_weight is not None:
+        name = parts.head_weight_name(model)
+        result[name] = result[name] + grad_weight
+    return loss, tree_unflatten(list(result.items()))
 
 
 class TrainStep:
