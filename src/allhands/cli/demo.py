@@ -1,0 +1,176 @@
+"""``allhands demo``: from a model that talks like everybody to one that talks like a pirate, with the proof."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from allhands.cli.talk import (
+    answers,
+    compared,
+    comparison_table,
+    held_out_prompts,
+    save_comparison,
+    score_lines,
+    show_speed,
+)
+from allhands.cli.train import supervise_local
+from allhands.config import TrainConfig, build_config
+from allhands.data.demo import write_demo_data
+from allhands.errors import AllhandsError
+from allhands.files import make_directory, write_whole
+from allhands.metrics import RunHistory, read_metrics
+from allhands.plots import plot_losses, times_markdown, times_table
+
+NUM_PROMPTS = 16
+MAX_TOKENS = 50
+
+
+def run_demo(out: Path, iters: int, seed: int) -> None:
+    """Model, baseline, data, training on one process and on two, graph, table, adapter tried, score."""
+    console = Console(highlight=False)
+    started = time.perf_counter()
+    make_directory(out)
+
+    _title(console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo")
+    model = str(_model(console, out / "model"))
+
+    _title(console, "2. Data: everyday questions, answered in pirate English", "allhands data demo")
+    counts = write_demo_data(out / "data")
+    console.print(f"{out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+
+    _title(console, "3. Baseline: the model answers questions it will not be trained on", "allhands generate")
+    prompts = held_out_prompts(str(out / "data"), NUM_PROMPTS)
+    before, speed = answers(model, None, prompts, MAX_TOKENS)
+    show_speed(console, "baseline", speed)
+    console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}", markup=False)
+
+    cores = cores_for_two()
+    histories = [_training(console, out, model, ranks, cores, iters, seed) for ranks in (1, 2)]
+
+    _title(console, "5. One computer against two", "allhands plot RUN RUN")
+    _show_times(console, out, histories, cores)
+
+    _title(console, "6. The same questions again, before and after", "allhands compare")
+    adapter = out / "two-processes"
+    after, speed = answers(model, adapter, prompts, MAX_TOKENS)
+    show_speed(console, "with adapter", speed)
+    comparison = compared(prompts, before, after)
+    console.print(comparison_table(comparison, 4))
+    for line in score_lines(comparison):
+        console.print(line)
+    save_comparison(comparison, out / "answers.json")
+    console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {out}", soft_wrap=True)
+    console.print("ask it yourself:", soft_wrap=True)
+    console.print(
+        f'  allhands generate --model {model} --adapter-path {adapter} --prompt "How do I make tea?"',
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _title(console: Console, title: str, command: str) -> None:
+    console.print()
+    console.rule(f"[bold]{title}[/bold]", align="left")
+    console.print(f"the command for this step: {command}", style="dim")
+
+
+def _model(console: Console, path: Path) -> Path:
+    from allhands.model.load import get_model
+
+    if not path.exists():
+        get_model("demo", path, report=lambda line: console.print(line, markup=False, soft_wrap=True))
+    console.print(f"model: {path}", soft_wrap=True)
+    return path
+
+
+def cores_for_two() -> int:
+    """Cores of each "computer", in both runs: half of this machine's, so that two are twice the hardware."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return max(1, available // 2)
+
+
+def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed: int) -> TrainConfig:
+    """The training of the demo; the same for both runs but for the number of processes."""
+    name = {1: "one-process", 2: "two-processes"}[ranks]
+    return build_config(
+        {
+            "model": model,
+            "train": True,
+            "data": str(out / "data"),
+            "num_layers": 8,
+            "batch_size": 8,
+            "iters": iters,
+            "learning_rate": 1e-3,
+            "lr_schedule": "cosine",
+            "warmup_steps": 5,
+            "max_grad_norm": 1.0,
+            "mask_prompt": True,
+            "lora_parameters": {"rank": 8, "scale": 10.0},
+            "val_batches": 4,
+            "steps_per_report": 5,
+            "steps_per_eval": max(10, iters // 3),
+            "save_every": iters,
+            "seed": seed,
+            "num_ranks": ranks,
+            "cores_per_rank": cores,
+            "adapter_path": str(out / name),
+        }
+    )
+
+
+def _training(
+    console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
+) -> RunHistory:
+    config = demo_config(out, model, ranks, cores, iters, seed)
+    words = "one process" if ranks == 1 else "two processes"
+    _title(console, f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each", command_line(config))
+    code = supervise_local(config, [sys.executable, "-m", "allhands", *arguments(config)])
+    if code:
+        error = AllhandsError(f"the training on {words} failed", where=config.adapter_path, hint="see its logs there")
+        error.exit_code = code  # type: ignore[misc]
+        raise error
+    return read_metrics(config.adapter_path)
+
+
+def arguments(config: TrainConfig) -> list[str]:
+    """Command-line arguments that give ``config``."""
+    import json
+
+    given = config.model_dump(mode="json", exclude_defaults=True)
+    result = ["train"]
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            result.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            result += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return result
+
+
+def command_line(config: TrainConfig) -> str:
+    """What a person would type for ``config``."""
+    import shlex
+
+    return shlex.join(["allhands", *arguments(config)])
+
+
+def _show_times(console: Console, out: Path, histories: list[RunHistory], cores: int) -> None:
+    graph = plot_losses(histories, out / "loss.png", title="A chat model learns to talk like a pirate")
+    table = out / "times.md"
+    write_whole(table, lambda temporary: temporary.write_text(times_markdown(histories)))
+    console.print(f"each process had {cores} core{'s' * (cores > 1)} in both runs")
+    console.print(times_table(histories))
+    gap = largest_gap(histories)
+    console.print(f"largest difference between the two runs' training losses: {gap:.2g}")
+    console.print(f"graph: {graph}\ntable: {table}", soft_wrap=True)
+
+
+def largest_gap(histories: list[RunHistory]) -> float:
+    """Largest difference between the runs' training losses at the same step."""
+    losses = [{report.step: report.loss for report in history.train} for history in histories]
+    return max(abs(losses[0][step] - losses[1][step]) for step in losses[0].keys() & losses[1].keys())

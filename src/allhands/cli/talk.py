@@ -1,0 +1,166 @@
+"""``allhands generate`` and ``allhands compare``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from allhands.data.demo import demo_records, pirate_share
+from allhands.data.formats import ColumnNames, Record, load_split
+from allhands.errors import ConfigError, DataError
+from allhands.files import make_directory, write_whole
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of ``allhands generate``, by flag name."""
+
+    model: str
+    adapter_path: Path | None
+    prompt: str
+    max_tokens: int
+    temp: float
+    top_p: float
+    seed: int
+    system_prompt: str | None
+    ignore_chat_template: bool
+    trust_remote_code: bool
+
+
+def run_generate(options: GenerateOptions) -> None:
+    """Print the answer as it comes, then what it cost."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+    from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
+
+    loaded = load_for_generation(
+        options.model, options.adapter_path, trust_remote_code=options.trust_remote_code
+    )
+    tokens = prompt_tokens(
+        loaded, prompt, system_prompt=options.system_prompt, use_template=not options.ignore_chat_template
+    )
+    sampling = Sampling(options.temp, options.top_p, options.seed)
+    speed = None
+    for text, speed in stream_answer(loaded, tokens, options.max_tokens, sampling):
+        print(text, end="", flush=True)
+    print("\n" + "=" * 10)
+    if speed is not None:
+        print(f"Prompt: {speed.prompt_tokens} tokens, {speed.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {speed.generation_tokens} tokens, {speed.generation_tps:.3f} tokens-per-sec")
+        print(f"Peak memory: {speed.peak_memory_bytes / 1e9:.3f} GB")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Answers of one model to the same prompts, without and with an adapter.
+
+    Attributes:
+        before_share: share of the words of ``before`` that are pirate speech; ``after_share`` likewise.
+    """
+
+    prompts: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    before_share: float
+    after_share: float
+
+
+def held_out_prompts(data: str, count: int) -> list[str]:
+    """Last questions of the first ``count`` test examples.
+
+    Raises:
+        DataError: no test split, or one without questions.
+    """
+    records = demo_records("test") if data == "demo" else load_split(Path(data), "test", ColumnNames(), required=True)
+    prompts = [text for record in records if (text := _question(record))]
+    if not prompts:
+        raise DataError("no example of test.jsonl has a question", where=data, hint="give chat or prompt/completion data")
+    # Spread over the file, because neighbours are often about the same thing.
+    stride = max(1, len(prompts) // count)
+    return prompts[::stride][:count]
+
+
+def _question(record: Record) -> str | None:
+    if record.kind == "chat":
+        users = [m["content"] for m in record.messages or () if m["role"] == "user"]
+        return users[-1] if users else None
+    return record.prompt if isinstance(record.prompt, str) else None
+
+
+def answers(model: str, adapter_path: Path | None, prompts: Sequence[str], max_tokens: int) -> tuple[list[str], Any]:
+    """Greedy answers and their speed; the model is freed afterwards."""
+    from allhands.generate import answer_all, load_for_generation
+
+    return answer_all(load_for_generation(model, adapter_path), prompts, max_tokens)
+
+
+def show_speed(console: Console, label: str, speed: Any) -> None:
+    """One line in the words of mlx_lm.generate."""
+    console.print(
+        f"{label}: prompt {speed.prompt_tokens} tokens, {speed.prompt_tps:.1f} tokens-per-sec; generation "
+        f"{speed.generation_tokens} tokens, {speed.generation_tps:.1f} tokens-per-sec; "
+        f"peak memory {speed.peak_memory_bytes / 1e9:.3f} GB",
+        highlight=False,
+    )
+
+
+def comparison_table(comparison: Comparison, show: int) -> Table:
+    """The first ``show`` answers side by side."""
+    table = Table(show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2)
+    table.add_column("before", ratio=4)
+    table.add_column("after", ratio=4)
+    rows = zip(comparison.prompts, comparison.before, comparison.after, strict=True)
+    for prompt, before, after in list(rows)[:show]:
+        table.add_row(prompt, before, after)
+    return table
+
+
+def score_lines(comparison: Comparison) -> list[str]:
+    """The score in words."""
+    number = len(comparison.prompts)
+    return [
+        f"pirate words, {number} held-out prompts: {comparison.before_share:.1%} before, "
+        f"{comparison.after_share:.1%} after",
+        "(share of the words of the answers that are in the published lexicon or end in -in')",
+    ]
+
+
+def run_compare(
+    model: str, adapter_path: Path | None, data: str, num_prompts: int, show: int, max_tokens: int, out: Path | None
+) -> None:
+    """Answer held-out prompts without and with the adapter, and score both."""
+    if adapter_path is None:
+        raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
+    console = Console()
+    prompts = held_out_prompts(data, num_prompts)
+    before, speed_before = answers(model, None, prompts, max_tokens)
+    show_speed(console, "before", speed_before)
+    after, speed_after = answers(model, adapter_path, prompts, max_tokens)
+    show_speed(console, "after", speed_after)
+    comparison = compared(prompts, before, after)
+    console.print(comparison_table(comparison, show))
+    for line in score_lines(comparison):
+        console.print(line, highlight=False)
+    if out is not None:
+        save_comparison(comparison, out)
+
+
+def compared(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> Comparison:
+    """Score two sets of answers to the same prompts."""
+    return Comparison(tuple(prompts), tuple(before), tuple(after), pirate_share(before), pirate_share(after))
+
+
+def save_comparison(comparison: Comparison, path: Path) -> None:
+    """Write prompts, answers and scores as JSON."""
+    make_directory(path.parent)
+    text = json.dumps(asdict(comparison), indent=1, ensure_ascii=False)
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

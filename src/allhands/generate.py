@@ -1,0 +1,128 @@
+"""Ask a model: one prompt as a stream, or many at once, with or without a trained adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import batch_generate, generation_stream, stream_generate, wired_limit
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.utils import load_adapters
+
+from allhands.accelerator import detect, peak_memory_bytes
+from allhands.errors import ModelError
+from allhands.model.load import LoadedModel, load_model
+from allhands.model.quantized import prepare_quantized
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 takes the most likely one."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What an answer cost, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens a second."""
+
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory_bytes: int
+
+
+def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_code: bool = False) -> LoadedModel:
+    """Load a model, on top of it an adapter, and make it fast on this device.
+
+    Raises:
+        ModelError: the model or the adapter is missing, or they do not fit together.
+    """
+    accelerator = detect()
+    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    if adapter_path is not None:
+        _put_on(loaded.model, adapter_path)
+    # Before the adapter is known this would hide from it that the model is quantised.
+    prepare_quantized(loaded.model, accelerator.kind)
+    loaded.model.eval()
+    return loaded
+
+
+def _put_on(model: Any, adapter_path: Path) -> None:
+    hint = "give the directory that allhands train wrote (--adapter-path there)"
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (adapter_path / name).is_file():
+            raise ModelError(f"{name} is missing", where=str(adapter_path), hint=hint)
+    try:
+        load_adapters(model, str(adapter_path))
+    except (ValueError, KeyError, RuntimeError, AttributeError, OSError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"the adapter does not fit the model: {first}",
+            where=str(adapter_path),
+            hint="use the model that the adapter was trained on (see adapter_config.json)",
+        ) from None
+
+
+def prompt_tokens(
+    loaded: LoadedModel, prompt: str, *, system_prompt: str | None = None, use_template: bool = True
+) -> list[int]:
+    """Token ids of ``prompt`` as the last user turn of a conversation, or as plain text."""
+    tokenizer: Any = loaded.tokenizer
+    if not use_template or getattr(tokenizer, "chat_template", None) is None:
+        return list(tokenizer.encode(prompt))
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": prompt})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def stream_answer(
+    loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
+) -> Iterator[tuple[str, Speed]]:
+    """Pieces of the answer as they come, each with the speed so far."""
+    mx.random.seed(sampling.seed)
+    accelerator = detect()
+    sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
+    model = cast("Any", loaded.model)
+    for part in stream_generate(model, loaded.tokenizer, list(tokens), max_tokens=max_tokens, sampler=sampler):
+        yield (
+            part.text,
+            Speed(
+                part.prompt_tokens,
+                part.prompt_tps,
+                part.generation_tokens,
+                part.generation_tps,
+                peak_memory_bytes(accelerator),
+            ),
+        )
+
+
+def answer_all(
+    loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
+) -> tuple[list[str], Speed]:
+    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds."""
+    batch = [prompt_tokens(loaded, prompt) for prompt in prompts]
+    with wired_limit(cast("Any", loaded.model), [generation_stream]):
+        response = batch_generate(
+            cast("Any", loaded.model),
+            cast("Any", loaded.tokenizer),
+            batch,
+            max_tokens=max_tokens,
+            completion_batch_size=batch_size,
+            prefill_batch_size=batch_size,
+        )
+    stats = response.stats
+    speed = Speed(
+        stats.prompt_tokens,
+        stats.prompt_tps,
+        stats.generation_tokens,
+        stats.generation_tps,
+        peak_memory_bytes(detect()),
+    )
+    return [text.strip() for text in response.texts], speed
