@@ -15,9 +15,9 @@ import psutil
 from allhands.blas import available_cores, preload_blas
 from allhands.data.loader import Sizing
 
-# MLX's CPU allocator keeps only 32 MiB of freed buffers by default; mapping and unmapping the rest
-# costs up to a quarter of a step in page faults.
-CPU_CACHE_BYTES = 1 << 30
+# Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the cache
+# lets go stays in the process for any size: allhands.blas tells malloc to keep freed pages.
+CPU_CACHE_BYTES = 64 << 20
 # Compiled steps: few lengths, each at most a third longer than the one before.
 GPU_LADDER = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
@@ -54,7 +54,7 @@ def detect() -> Accelerator:
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     memory = psutil.virtual_memory().total
     if not on_gpu:
-        mx.set_cache_limit(min(CPU_CACHE_BYTES, memory // 8))
+        mx.set_cache_limit(CPU_CACHE_BYTES)
         blas = preload_blas()
         warning = None
         if blas.state == "slow" and sys.platform == "linux":

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +19,7 @@ from allhands.cluster.mpi import find_mpi, prepare_mpi_environment
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import WorkerContext, install
 from allhands.config import TrainConfig, build_config
-from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
+from allhands.errors import AllhandsError, ConfigError, Interrupted
 from allhands.files import make_directory
 
 LOG_DIRECTORY = "logs"
@@ -73,8 +76,8 @@ def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
     if config.backend != "auto":
         return config.backend
     chosen = default_backend(config.num_ranks, find_mpi() is not None)
-    assert chosen != "none"
-    return chosen
+    # One supervised process joins nothing; the ring's way of starting it is the plainest.
+    return "ring" if chosen == "none" else chosen
 
 
 def _fair_share(num_ranks: int) -> int | None:
@@ -105,17 +108,15 @@ def work(config: TrainConfig, launch: Launch) -> int:
             where="-n",
             hint="leave -n out under another launcher",
         )
-    log = _rank_log(config, launch)
-    with tempfile.TemporaryDirectory(prefix="allhands-") as scratch, install(launch, os.environ) as worker:
+    with install(launch, os.environ) as worker:
         try:
-            os.environ.update(rendezvous(launch, Path(scratch)))
-            _train_as_rank(config, launch, worker, log)
+            _train_as_rank(config, launch, worker)
         except (AllhandsError, KeyboardInterrupt) as error:
             if launch.size > 1:
                 worker.fail(_with_signal(error, worker))
             raise _with_signal(error, worker) from None
         if launch.size > 1:
-            leave_together()
+            _leave(launch)
     return 0
 
 
@@ -127,15 +128,19 @@ def _with_signal(error: BaseException, worker: WorkerContext) -> BaseException:
     return error
 
 
-def leave_together() -> None:
-    """End an error-free rank without Python's or MPI's clean-up, which can hang when ranks end apart."""
+def _leave(launch: Launch) -> None:
+    """End an error-free rank without a clean-up that can hang when ranks end apart.
+
+    Under a foreign mpirun the ordinary end is needed: it takes a rank that skips MPI's finalizer for a failure.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    if launch.launcher != "openmpi":
+        os._exit(0)
 
 
-def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext, log: Path) -> None:
+def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
     prepare_mpi_environment(os.environ)
     _share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads, device and MPI library.
@@ -143,11 +148,13 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext, l
     from allhands.distributed.mesh import Mesh
     from allhands.train.recipes import Surroundings, run_finetune
 
-    def expire(message: str) -> None:
-        worker.fail(DistributedError(message, hint="look at the other ranks' logs; raise --start-timeout-s if slow"))
-
     def join() -> Communicator:
-        return connect(launch.backend, launch.size, launch.rank, timeout_s=config.start_timeout_s, on_timeout=expire)
+        with (
+            tempfile.TemporaryDirectory(prefix="allhands-") as scratch,
+            connect_deadline(launch, config.start_timeout_s),
+        ):
+            os.environ.update(rendezvous(launch, Path(scratch)))
+            return connect(launch.backend, launch.size, launch.rank)
 
     mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
     cores = int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
@@ -158,7 +165,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext, l
         stop_requested=worker.stop_requested,
         console=Console(highlight=False) if mesh.is_main else None,
         cores_per_rank=cores,
-        log_file=log,
+        log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
     )
     result = run_finetune(config, surroundings)
     if mesh.is_main:
@@ -180,5 +187,34 @@ def _share_cores(config: TrainConfig, launch: Launch) -> None:
         limit_cores(cores)
 
 
-def _rank_log(config: TrainConfig, launch: Launch) -> Path:
-    return Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
+@contextmanager
+def connect_deadline(launch: Launch, seconds: float) -> Iterator[None]:
+    """End this process with a message unless the block is left within ``seconds``.
+
+    MLX's ring waits for its peers holding Python's lock: no thread and no signal handler of this process
+    would run. So another process keeps the time. Under our own supervisor that is the supervisor.
+    """
+    if launch.size == 1 or launch.launcher == "allhands":
+        yield
+        return
+    message = (
+        f"allhands: error: rank {launch.rank}: the {launch.backend} group of {launch.size} did not come together "
+        f"within {seconds:.0f} s\n  what to do: look at the other ranks' output; raise --start-timeout-s if they are slow\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", _TIMER, str(os.getpid()), str(seconds), message]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
+        try:
+            yield
+        finally:
+            assert timer.stdin is not None
+            timer.stdin.close()
+
+
+# Ends quietly when its standard input closes: the group has formed, or the rank is gone.
+_TIMER = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[2]))[0]:
+    sys.stderr.write(sys.argv[3])
+    sys.stderr.flush()
+    os.kill(int(sys.argv[1]), signal.SIGKILL)
+"""

@@ -2,16 +2,11 @@
 
 MLX's back-ends fail quietly: ``init()`` gives a group of one when it finds no peers, the ring waits for
 ever for a peer that never comes, and an operation that a back-end lacks throws in the middle of a run.
-So the group's size is compared with what the launcher promised, connecting has a deadline, and
-what each back-end can do is one table.
+So the group's size is compared with what the launcher promised, and what each back-end can do is one table.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -94,18 +89,16 @@ def require(communicator: Communicator, operation: str) -> None:
         )
 
 
-def connect(
-    backend: str, size: int, rank: int, *, timeout_s: float, on_timeout: Callable[[str], None]
-) -> Communicator:
+def connect(backend: str, size: int, rank: int) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
+
+    May wait for ever for a peer that never comes, without letting any Python thread run: the caller keeps
+    a deadline from outside this process.
 
     Args:
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds until every rank must have answered a first collective.
-        on_timeout: called from another thread with a message when they have not; must end the process,
-            since a thread blocked in a back-end cannot be interrupted.
 
     Raises:
         DistributedError: no such back-end here, no connection, or a group of the wrong size.
@@ -114,14 +107,13 @@ def connect(
         if size != 1:
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
-    with deadline(timeout_s, lambda: on_timeout(_timeout_message(backend, size, rank, timeout_s))):
-        group = _initialise(backend)
-        _check_size(group, backend, size, rank)
-        communicator = MlxGroup(group, backend)
-        present = communicator.all_sum(mx.ones((1,), dtype=mx.int32))
-        mx.eval(present)
-        if present.item() != size:
-            raise DistributedError(f"{size} processes were promised, {present.item()} answered the first sum")
+    group = _initialise(backend)
+    _check_size(group, backend, size, rank)
+    communicator = MlxGroup(group, backend)
+    present = communicator.all_sum(mx.ones((1,), dtype=mx.int32))
+    mx.eval(present)
+    if present.item() != size:
+        raise DistributedError(f"{size} processes were promised, {present.item()} answered the first sum")
     return communicator
 
 
@@ -153,24 +145,3 @@ def _check_size(group: Any, backend: str, size: int, rank: int) -> None:
             f"the launcher says this is rank {rank}, the {backend} group says {group.rank()}",
             hint="two launchers are mixed: start with only one of mpirun, mlx.launch or allhands -n",
         )
-
-
-def _timeout_message(backend: str, size: int, rank: int, timeout_s: float) -> str:
-    return f"rank {rank}: the {backend} group of {size} did not come together within {timeout_s:.0f} s"
-
-
-@contextmanager
-def deadline(seconds: float, expire: Callable[[], None]) -> Iterator[None]:
-    """Call ``expire`` from another thread unless the block ends within ``seconds``."""
-    timer = threading.Timer(seconds, expire)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def leave(exit_code: int) -> None:
-    """End this process at once: after a failed collective every clean-up could hang the others."""
-    os._exit(exit_code)

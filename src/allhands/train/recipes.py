@@ -50,7 +50,7 @@ from allhands.model.adapters import (
 )
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import LoadedModel, load_model
-from allhands.model.quantized import prepare_quantized
+from allhands.model.quantized import prepare_dense, prepare_quantized
 from allhands.plots import plot_losses
 from allhands.train.callbacks import Callback
 from allhands.train.loop import LoopParts, LoopState, train_loop
@@ -132,7 +132,7 @@ def run_finetune(
     if config.fine_tune_type != "full":
         prepare_quantized(model, accelerator.kind)
     elif accelerator.kind == "cpu":
-        model.set_dtype(mx.float32)
+        prepare_dense(model)
     trainable = make_trainable(model, config)
     _load_weights(model, config, directory)
     if config.grad_checkpoint:

@@ -1,0 +1,106 @@
+"""SwiGLU for Linux CPUs, where MLX's exponential is a scalar library call and costs a third of a step.
+
+The logistic function is computed from a rational approximation of tanh with nothing but multiplications,
+additions and one division, which vectorise: five times faster at an error of 2e-7.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+# tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation of degree
+# 13 / 6, coefficients from the highest power down.
+_P = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+_RANGE = 9.0
+
+
+def sigmoid(x: mx.array) -> mx.array:
+    """``1 / (1 + exp(-x))`` in float32, absolute error below 2e-7."""
+    half = mx.clip(0.5 * x, -_RANGE, _RANGE)
+    square = half * half
+    return 0.5 * (half * _polynomial(_P, square) / _polynomial(_Q, square)) + 0.5
+
+
+def _polynomial(coefficients: tuple[float, ...], x: mx.array) -> mx.array:
+    """Horner's scheme."""
+    result: Any = coefficients[0]
+    for coefficient in coefficients[1:]:
+        result = result * x + coefficient
+    return result
+
+
+# One fused loop each. Where there is no C++ compiler, mx.compile runs the operations one by one.
+@mx.compile
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * sigmoid(gate) * up
+
+
+@mx.compile
+def _swiglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    s = sigmoid(gate)
+    silu = gate * s
+    return cotangent * up * (s + silu * (1.0 - s)), cotangent * silu
+
+
+@mx.custom_function
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """``silu(gate) * up``, element-wise."""
+    return _swiglu(gate, up)
+
+
+@swiglu.vjp
+def _swiglu_vjp(
+    primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array]:
+    return _swiglu_gradients(*primals, cotangent)
+
+
+class _FastMlp:
+    """Forward pass shared by the substitute classes."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def use_fast_mlp(model: nn.Module) -> int:
+    """Let the model's SwiGLU blocks use :func:`swiglu`; returns how many.
+
+    A module qualifies if it has exactly the three projections and computes, on a probe, what the substitute
+    does: architectures with another activation or scaling are left alone. Only instances change, and neither
+    the names nor the values of their parameters do.
+    """
+    changed = 0
+    verdicts: dict[type, bool] = {}
+    for _, module in model.named_modules():
+        if set(module.children()) != {"gate_proj", "up_proj", "down_proj"} or isinstance(module, _FastMlp):
+            continue
+        kind = type(module)
+        substitute = type(kind.__name__, (_FastMlp, kind), {})
+        if kind not in verdicts:
+            verdicts[kind] = _same(module, substitute)
+        if verdicts[kind]:
+            module.__class__ = substitute
+            changed += 1
+    return changed
+
+
+def _same(module: Any, substitute: Any) -> bool:
+    # An adapter wraps the layer whose input width is asked for.
+    gate = module.gate_proj.get("linear", module.gate_proj)
+    if not isinstance(gate, nn.Linear):
+        return False
+    probe = mx.sin(mx.arange(2 * gate.weight.shape[1], dtype=mx.float32)).reshape(2, -1)
+    expected, actual = module(probe), substitute.__call__(module, probe)
+    return bool((mx.abs(expected - actual).max() <= 1e-4 * mx.abs(expected).max() + 1e-7).item())
