@@ -1,0 +1,31 @@
+"""Shared fixtures: a tiny model and tiny data, made once for the whole session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tiny import write_chat_data, write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a random three-layer Llama in float32."""
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with train, valid and test chats of very unequal lengths."""
+    return write_chat_data(tmp_path_factory.mktemp("data") / "chats")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Directory of the real datasets; the test is skipped where they are not at hand."""
+    chosen = os.environ.get("ALLHANDS_TEST_DATA")
+    path = Path(chosen) if chosen else Path(__file__).parents[2] / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("the real datasets are not here: set ALLHANDS_TEST_DATA to their directory")
+    return path

@@ -1,0 +1,114 @@
+"""Small models, tokenizers and data with which whole runs take a second or two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import allhands  # noqa: F401 - before MLX, for its BLAS
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level tokenizer (256 bytes and three special tokens) with a ChatML template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=SPECIAL[1], eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(str(directory))
+
+
+def write_model(
+    directory: Path, *, layers: int = 3, hidden: int = 32, tied: bool = True, bits: int | None = None, seed: int = 1
+) -> Path:
+    """A random Llama with a vocabulary of 259, in mlx_lm's directory format; ``bits`` quantises it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 259,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+    }
+    mx.random.seed(seed)
+    model = Model(ModelArgs.from_dict(config))
+    if bits is not None:
+        from mlx_lm.utils import quantize_model
+
+        model, config = quantize_model(model, config, 32, bits)
+    mx.save_safetensors(
+        str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+    )
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory)
+    return directory
+
+
+def write_chat_data(
+    directory: Path, *, train: int = 24, valid: int = 6, test: int = 6, seed: int = 0, longest: int = 60
+) -> Path:
+    """Random chats of very unequal lengths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    letters = np.array(list("abcdefgh ,."))
+
+    def words(low: int, high: int) -> str:
+        return "".join(random.choice(letters, int(random.integers(low, high)))).strip() or "a"
+
+    for name, number in (("train", train), ("valid", valid), ("test", test)):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": words(2, longest // 2)},
+                    {"role": "assistant", "content": words(2, longest)},
+                ]
+            }
+            for _ in range(number)
+        ]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def run_allhands(
+    *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, without a terminal."""
+    command: Sequence[str] = [sys.executable, "-m", "allhands", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {})},
+        cwd=cwd,
+        timeout=timeout,
+        check=False,
+    )
