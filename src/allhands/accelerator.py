@@ -64,10 +64,9 @@ def detect() -> Accelerator:
     info = mx.device_info()
     name = str(info.get("device_name", "GPU"))
     memory = int(info.get("memory_size", info.get("total_memory", memory)))
-    kind: Literal["metal", "cuda"] = "metal" if sys.platform == "darwin" else "cuda"
-    if kind == "metal":
+    if mx.metal.is_available():
         mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
-    return Accelerator(kind, name, memory, available_cores(), False, None)
+    return Accelerator("metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None)
 
 
 def peak_memory_bytes(accelerator: Accelerator) -> int:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -42,10 +42,10 @@ ALIASES: dict[str, str] = {
 # Names that cannot be taken over because they mean something else; each with what to do.
 ELSEWHERE: dict[str, str] = {
     "per_device_train_batch_size": "use batch_size: it is the global batch, over all ranks",
-    "lora_r": "use lora_parameters, for example '{\"rank\": 8, \"scale\": 20.0, \"dropout\": 0.0}'",
-    "lora_rank": "use lora_parameters, for example '{\"rank\": 8, \"scale\": 20.0, \"dropout\": 0.0}'",
+    "lora_r": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.0}\'',
+    "lora_rank": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.0}\'',
     "lora_alpha": "use lora_parameters with scale = alpha / rank",
-    "target_modules": "use lora_parameters with keys, for example '{\"keys\": [\"self_attn.q_proj\"], ...}'",
+    "target_modules": 'use lora_parameters with keys, for example \'{"keys": ["self_attn.q_proj"], ...}\'',
     "load_in_4bit": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "resume_from_checkpoint": "use resume_adapter_file with the adapters.safetensors to go on from",
@@ -141,9 +141,7 @@ class TrainConfig(_Strict):
 
     model: str = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
     train: bool = Field(False, description="Train.")
-    data: str = Field(
-        "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
-    )
+    data: str = Field("demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'.")
     fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
     optimizer_config: dict[str, dict[str, Any]] = Field(

@@ -8,14 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.data.loader import Sizing, collate, pad_targets, work_lengths
-from allhands.data.order import divide, micro_batches
+from allhands.data.loader import Sizing, collate_share, work_lengths
+from allhands.data.order import divide
 from allhands.data.tokens import TokenSet
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError
 from allhands.train.step import make_loss
+from allhands.trees import numbers
 
 
 class Evaluator:
@@ -41,10 +42,11 @@ class Evaluator:
             loss if eager else mx.compile(loss, inputs=[model.state])
         )
         self._sizing = sizing
+        self._work = work_lengths(tokens)
         wanted = len(tokens) if num_batches < 0 else min(len(tokens), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
         chosen = np.random.Generator(np.random.Philox(key=0)).permutation(len(tokens))[:wanted]
-        self._share = divide(chosen.astype(np.int64), work_lengths(tokens), mesh.weights)[mesh.rank]
+        self._share = divide(chosen.astype(np.int64), self._work, mesh.weights)[mesh.rank]
 
     def __call__(self) -> tuple[float, int]:
         """Mean loss a trained token and the number of those tokens, the same on every rank.
@@ -52,20 +54,15 @@ class Evaluator:
         Raises:
             DataError: there is nothing to evaluate.
         """
-        lengths = work_lengths(self._tokens)
         self._model.eval()
         loss, count = mx.zeros(()), 0
-        sizing = self._sizing
-        for part in micro_batches(self._share, lengths, sizing.max_tokens, sizing.overhead_tokens):
-            batch = collate(self._tokens, part, sizing.padded(int(lengths[part].max())))
-            if sizing.few_shapes:
-                batch = pad_targets(batch)
+        for batch in collate_share(self._tokens, self._share, self._work, self._sizing):
             loss = loss + self._loss(mx.array(batch.inputs), mx.array(batch.positions), mx.array(batch.targets))
             mx.eval(loss)
             count += batch.num_targets
         self._model.train()
         _, totals = sum_over_ranks(self._communicator, [], [loss, float(count)])
-        loss_sum, num_targets = totals.tolist()
+        loss_sum, num_targets = numbers(totals)
         if num_targets == 0:
             raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")
         return loss_sum / num_targets, int(num_targets)

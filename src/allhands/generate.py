@@ -108,7 +108,7 @@ def answer_all(
 ) -> tuple[list[str], Speed]:
     """Greedy answers to ``prompts``, several at a time: the way to a score in seconds."""
     batch = [prompt_tokens(loaded, prompt) for prompt in prompts]
-    with wired_limit(cast("Any", loaded.model), [generation_stream]):
+    with wired_limit(cast("Any", loaded.model), cast("Any", [generation_stream])):
         response = batch_generate(
             cast("Any", loaded.model),
             cast("Any", loaded.tokenizer),

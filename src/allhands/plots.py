@@ -177,9 +177,7 @@ def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
     if any(curve.valid[2].size for curve in curves):
         styles.append(Line2D([], [], color=_GREY, ls=_DASHED, marker="o", mfc="white", label="validation"))
         styles.append(Line2D([], [], color=_GREY, ls="", marker="*", ms=12, label="best validation"))
-    axes.legend(
-        handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8
-    )
+    axes.legend(handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8)
 
 
 def smooth(values: Floats) -> Floats:

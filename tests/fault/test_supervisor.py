@@ -132,9 +132,7 @@ with worker.install(launch, os.environ) as context:
 class _Job:
     """A supervisor in a process of its own, in a short directory of its own."""
 
-    def __init__(
-        self, directory: Path, scripts: list[str], output: int = subprocess.PIPE, **fields: Any
-    ) -> None:
+    def __init__(self, directory: Path, scripts: list[str], output: int = subprocess.PIPE, **fields: Any) -> None:
         self.directory = directory
         (directory / "tmp").mkdir()
         for name, text in (("supervisor.py", _SUPERVISOR), ("worker.py", _WORKER)):
@@ -317,9 +315,7 @@ def test_taken_ports_are_tried_once_more(start: Callable[..., _Job]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stop_signal_lets_every_rank_save(
-    start: Callable[..., _Job], backend: str, number: int, code: int
-) -> None:
+def test_a_stop_signal_lets_every_rank_save(start: Callable[..., _Job], backend: str, number: int, code: int) -> None:
     job = start("save 0", "save 1.2", backend=backend)
     job.wait_for("started")
     job.process.send_signal(number)
@@ -331,9 +327,7 @@ def test_a_stop_signal_lets_every_rank_save(
 def test_a_stop_during_start_up_does_not_wait(start: Callable[..., _Job]) -> None:
     """Rank 0 waits in MLX's init for a peer that is not coming, deaf to signals."""
     job = start("mlx ring", "silent")
-    _until(
-        lambda: (job.directory / "facts-1.json").exists() and (job.directory / "facts-0.json").exists(), 20.0
-    )
+    _until(lambda: (job.directory / "facts-1.json").exists() and (job.directory / "facts-0.json").exists(), 20.0)
     job.process.send_signal(signal.SIGINT)
     assert job.finish(timeout=8) == 130
 
@@ -412,9 +406,7 @@ def test_real_collectives(start: Callable[..., _Job], backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("script", "code"), [("raise", 1), ("kill", 137)])
-def test_a_failure_between_real_collectives(
-    start: Callable[..., _Job], backend: str, script: str, code: int
-) -> None:
+def test_a_failure_between_real_collectives(start: Callable[..., _Job], backend: str, script: str, code: int) -> None:
     """Rank 0 goes on calling all_sum: with MPI it would wait for ever."""
     job = start(f"mlx {backend} on", f"mlx {backend} {script}", backend=backend)
     assert job.finish() == code, job.err

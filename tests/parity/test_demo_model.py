@@ -229,12 +229,8 @@ def demo(cache: Path) -> LoadedModel:
 
 
 def test_processes_that_ask_at_once_share_one_conversion(cache: Path) -> None:
-    script = (
-        "from allhands.model.sources import demo_model\nprint(demo_model(report=lambda s: print('made')))"
-    )
-    started = [
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    script = "from allhands.model.sources import demo_model\nprint(demo_model(report=lambda s: print('made')))"
+    started = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate(timeout=120)[0].split() for process in started]
     assert sorted(len(lines) for lines in said) == [1, 1, 2]
     assert len({lines[-1] for lines in said}) == 1
@@ -256,14 +252,10 @@ def test_types_in_the_file(gguf: Gguf) -> None:
 
 def test_weights_are_bitwise_those_of_the_file(gguf: Gguf, demo: LoadedModel) -> None:
     names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    names |= {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
-        "attn_output": "self_attn.o_proj"
-    }
+    names |= {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
     names |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     places = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-    places |= {
-        f"blk.{i}.{there}": f"model.layers.{i}.{here}" for i in range(30) for there, here in names.items()
-    }
+    places |= {f"blk.{i}.{there}": f"model.layers.{i}.{here}" for i in range(30) for there, here in names.items()}
     assert {f"{place}.weight" for place in places} == gguf.places.keys()
     modules: dict[str, Any] = dict(demo.model.named_modules())
     for there, here in places.items():

@@ -175,9 +175,7 @@ def test_a_rank_takes_its_gpu_of_the_visible_ones(visible: str, expected: str | 
 
 def test_slurm_hosts_are_resolved_to_addresses(tmp_path: Path) -> None:
     found = recognise(_slurm())
-    variables = rendezvous(
-        found, tmp_path, {"n08": "10.0.0.8", "n09": "10.0.0.9", "m1": "10.0.1.1"}.__getitem__
-    )
+    variables = rendezvous(found, tmp_path, {"n08": "10.0.0.8", "n09": "10.0.0.9", "m1": "10.0.1.1"}.__getitem__)
     (addresses,) = zip(*json.loads(Path(variables["MLX_HOSTFILE"]).read_text()), strict=True)
     hosts, ports = zip(*(address.split(":") for address in addresses), strict=True)
     assert hosts == ("10.0.0.8", "10.0.0.8", "10.0.0.9", "10.0.0.9", "10.0.1.1")

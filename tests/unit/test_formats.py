@@ -224,9 +224,7 @@ def test_precedence_is_mlx_lms_and_names_can_be_mapped() -> None:
     row = {"text": "t", "prompt": "p", "completion": "c", **CHAT}
     assert parse(row).kind == "completion"
     assert parse({"text": "t", **CHAT}).kind == "chat"
-    columns = ColumnNames.from_options(
-        {"prompt_feature": "q", "completion_feature": "a", "text_feature": None}
-    )
+    columns = ColumnNames.from_options({"prompt_feature": "q", "completion_feature": "a", "text_feature": None})
     assert columns == ColumnNames(prompt_feature="q", completion_feature="a")
     record = parse_record({"q": "1+1", "a": "2", "text": "t"}, columns, source="f", line=1)
     assert (record.kind, record.prompt, record.completion) == ("completion", "1+1", "2")

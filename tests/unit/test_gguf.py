@@ -51,11 +51,7 @@ def test_every_weight_is_bitwise_what_the_block_formula_gives(
         for there, here in names.items():
             value = values[f"blk.{layer}.{there}.weight"]
             if there in ("attn_q", "attn_k"):
-                order = [
-                    h + j
-                    for h in range(0, len(value), HEAD_DIM)
-                    for j in (*range(0, 32, 2), *range(1, 32, 2))
-                ]
+                order = [h + j for h in range(0, len(value), HEAD_DIM) for j in (*range(0, 32, 2), *range(1, 32, 2))]
                 value = value[order]
             expected[f"model.layers.{layer}.{here}"] = value
     assert found.keys() == expected.keys()

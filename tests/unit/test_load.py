@@ -100,9 +100,7 @@ for repo in sys.argv[2:]:
 """
 
 
-def test_real_client_against_a_hub(
-    tiny: tuple[Path, dict[str, np.ndarray]], hub: str, tmp_path: Path
-) -> None:
+def test_real_client_against_a_hub(tiny: tuple[Path, dict[str, np.ndarray]], hub: str, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", GET, str(tmp_path / "out"), "owner/tiny", "owner/none", "owner/gated"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
@@ -195,9 +193,7 @@ def test_broken_directories(copy: Path) -> None:
     for length in (0, 100, 5000, len(whole) - 1):
         (copy / "model.safetensors").write_bytes(whole[:length])
         fails("torn")
-    (copy / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'
-    )
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
     fails("missing: model-00002-of-00002")
     (copy / "model.safetensors.index.json").write_text("[")
     fails("index cannot be read")
@@ -261,9 +257,7 @@ def test_dequantize_is_exact_in_float32_and_rounded_once_in_others(
 def test_quantize(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     reference = dense_parameters(tiny[0])
     said: list[str] = []
-    out = get_model(
-        str(tiny[0]), tmp_path / "q8", dequantize=True, quantize_bits=8, group_size=128, report=said.append
-    )
+    out = get_model(str(tiny[0]), tmp_path / "q8", dequantize=True, quantize_bits=8, group_size=128, report=said.append)
     assert "bits per weight" in said[0]
     assert json.loads((out / "config.json").read_text())["quantization"]["bits"] == 8
     for name, value in dense_parameters(out).items():
@@ -273,9 +267,7 @@ def test_quantize(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> N
         assert 0 < np.abs(value - reference[name]).max() <= step or "norm" in name, name
 
 
-def test_options_that_cannot_take_effect_are_refused(
-    tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
-) -> None:
+def test_options_that_cannot_take_effect_are_refused(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     source, out = str(tiny[0]), tmp_path / "out"
     for options, kind, says in (
         ({"quantize_bits": 4}, ModelError, "quantized already"),
@@ -343,9 +335,7 @@ except StorageError as error:
 
 
 @pytest.mark.parametrize("mode", ["copy", "dequantize"])
-def test_full_disk_leaves_nothing(
-    tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, mode: str
-) -> None:
+def test_full_disk_leaves_nothing(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, mode: str) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tiny[0]), str(tmp_path / "out"), mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == StorageError.exit_code, done.stderr

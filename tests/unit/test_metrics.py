@@ -112,9 +112,7 @@ def test_numpy_scalars_are_written_as_numbers() -> None:
     assert record["grad_norm"] == "NaN"
 
 
-@pytest.mark.parametrize(
-    "line", ["", "{", "7", "[]", '{"event": "opened"}', '{"event": "train"}', '{"event": []}']
-)
+@pytest.mark.parametrize("line", ["", "{", "7", "[]", '{"event": "opened"}', '{"event": "train"}', '{"event": []}'])
 def test_lines_that_are_no_event(line: str) -> None:
     assert decode_event(line) is None
 

@@ -69,19 +69,14 @@ def render(tokenizer: Any, record: Record, **options: Any) -> Rendered:
 def runs(tokenizer: Any, rendered: Rendered) -> list[str]:
     """The decoded runs of neighbouring trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], rendered.mask.view(np.int8), [0]])))
-    return [
-        tokenizer.decode(rendered.tokens[a:b].tolist(), skip_special_tokens=False)
-        for a, b in edges.reshape(-1, 2)
-    ]
+    return [tokenizer.decode(rendered.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
 
 
 def expected(name: str, contents: list[str]) -> list[str]:
     """What must be trained, written down per template."""
     _, end, trims, _ = TEMPLATES[name]
     parts = [(content.strip() if trims else content) + end for content in contents]
-    if (
-        name == "qwen3"
-    ):  # it writes an empty thinking block into the last answer, which the model has to learn
+    if name == "qwen3":  # it writes an empty thinking block into the last answer, which the model has to learn
         parts[-1] = "<think>\n\n</think>\n\n" + parts[-1]
     return parts
 

@@ -43,9 +43,7 @@ def value_bytes(value: Any) -> bytes:
     return struct.pack("<IIQ", 9, 5, len(value)) + struct.pack(f"<{len(value)}i", *value)
 
 
-def write_gguf(
-    path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]
-) -> None:
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]) -> None:
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
         head += text(key) + value_bytes(value)
@@ -74,9 +72,7 @@ def packed(rng: np.random.Generator, kind: int, shape: tuple[int, ...]) -> tuple
         raw = b"".join(s.tobytes() + q.tobytes() for s, q in zip(scale, nibbles, strict=True))
         return raw, (wide * (codes.astype(np.float32) - 8)).reshape(shape)
     least = rng.uniform(-1, 0, (blocks, 1)).astype(np.float16)
-    raw = b"".join(
-        s.tobytes() + m.tobytes() + q.tobytes() for s, m, q in zip(scale, least, nibbles, strict=True)
-    )
+    raw = b"".join(s.tobytes() + m.tobytes() + q.tobytes() for s, m, q in zip(scale, least, nibbles, strict=True))
     return raw, (wide * codes + least.astype(np.float32)).reshape(shape)
 
 

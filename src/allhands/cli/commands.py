@@ -63,7 +63,15 @@ def generate(
 
     run_generate(
         GenerateOptions(
-            model, adapter_path, prompt, max_tokens, temp, top_p, seed, system_prompt, ignore_chat_template,
+            model,
+            adapter_path,
+            prompt,
+            max_tokens,
+            temp,
+            top_p,
+            seed,
+            system_prompt,
+            ignore_chat_template,
             trust_remote_code,
         )
     )
@@ -121,7 +129,9 @@ def data_demo(
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path("demo-run"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path(
+        "demo-run"
+    ),
     iters: Annotated[int, typer.Option("--iters", min=2, help="Batches to train on.")] = 60,
     seed: Seed = 0,
 ) -> None:

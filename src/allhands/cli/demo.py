@@ -123,9 +123,7 @@ def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed:
     )
 
 
-def _training(
-    console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int
-) -> RunHistory:
+def _training(console: Console, out: Path, model: str, ranks: int, cores: int, iters: int, seed: int) -> RunHistory:
     config = demo_config(out, model, ranks, cores, iters, seed)
     words = "one process" if ranks == 1 else "two processes"
     _title(console, f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each", command_line(config))

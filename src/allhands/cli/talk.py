@@ -41,21 +41,19 @@ def run_generate(options: GenerateOptions) -> None:
         raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
     from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
 
-    loaded = load_for_generation(
-        options.model, options.adapter_path, trust_remote_code=options.trust_remote_code
-    )
+    loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=options.trust_remote_code)
     tokens = prompt_tokens(
         loaded, prompt, system_prompt=options.system_prompt, use_template=not options.ignore_chat_template
     )
     sampling = Sampling(options.temp, options.top_p, options.seed)
-    speed = None
-    for text, speed in stream_answer(loaded, tokens, options.max_tokens, sampling):
+    cost = None
+    for text, cost in stream_answer(loaded, tokens, options.max_tokens, sampling):  # noqa: B007 - the last one
         print(text, end="", flush=True)
     print("\n" + "=" * 10)
-    if speed is not None:
-        print(f"Prompt: {speed.prompt_tokens} tokens, {speed.prompt_tps:.3f} tokens-per-sec")
-        print(f"Generation: {speed.generation_tokens} tokens, {speed.generation_tps:.3f} tokens-per-sec")
-        print(f"Peak memory: {speed.peak_memory_bytes / 1e9:.3f} GB")
+    if cost is not None:
+        print(f"Prompt: {cost.prompt_tokens} tokens, {cost.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec")
+        print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,9 @@ def held_out_prompts(data: str, count: int) -> list[str]:
     records = demo_records("test") if data == "demo" else load_split(Path(data), "test", ColumnNames(), required=True)
     prompts = [text for record in records if (text := _question(record))]
     if not prompts:
-        raise DataError("no example of test.jsonl has a question", where=data, hint="give chat or prompt/completion data")
+        raise DataError(
+            "no example of test.jsonl has a question", where=data, hint="give chat or prompt/completion data"
+        )
     # Spread over the file, because neighbours are often about the same thing.
     stride = max(1, len(prompts) // count)
     return prompts[::stride][:count]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from allhands.cluster.environment import Launch, recognise, rendezvous
-from allhands.cluster.mpi import find_mpi, prepare_mpi_environment
+from allhands.cluster.environment import Launch, recognise
+from allhands.cluster.join import join_group
+from allhands.cluster.mpi import find_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import WorkerContext, install
 from allhands.config import TrainConfig, build_config
@@ -141,26 +138,16 @@ def _leave(launch: Launch) -> None:
 
 
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
-    prepare_mpi_environment(os.environ)
     _share_cores(config, launch)
-    # Only now, because importing MLX fixes its BLAS threads, device and MPI library.
-    from allhands.distributed.backend import Communicator, connect
+    # Only now, because importing MLX fixes its BLAS threads and device.
     from allhands.distributed.mesh import Mesh
     from allhands.train.recipes import Surroundings, run_finetune
-
-    def join() -> Communicator:
-        with (
-            tempfile.TemporaryDirectory(prefix="allhands-") as scratch,
-            connect_deadline(launch, config.start_timeout_s),
-        ):
-            os.environ.update(rendezvous(launch, Path(scratch)))
-            return connect(launch.backend, launch.size, launch.rank)
 
     mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
     cores = int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     surroundings = Surroundings(
         mesh=mesh,
-        connect=join,
+        connect=lambda: join_group(launch, config.start_timeout_s),
         started=worker.mark_started,
         stop_requested=worker.stop_requested,
         console=Console(highlight=False) if mesh.is_main else None,
@@ -185,36 +172,3 @@ def _share_cores(config: TrainConfig, launch: Launch) -> None:
 
         pin_cores(launch.local_rank, cores)
         limit_cores(cores)
-
-
-@contextmanager
-def connect_deadline(launch: Launch, seconds: float) -> Iterator[None]:
-    """End this process with a message unless the block is left within ``seconds``.
-
-    MLX's ring waits for its peers holding Python's lock: no thread and no signal handler of this process
-    would run. So another process keeps the time. Under our own supervisor that is the supervisor.
-    """
-    if launch.size == 1 or launch.launcher == "allhands":
-        yield
-        return
-    message = (
-        f"allhands: error: rank {launch.rank}: the {launch.backend} group of {launch.size} did not come together "
-        f"within {seconds:.0f} s\n  what to do: look at the other ranks' output; raise --start-timeout-s if they are slow\n"
-    )
-    command = [sys.executable, "-I", "-S", "-c", _TIMER, str(os.getpid()), str(seconds), message]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
-        try:
-            yield
-        finally:
-            assert timer.stdin is not None
-            timer.stdin.close()
-
-
-# Ends quietly when its standard input closes: the group has formed, or the rank is gone.
-_TIMER = """
-import os, select, signal, sys
-if not select.select([0], [], [], float(sys.argv[2]))[0]:
-    sys.stderr.write(sys.argv[3])
-    sys.stderr.flush()
-    os.kill(int(sys.argv[1]), signal.SIGKILL)
-"""

@@ -67,9 +67,7 @@ def recognise(environ: Mapping[str, str], *, has_cuda: bool = False) -> Launch:
     return Launch("single", 0, 1, 0, 1, "none", "no launcher's variables are set")
 
 
-def rendezvous(
-    launch: Launch, directory: Path, resolve: Callable[[str], str] = socket.gethostbyname
-) -> dict[str, str]:
+def rendezvous(launch: Launch, directory: Path, resolve: Callable[[str], str] = socket.gethostbyname) -> dict[str, str]:
     """Return the variables to set before ``mx.distributed.init``, writing a ring's hostfile to ``directory``.
 
     MLX's ring takes addresses, not names, so names are resolved here.

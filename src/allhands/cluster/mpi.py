@@ -106,9 +106,7 @@ def _library_of(mpirun: Path) -> Path | None:
 
 def _version_of(mpirun: Path) -> tuple[int, ...] | None:
     try:
-        answer = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
-        )
+        answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     match = re.search(r"Open MPI\)? (\d+)\.(\d+)\.(\d+)", answer.stdout)

@@ -155,9 +155,7 @@ class _OwnChildren:
             )
         self._children.append(child)
         # A thread a child, so that the order of ends is known exactly and not by polling.
-        waiter = threading.Thread(
-            target=self._wait, args=(rank, child), name=f"wait-rank-{rank}", daemon=True
-        )
+        waiter = threading.Thread(target=self._wait, args=(rank, child), name=f"wait-rank-{rank}", daemon=True)
         self._waiters.append(waiter)
         waiter.start()
 

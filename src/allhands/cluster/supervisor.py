@@ -66,9 +66,7 @@ def supervise(spec: LaunchSpec, events: Callable[[SupervisorEvent], None]) -> in
     spec.log_dir.mkdir(parents=True, exist_ok=True)
     with (
         _caught_signals() as signals,
-        tempfile.TemporaryDirectory(
-            prefix="allhands-", dir=_temporary_root(), ignore_cleanup_errors=True
-        ) as private,
+        tempfile.TemporaryDirectory(prefix="allhands-", dir=_temporary_root(), ignore_cleanup_errors=True) as private,
     ):
         attempt = _Attempt(spec, Path(private, "1"), signals, events)
         failure = attempt.run()

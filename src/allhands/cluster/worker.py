@@ -91,9 +91,7 @@ class WorkerContext:
         if not self._started:
             raise KeyboardInterrupt
 
-    def watch(
-        self, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float
-    ) -> NoReturn:
+    def watch(self, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float) -> NoReturn:
         """End the process on a second signal, a stop that takes too long, or the supervisor's death."""
         deadline = float("inf")
         while True:
@@ -170,9 +168,7 @@ def as_allhands_error(error: BaseException) -> BaseException:
     text = str(error)
     ours: AllhandsError | None = None
     if "peer was lost" in text:
-        ours = PeerLostError(
-            "the connection to another rank was lost", hint="look for the rank that ended first"
-        )
+        ours = PeerLostError("the connection to another rank was lost", hint="look for the rank that ended first")
     elif any(mark in text for mark in ("[ring]", "[mpi]", "[nccl]", "[jaccl]")):
         ours = DistributedError(f"MLX could not communicate: {text}")
     if ours is None:

@@ -109,15 +109,11 @@ def read_records(path: Path, columns: ColumnNames) -> Iterator[Record]:
             values = _json_values(file, path)
             first = next(values, None)
             if first is None:
-                raise DataError(
-                    "the file is empty", where=path.name, hint=f"write one JSON object a line: {SHAPES}"
-                )
+                raise DataError("the file is empty", where=path.name, hint=f"write one JSON object a line: {SHAPES}")
             for line, value in chain([first], values):
                 yield parse_record(value, columns, source=path.name, line=line)
     except OSError as error:
-        raise DataError(
-            f"cannot read the file: {error.strerror}", where=str(path), hint=_os_hint(error)
-        ) from error
+        raise DataError(f"cannot read the file: {error.strerror}", where=str(path), hint=_os_hint(error)) from error
 
 
 def _os_hint(error: OSError) -> str:
@@ -252,9 +248,7 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
         if isinstance(completion, list):
             _require_answer(completion, columns.completion_feature, place)
             prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Record(
-            "completion", prompt=prompt, completion=completion, tools=tools, source=source, line=line
-        )
+        return Record("completion", prompt=prompt, completion=completion, tools=tools, source=source, line=line)
     if columns.chat_feature in row:
         messages = _messages(row[columns.chat_feature], columns.chat_feature, place)
         _require_answer(messages, columns.chat_feature, place)
@@ -299,19 +293,13 @@ def _column_hint(row: Mapping[str, Any], columns: ColumnNames) -> str:
     completion = columns.completion_feature if columns.completion_feature in row else found(_COMPLETION_LIKE)
     prompt = columns.prompt_feature if columns.prompt_feature in row else found(_PROMPT_LIKE)
     if completion and prompt:
-        unused = (
-            '; join "input" to it first, or it is ignored'
-            if prompt == "instruction" and row.get("input")
-            else ""
-        )
+        unused = '; join "input" to it first, or it is ignored' if prompt == "instruction" and row.get("input") else ""
         return f"name the columns: prompt_feature: {prompt} and completion_feature: {completion}{unused}"
     if chat := found(_CHAT_LIKE):
         return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"
     if text := found(_TEXT_LIKE):
         return f"name the column: text_feature: {text}"
-    return (
-        f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
-    )
+    return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
 
 
 def _string(value: Any, what: str, place: _Place) -> str:
@@ -423,9 +411,7 @@ def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bo
         names = sorted(entry.name for entry in data_dir.iterdir())
     except OSError as error:
         hint = "give yourself permission to read the folder: chmod u+rx FOLDER"
-        raise DataError(
-            f"cannot read the folder: {error.strerror}", where=str(data_dir), hint=hint
-        ) from error
+        raise DataError(f"cannot read the folder: {error.strerror}", where=str(data_dir), hint=hint) from error
     for name in (f"{split}.jsonl", f"{split}.json"):
         if name in names:
             return list(read_records(data_dir / name, columns))

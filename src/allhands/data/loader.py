@@ -85,16 +85,22 @@ class Loader:
     def load(self, iteration: int) -> list[MicroBatch]:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
         share = divide(self._order.batch(iteration), self._work, self._weights)[self._rank]
-        return list(self._collate(share))
+        return list(collate_share(self._tokens, share, self._work, self._sizing))
 
-    def _collate(self, share: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        sizing = self._sizing
-        padded = np.asarray([sizing.padded(int(n)) for n in self._work[share]], dtype=np.int64)
-        lengths = np.zeros(len(self._work), dtype=np.int64)
-        lengths[share] = padded
-        for part in micro_batches(share, lengths, sizing.max_tokens, sizing.overhead_tokens):
-            batch = collate(self._tokens, part, int(lengths[part].max()))
-            yield pad_targets(batch) if sizing.few_shapes else batch
+
+def collate_share(
+    tokens: TokenSet, share: NDArray[np.int64], work: NDArray[np.int64], sizing: Sizing
+) -> Iterator[MicroBatch]:
+    """Cut a rank's ``share`` of examples into micro-batches as ``sizing`` says.
+
+    Args:
+        work: (num_examples,) of :func:`work_lengths`.
+    """
+    lengths = np.zeros(len(work), dtype=np.int64)
+    lengths[share] = [sizing.padded(int(n)) for n in work[share]]
+    for part in micro_batches(share, lengths, sizing.max_tokens, sizing.overhead_tokens):
+        batch = collate(tokens, part, int(lengths[part].max()))
+        yield pad_targets(batch) if sizing.few_shapes else batch
 
 
 def work_lengths(tokens: TokenSet) -> NDArray[np.int64]:
@@ -131,7 +137,7 @@ def collate(tokens: TokenSet, examples: NDArray[np.int64], length: int) -> Micro
 
 
 def pad_targets(batch: MicroBatch) -> MicroBatch:
-    """Round the number of trained places up, by at most an eighth, to meet fewer distinct shapes."""
+    """Round the number of trained places up, by at most a quarter above 128, to meet fewer distinct shapes."""
     count = len(batch.targets)
     grain = max(32, 1 << max(0, count.bit_length() - 3))
     missing = -count % grain

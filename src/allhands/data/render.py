@@ -140,9 +140,7 @@ class Renderer:
         eos = self._tokenizer.eos_token_id
         return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]
 
-    def _render_chat(
-        self, template: ChatTemplate, record: Record
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def _render_chat(self, template: ChatTemplate, record: Record) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         messages, first_answer = _conversation(record)
         messages = template.accepted_form(messages, record.tools)
         text = template.text(messages, record.tools)
@@ -267,9 +265,7 @@ class ChatTemplate:
             return messages
         return parsed
 
-    def answer_spans(
-        self, messages: list[Message], tools: list[Any] | None, wanted: Sequence[int]
-    ) -> list[Span]:
+    def answer_spans(self, messages: list[Message], tools: list[Any] | None, wanted: Sequence[int]) -> list[Span]:
         """Character ranges, in ``text(messages, tools)``, of the answers ``messages[i] for i in wanted``.
 
         A range begins after the header of the turn and ends after its end-of-turn token.
@@ -313,9 +309,7 @@ class ChatTemplate:
                         return start, end
         return None
 
-    def _trials(
-        self, text: str, messages: list[Message], tools: list[Any] | None, index: int
-    ) -> Iterator[_Trial]:
+    def _trials(self, text: str, messages: list[Message], tools: list[Any] | None, index: int) -> Iterator[_Trial]:
         """The conversation with a marker as the answer, whole and then shortened.
 
         The first is enough but for tool calls: a template may reject a tool's output after anything but a

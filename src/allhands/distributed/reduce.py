@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 
 from allhands.distributed.backend import Alone, Communicator, MlxGroup
+from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32 << 20
 
@@ -93,15 +93,11 @@ def average_gradients(
     group = group or mx.distributed.init()
     communicator: Communicator = MlxGroup(group, "none") if group.size() > 1 else Alone()
     count = mx.array(num_tokens, dtype=mx.float32)
-    flat = tree_flatten(grads)
+    flat = flatten(grads)
     scale = count if reduction == "mean" else mx.ones(())
     # In float32, because a token count does not fit bfloat16; and a rank without tokens has no mean:
     # its NaN must not reach the others.
-    weighted = [
-        mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32)) for _, g in flat
-    ]
+    weighted = [mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32)) for _, g in flat]
     sums, (total,) = sum_over_ranks(communicator, weighted, [count])
     divisor = mx.maximum(total, 1.0)
-    return tree_unflatten(
-        [(name, (s / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)]
-    )
+    return unflatten([(name, (s / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)])

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.files import write_whole
+from allhands.trees import flatten
 
 DEFAULT_ADAPTER_LAYERS = 16
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
@@ -55,7 +55,7 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
             linear_to_lora_layers(model, num_layers, config.lora_parameters.model_dump(), use_dora=use_dora)
         except ValueError as error:
             raise ConfigError(str(error), where="--lora-parameters", hint="choose other keys") from None
-    trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    trained = sum(value.size for _, value in flatten(model.trainable_parameters()))
     if trained == 0:
         keys = config.lora_parameters.keys
         raise ConfigError(
@@ -70,9 +70,9 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
 def count_parameters(model: nn.Module) -> int:
     """Values in the model's weights."""
     total = 0
-    for _, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+    for _, module in model.named_modules():
         bits = getattr(module, "bits", None)
-        for name, value in tree_flatten(module.parameters()):
+        for name, value in flatten({k: v for k, v in module.items() if isinstance(v, mx.array)}):
             if bits and name in ("scales", "biases"):
                 continue
             total += value.size * 32 // bits if bits and name == "weight" else value.size
@@ -111,7 +111,7 @@ def _linear_names(model: Any) -> list[str]:
 
 def trained_weights(model: nn.Module) -> dict[str, mx.array]:
     """Trained parameters by name."""
-    return dict(tree_flatten(model.trainable_parameters()))
+    return dict(flatten(model.trainable_parameters()))
 
 
 def load_trained(model: nn.Module, path: Path) -> None:
@@ -128,9 +128,7 @@ def load_trained(model: nn.Module, path: Path) -> None:
     wanted = trained_weights(model)
     for name, value in wanted.items():
         if name not in loaded:
-            raise ModelError(
-                f"{name} is trained here but not in the file", where=str(path), hint=_SAME_SETTINGS
-            )
+            raise ModelError(f"{name} is trained here but not in the file", where=str(path), hint=_SAME_SETTINGS)
         if loaded[name].shape != value.shape:
             raise ModelError(
                 f"{name} has shape {tuple(loaded[name].shape)} in the file, {tuple(value.shape)} here",

@@ -77,9 +77,7 @@ def fingerprint(path: Path) -> str:
 # --- loading ----------------------------------------------------------------------------------------
 
 
-def load_model(
-    path_or_repo: str, *, trust_remote_code: bool = False, dtype: str | None = None
-) -> LoadedModel:
+def load_model(path_or_repo: str, *, trust_remote_code: bool = False, dtype: str | None = None) -> LoadedModel:
     """Load a model and its tokenizer, the parameters evaluated, in evaluation mode.
 
     Args:
@@ -112,9 +110,7 @@ def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
             hint = "pass --trust-remote-code if you trust its author"
         elif "not supported" in str(error):
             hint = "mlx_lm has no such architecture; see its models folder for those it has"
-        raise ModelError(
-            f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint
-        ) from error
+        raise ModelError(f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint) from error
 
 
 def _read_config(path: Path) -> Json:
@@ -166,9 +162,7 @@ def _indexed_files(path: Path) -> set[str]:
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            "the index cannot be read", where=str(index), hint="fetch the model again"
-        ) from error
+        raise ModelError("the index cannot be read", where=str(index), hint="fetch the model again") from error
 
 
 def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWrapper:
@@ -247,9 +241,7 @@ class Conversion:
                 f"cannot quantize to {self.quantize_bits} bits", where="--quantize", hint=f"one of {BITS}"
             )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            raise ConfigError(
-                f"no group size {self.group_size}", where="--group-size", hint=f"one of {GROUP_SIZES}"
-            )
+            raise ConfigError(f"no group size {self.group_size}", where="--group-size", hint=f"one of {GROUP_SIZES}")
         if self.group_size is not None and self.quantize_bits is None:
             raise ConfigError(
                 "a group size without quantization does nothing",
@@ -308,9 +300,7 @@ def get_model(
         if same_files(staged, target):
             say(f"{target} holds this model already")
         elif _holds_files(target) and not force:
-            raise ModelError(
-                "another model is there already", where=str(out), hint="add --force to replace it"
-            )
+            raise ModelError("another model is there already", where=str(out), hint="add --force to replace it")
         else:
             publish(staged, target)
     return target
@@ -318,13 +308,9 @@ def get_model(
 
 def _check_target(target: Path, source: Path, force: bool) -> None:
     if target == source or target in source.parents or source in target.parents:
-        raise ModelError(
-            "the output overlaps the source", where=str(target), hint="choose another output directory"
-        )
+        raise ModelError("the output overlaps the source", where=str(target), hint="choose another output directory")
     if target.exists() and not target.is_dir():
-        raise ModelError(
-            "there is a file of that name", where=str(target), hint="choose another output directory"
-        )
+        raise ModelError("there is a file of that name", where=str(target), hint="choose another output directory")
     if _holds_files(target) and not (target / "config.json").is_file():
         raise ModelError(
             "the directory holds something that is not a model",
@@ -363,9 +349,7 @@ def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say
 
 def _unpack(model: nn.Module, path: Path) -> str:
     """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most part."""
-    floating = [
-        (name, value) for name, value in _flat_parameters(model) if mx.issubdtype(value.dtype, mx.floating)
-    ]
+    floating = [(name, value) for name, value in _flat_parameters(model) if mx.issubdtype(value.dtype, mx.floating)]
     if not _is_quantized(model):
         raise ModelError("the model is not quantized", where=str(path), hint="leave --dequantize out")
     model.update(tree_unflatten([(name, value.astype(mx.float32)) for name, value in floating]))

@@ -55,11 +55,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
 def _is_path(source: str) -> bool:
     """Whether a name that does not exist here was meant as a path, not as ``owner/name`` on the Hub."""
     first, slash, rest = source.partition("/")
-    return (
-        source.startswith((".", "/", "~"))
-        or "/" in rest
-        or bool(slash and (not rest or Path(first).is_dir()))
-    )
+    return source.startswith((".", "/", "~")) or "/" in rest or bool(slash and (not rest or Path(first).is_dir()))
 
 
 def _hub_snapshot(repo: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,14 +56,14 @@ def split(model: nn.Module) -> SplitModel | None:
     Architectures scale, cap or shift logits in their own ways, so nothing is assumed: the two parts are
     taken by their usual names and accepted only if they reproduce the model's logits on a probe.
     """
-    body = getattr(model, "model", None)
+    body: Any = getattr(model, "model", None)
     head = getattr(model, "lm_head", None) or getattr(body, "embed_tokens", None)
     # Exact types: a head with a bias of its own or an adapter around it is not a plain product.
     plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
     if not callable(body) or type(head) not in plain or (head is not None and "bias" in head):
         return None
     assert head is not None
-    parts = SplitModel(body, head)
+    parts = SplitModel(cast("Any", body), head)
     return parts if _reproduces(parts, model) else None
 
 

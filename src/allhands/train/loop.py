@@ -22,6 +22,7 @@ from allhands.evaluate import Evaluator
 from allhands.metrics import RunEnded, SavedReport, Sink, TrainReport, ValidReport
 from allhands.train.callbacks import Callback
 from allhands.train.step import StepResult, TrainStep
+from allhands.trees import numbers
 
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
 
@@ -179,7 +180,7 @@ def _report(parts: LoopParts, state: LoopState, started: float) -> None:
 def _peak_per_rank(parts: LoopParts) -> tuple[int, ...]:
     # In MiB, because float32 (which every back-end can gather) is exact only to 2**24.
     mine = mx.array([peak_memory_bytes(parts.accelerator) / 2**20], dtype=mx.float32)
-    return tuple(int(value * 2**20) for value in parts.communicator.all_gather(mine).tolist())
+    return tuple(int(value * 2**20) for value in numbers(parts.communicator.all_gather(mine)))
 
 
 def _on_main(parts: LoopParts) -> Sequence[Callback]:

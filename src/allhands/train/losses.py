@@ -24,6 +24,7 @@ CHUNK_ROWS = 256
 # Rows that one numpy pass handles at a time: 16 x 49,152 x 4 bytes stay in a core's L2 cache.
 _BLOCK_ROWS = 16
 
+
 def cross_entropy_sum(logits: mx.array, targets: mx.array) -> mx.array:
     """Sum over rows of ``logsumexp(logits) - logits[target]``, in float32: (N, V), (N,) -> scalar.
 
@@ -53,19 +54,19 @@ def linear_cross_entropy(
         return sum((_chunk_in_graph(*part)[0] for part in _chunks(hidden, weight, targets)), mx.zeros(()))
 
     # The forward pass makes the gradients too, outside of what is differentiated: its inputs are stopped.
-    @mx.custom_function
-    def loss(*primals: mx.array) -> tuple[mx.array, ...]:
+    def forward(*primals: mx.array) -> tuple[mx.array, ...]:
         rows = mx.stop_gradient(primals[0])
         matrix = mx.stop_gradient(primals[1]) if train_weight else weight
         return _graph_of_chunks(rows, matrix, targets, train_weight)
 
-    @loss.vjp
-    def loss_vjp(
+    def backward(
         primals: mx.array | tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
-    ) -> Any:
+    ) -> tuple[mx.array, ...]:
         wanted = (primals,) if isinstance(primals, mx.array) else primals
         return tuple((outputs[i + 1] * cotangents[0]).astype(primal.dtype) for i, primal in enumerate(wanted))
 
+    loss: Any = mx.custom_function(forward)
+    loss.vjp(backward)
     return loss(hidden, weight)[0] if train_weight else loss(hidden)[0]
 
 
@@ -95,17 +96,13 @@ def eager_linear_cross_entropy(
     return total, mx.concatenate(grads) if grads else None, grad_weight
 
 
-def _chunks(
-    hidden: mx.array, weight: mx.array, targets: mx.array
-) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+def _chunks(hidden: mx.array, weight: mx.array, targets: mx.array) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
     for start in range(0, hidden.shape[0], CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         yield hidden[rows], weight, targets[rows]
 
 
-def _graph_of_chunks(
-    hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool
-) -> tuple[mx.array, ...]:
+def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool) -> tuple[mx.array, ...]:
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []

@@ -7,15 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.tuner.utils import build_schedule
 
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
+from allhands.trees import flatten
 
 Schedule = Callable[[mx.array], mx.array] | float
 
-_CLASSES: dict[str, type[optim.Optimizer]] = {
+_CLASSES: dict[str, Callable[..., optim.Optimizer]] = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,
     "muon": optim.Muon,
@@ -42,7 +43,7 @@ def make_optimizer(config: TrainConfig, total_updates: int) -> optim.Optimizer:
         raise ConfigError(
             f"{config.optimizer} does not take these arguments: {error}",
             where="--optimizer-config",
-            hint=f"see mlx.optimizers.{_CLASSES[config.optimizer].__name__}",
+            hint=f"see mlx.optimizers, {config.optimizer}",
         ) from None
 
 
@@ -88,7 +89,7 @@ def _named(name: str, peak: float, updates: int) -> Schedule:
 
 def clip(grads: Any, max_norm: float | None) -> tuple[Any, mx.array]:
     """Scale ``grads`` so that their global norm is at most ``max_norm``; also returns the norm before."""
-    norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for _, g in tree_flatten(grads)), mx.zeros(())))
+    norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for _, g in flatten(grads)), mx.zeros(())))
     if max_norm is None:
         return grads, norm
     factor = mx.minimum(max_norm / (norm + 1e-6), 1.0)

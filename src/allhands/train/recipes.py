@@ -6,11 +6,11 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,6 +56,7 @@ from allhands.train.callbacks import Callback
 from allhands.train.loop import LoopParts, LoopState, train_loop
 from allhands.train.optim import make_optimizer
 from allhands.train.step import TrainStep
+from allhands.trees import number
 
 BEST_DIRECTORY = "best"
 
@@ -73,7 +74,7 @@ class Surroundings:
         log_file: where this rank's own lines go besides the console.
     """
 
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     connect: Callable[[], Communicator] = Alone
     started: Callable[[], None] = lambda: None
     stop_requested: Callable[[], int] = lambda: 0
@@ -112,9 +113,7 @@ class Datasets:
         return {name: tokens.fingerprint() if tokens else None for name, tokens in splits.items()}
 
 
-def run_finetune(
-    config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()
-) -> FinetuneResult:
+def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()) -> FinetuneResult:
     """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
 
     Raises:
@@ -203,7 +202,7 @@ class _Run:
             callbacks=self.callbacks,
             save=self._save,
             stop_requested=self.surroundings.stop_requested,
-            learning_rate=lambda: float(optimizer.learning_rate.item()),
+            learning_rate=lambda: number(optimizer.learning_rate),
             total=total,
         )
         return train_loop(parts, state)
@@ -266,7 +265,7 @@ class _Run:
         )
 
     @contextmanager
-    def _sinks(self) -> Iterator[Sinks]:
+    def _sinks(self) -> Generator[Sinks, None, None]:
         """Rank 0 writes metrics and shows progress; every rank keeps a log of its own lines."""
         notes = [f"note: {note}" for note in (self.accelerator.warning, *self.data.notes) if note]
         sinks: list[Sink] = []
@@ -316,7 +315,7 @@ def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
         DataError: missing, malformed or empty data, or nothing to train on.
     """
     renderer = Renderer(
-        loaded.tokenizer,
+        cast("Any", loaded.tokenizer),
         mask_prompt=config.mask_prompt,
         max_seq_length=config.max_seq_length,
         train_on=config.train_on,

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
@@ -22,6 +22,7 @@ from allhands.errors import NumericsError
 from allhands.model.split import SplitModel, split
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
 from allhands.train.optim import clip
+from allhands.trees import flatten, number, numbers, unflatten
 
 # (inputs, positions, targets) -> loss sum; with gradients: -> (loss sum, tree of gradients).
 LossFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
@@ -112,17 +113,17 @@ def _eager_gradient(
     filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which everything,
     the activations of frozen layers too, would be kept.
     """
-    names, values = zip(*tree_flatten(model.trainable_parameters()), strict=True)
+    names, values = zip(*flatten(model.trainable_parameters()), strict=True)
 
     def body(*arrays: mx.array) -> mx.array:
-        model.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+        model.update(unflatten(list(zip(names, arrays, strict=True))))
         return _rows(parts, inputs, positions)
 
     weight = parts.head_weight().astype(mx.float32)
     grad_rows = mx.zeros((len(positions), weight.shape[-1]))
     mx.eval(grad_rows)
     (rows,), grads = mx.vjp(body, list(values), [grad_rows])
-    model.update(tree_unflatten(list(zip(names, values, strict=True))))
+    model.update(unflatten(list(zip(names, values, strict=True))))
     mx.eval(rows)
     loss, grad, grad_weight = eager_linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained)
     np.asarray(grad_rows)[...] = np.asarray(grad)
@@ -130,7 +131,7 @@ def _eager_gradient(
     if grad_weight is not None:
         name = parts.head_weight_name(model)
         result[name] = result[name] + grad_weight
-    return loss, tree_unflatten(list(result.items()))
+    return loss, unflatten(list(result.items()))
 
 
 class TrainStep:
@@ -175,20 +176,21 @@ class TrainStep:
         )
         mx.eval(sums, totals)
         reduced = time.perf_counter()
-        loss_sum, num_targets, num_tokens, votes = totals.tolist()
+        loss_sum, num_targets, num_tokens, votes = numbers(totals)
         # The one division: by the trained tokens of all micro-batches and all ranks.
-        mean = tree_unflatten([(n, g / max(num_targets, 1.0)) for n, g in zip(names, sums, strict=True)])
+        mean = unflatten([(n, g / max(num_targets, 1.0)) for n, g in zip(names, sums, strict=True)])
         if self._after_backward is not None:
             self._after_backward(mean)
         clipped, norm = clip(mean, self._max_grad_norm)
-        _refuse_non_finite(loss_sum, norm.item())
+        grad_norm = number(norm)
+        _refuse_non_finite(loss_sum, grad_norm)
         self._optimizer.update(self._model, clipped)
         mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return StepResult(
             loss_sum,
             int(num_targets),
             int(num_tokens),
-            norm.item(),
+            grad_norm,
             int(votes),
             computed - started,
             reduced - computed,
@@ -206,7 +208,7 @@ class TrainStep:
             mx.eval(total, grads)
         if grads is None:
             grads = tree_map(mx.zeros_like, self._model.trainable_parameters())
-        return total, tree_flatten(grads)
+        return total, flatten(grads)
 
 
 def _counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:

@@ -1,0 +1,43 @@
+# `make demo` and `make test` need Python >= 3.11, make and a way to PyPI; everything else they fetch.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The MLX that fits this machine: its own on macOS, CUDA where an NVIDIA driver answers, CPU elsewhere.
+EXTRA := $(shell sh scripts/choose_extra.sh)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml scripts/choose_extra.sh
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "allhands needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA),dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 7 minutes)
+	$(BIN)/allhands demo
+
+test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP) ## rewrite the files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## LoRA on this CPU beside mlx_lm and PyTorch + PEFT (about 20 minutes)
+	$(BIN)/python benchmarks/cpu_lora.py
+
+clean: ## remove what the other targets made, the environment included
+	rm -rf $(VENV) demo-run build dist .pytest_cache .ruff_cache

@@ -1,0 +1,66 @@
+"""The command ``allhands train`` as a Python call."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allhands.config import build_config
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.train.callbacks import Callback
+    from allhands.train.recipes import FinetuneResult
+
+
+def finetune(
+    *, config: str | Path | None = None, callbacks: Sequence[Callback] = (), progress: bool = True, **options: Any
+) -> FinetuneResult:
+    """Fine-tune a model: the same as ``allhands train`` with the same options.
+
+    In a script started by ``mpirun``, ``mlx.launch`` or another launcher, every process calls it and they
+    train together; otherwise it trains in this process.
+
+    Args:
+        config: YAML file with options; keyword arguments win over it.
+        callbacks: instances of :class:`allhands.Callback`.
+        progress: show the progress on standard output.
+        **options: fields of :class:`allhands.TrainConfig`, such as ``model="demo"``, ``data="demo"``,
+            ``iters=60``; ``train=True`` unless said otherwise.
+
+    Returns:
+        Where the adapter is, how training ended, and the path of the graph.
+
+    Raises:
+        AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
+
+    Example:
+        >>> result = allhands.finetune(model="demo", data="demo", iters=20, adapter_path="adapters")
+        >>> result.ended.best_valid_loss
+    """
+    from rich.console import Console
+
+    from allhands.cluster.environment import recognise
+    from allhands.cluster.join import join_group
+    from allhands.distributed.mesh import Mesh
+    from allhands.train.recipes import Surroundings, run_finetune
+
+    chosen = build_config({"train": True, **options}, config)
+    launch = recognise(os.environ)
+    if chosen.num_ranks not in (1, launch.size):
+        raise ConfigError(
+            f"num_ranks={chosen.num_ranks}, but this script is {launch.size} process(es)",
+            where="num_ranks",
+            hint="start the script itself that often: mpirun -np N python script.py",
+        )
+
+    mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
+    console = Console(file=sys.stdout, highlight=False) if progress and mesh.is_main else None
+    return run_finetune(
+        chosen,
+        Surroundings(mesh=mesh, connect=lambda: join_group(launch, chosen.start_timeout_s), console=console),
+        callbacks,
+    )

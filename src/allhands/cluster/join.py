@@ -1,0 +1,67 @@
+"""A rank's way into its group, from whatever launcher, under a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allhands.cluster.environment import Launch, rendezvous
+from allhands.cluster.mpi import prepare_mpi_environment
+
+if TYPE_CHECKING:
+    from allhands.distributed.backend import Communicator
+
+# Ends quietly when its standard input closes: the group has formed, or the rank is gone.
+_TIMER = f"""
+import os, select, sys
+if not select.select([0], [], [], float(sys.argv[2]))[0]:
+    sys.stderr.write(sys.argv[3])
+    sys.stderr.flush()
+    os.kill(int(sys.argv[1]), {int(signal.SIGKILL)})
+"""
+
+
+def join_group(launch: Launch, timeout_s: float) -> Communicator:
+    """Connect this rank to its group, or end this process with a message after ``timeout_s``.
+
+    Raises:
+        DistributedError: no connection, or a group of another size than the launcher promised.
+    """
+    prepare_mpi_environment(os.environ)
+    # Only now: MLX looks for its MPI library when it is first asked for a group.
+    from allhands.distributed.backend import connect
+
+    with tempfile.TemporaryDirectory(prefix="allhands-") as scratch, connect_deadline(launch, timeout_s):
+        os.environ.update(rendezvous(launch, Path(scratch)))
+        return connect(launch.backend, launch.size, launch.rank)
+
+
+@contextmanager
+def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, None]:
+    """End this process with a message unless the block is left within ``seconds``.
+
+    MLX's ring waits for its peers holding Python's lock: no thread and no signal handler of this process
+    would run. So another process keeps the time. Under our own supervisor that is the supervisor.
+    """
+    if launch.size == 1 or launch.launcher == "allhands":
+        yield
+        return
+    message = (
+        f"allhands: error: rank {launch.rank}: the {launch.backend} group of {launch.size} did not come together "
+        f"within {seconds:.0f} s\n"
+        "  what to do: look at the other ranks' output; raise --start-timeout-s if they are slow\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", _TIMER, str(os.getpid()), str(seconds), message]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
+        try:
+            yield
+        finally:
+            assert timer.stdin is not None
+            timer.stdin.close()

@@ -1,0 +1,29 @@
+"""MLX's tree functions and conversions to Python numbers, with the types that they have for us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+
+def flatten(tree: Any) -> list[tuple[str, mx.array]]:
+    """The arrays of a tree with their dotted names, in a fixed order."""
+    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+
+
+def unflatten(pairs: Iterable[tuple[str, Any]]) -> Any:
+    """The tree that :func:`flatten` took apart; works for modules too."""
+    return tree_unflatten(list(pairs))
+
+
+def number(array: mx.array) -> float:
+    """The value of an array of one element."""
+    return float(cast("float", array.item()))
+
+
+def numbers(array: mx.array) -> list[float]:
+    """The values of a one-dimensional array."""
+    return cast("list[float]", array.tolist())

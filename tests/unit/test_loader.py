@@ -1,0 +1,180 @@
+"""Padded arrays against a naive reading of the same examples, token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allhands.data.loader import Loader, MicroBatch, Sizing, collate, pad_targets, work_lengths
+from allhands.data.order import GlobalOrder
+from allhands.data.tokens import TokenSet
+from allhands.distributed.backend import Alone
+from allhands.distributed.mesh import Mesh
+from allhands.evaluate import Evaluator
+
+quick = settings(max_examples=50, deadline=None, database=None)
+Example = tuple[list[int], list[bool]]  # tokens and mask
+
+# What a position sees (all tokens up to it) and what it must predict.
+Task = tuple[tuple[int, ...], int]
+
+
+@st.composite
+def examples(draw: st.DrawFn, most: int = 12) -> list[Example]:
+    result: list[Example] = []
+    for _ in range(draw(st.integers(1, most))):
+        tokens = draw(st.lists(st.integers(1, 90), min_size=2, max_size=30))
+        mask = [False, *draw(st.lists(st.booleans(), min_size=len(tokens) - 1, max_size=len(tokens) - 1))]
+        mask[draw(st.integers(1, len(tokens) - 1))] = True
+        result.append((tokens, mask))
+    return result
+
+
+def token_set(content: Sequence[Example]) -> TokenSet:
+    offsets = np.cumsum([0, *(len(tokens) for tokens, _ in content)]).astype(np.int64)
+    tokens = np.concatenate([np.asarray(tokens, dtype=np.int32) for tokens, _ in content])
+    mask = np.concatenate([np.asarray(mask, dtype=np.bool_) for _, mask in content])
+    return TokenSet(tokens, mask, offsets)
+
+
+def naive_tasks(content: Sequence[Example]) -> Counter[Task]:
+    """What must be learnt from ``content``, straight from the meaning of the mask."""
+    return Counter(
+        (tuple(tokens[:i]), tokens[i]) for tokens, mask in content for i in range(len(tokens)) if mask[i]
+    )
+
+
+def tasks_of(batch: MicroBatch) -> Counter[Task]:
+    """What a causal model would learn from the padded arrays."""
+    width = batch.inputs.shape[1]
+    found: Counter[Task] = Counter()
+    for place, target in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
+        if target >= 0:
+            row, column = divmod(place, width)
+            found[(tuple(batch.inputs[row, : column + 1].tolist()), target)] += 1
+    return found
+
+
+def naive_work(example: Example) -> int:
+    """Tokens to compute: all before the last one that is predicted."""
+    return max(i for i, trained in enumerate(example[1]) if trained)
+
+
+@quick
+@given(examples())
+def test_work_is_everything_before_the_last_target(content: list[Example]) -> None:
+    assert work_lengths(token_set(content)).tolist() == [naive_work(example) for example in content]
+
+
+def test_no_examples_are_no_work() -> None:
+    empty = TokenSet(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64))
+    assert work_lengths(empty).shape == (0,)
+
+
+@quick
+@given(examples(), st.integers(0, 5))
+def test_collated_positions_and_targets_are_those_of_the_mask(content: list[Example], spare: int) -> None:
+    chosen = list(range(0, len(content), 2))[::-1]
+    width = max(naive_work(content[i]) for i in chosen) + spare
+    batch = collate(token_set(content), np.asarray(chosen), width)
+    assert batch.inputs.shape == (len(chosen), width)
+    assert {a.dtype for a in (batch.inputs, batch.positions, batch.targets)} == {np.dtype(np.int32)}
+    assert tasks_of(batch) == naive_tasks([content[i] for i in chosen])
+    assert batch.num_targets == sum(sum(content[i][1]) for i in chosen)
+    assert batch.num_tokens == sum(naive_work(content[i]) for i in chosen)
+    assert batch.padding == sum(width - naive_work(content[i]) for i in chosen)
+    # Row r holds example chosen[r], then zeros; no token of the data is 0 here.
+    for row, i in zip(batch.inputs.tolist(), chosen, strict=True):
+        work = naive_work(content[i])
+        assert row == content[i][0][:work] + [0] * (width - work)
+
+
+@quick
+@given(examples())
+def test_padded_targets_change_no_task(content: list[Example]) -> None:
+    batch = collate(token_set(content), np.arange(len(content)), max(map(naive_work, content)))
+    padded = pad_targets(batch)
+    assert tasks_of(padded) == tasks_of(batch)
+    assert padded.num_targets == batch.num_targets
+    assert padded.num_tokens == batch.num_tokens
+    assert len(padded.positions) == len(padded.targets)
+    assert padded.positions.max() < padded.inputs.size
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 255, 256, 257, 300, 511, 513, 1000, 4097])
+def test_padding_of_targets_is_bounded_and_meets_few_shapes(count: int) -> None:
+    def padded(n: int) -> int:
+        places = np.zeros(n, dtype=np.int32)
+        return len(pad_targets(MicroBatch(np.zeros((1, n), np.int32), places, places, n)).targets)
+
+    assert count <= padded(count) <= max(count * 1.25, 32 * -(-count // 32))
+    octave = range(count, 2 * count)
+    assert len({padded(n) for n in octave}) <= 9
+
+
+@quick
+@given(
+    examples(most=16),
+    st.integers(1, 6),
+    st.lists(st.floats(0.2, 4.0), min_size=1, max_size=4),
+    st.integers(1, 100),
+    st.sampled_from([(), (4, 8, 16, 32), (8, 12)]),
+    st.integers(0, 2**31),
+)
+def test_all_ranks_together_learn_exactly_the_batch(
+    content: list[Example], batch_size: int, weights: list[float], max_tokens: int, ladder: tuple[int, ...], seed: int
+) -> None:
+    tokens = token_set(content)
+    order = GlobalOrder(work_lengths(tokens), batch_size, seed)
+    sizing = Sizing(max_tokens, overhead_tokens=4, ladder=ladder)
+    loaders = [Loader(tokens, order, sizing, rank, weights) for rank in range(len(weights))]
+    for iteration in range(order.batches_per_epoch):
+        parts = [batch for loader in loaders for batch in loader.load(iteration)]
+        expected = [content[i] for i in order.batch(iteration)]
+        assert sum((tasks_of(part) for part in parts), Counter[Task]()) == naive_tasks(expected)
+        assert sum(part.num_tokens for part in parts) == sum(map(naive_work, expected))
+        for part in parts:
+            rows, width = part.inputs.shape
+            assert rows == 1 or rows * width <= max_tokens
+            assert not ladder or width in ladder or width > max(ladder)
+
+
+def test_the_ladder_rounds_up_and_lets_longer_ones_be() -> None:
+    sizing = Sizing(1000, ladder=(32, 64, 128))
+    assert [sizing.padded(n) for n in (1, 32, 33, 64, 100, 128, 129, 500)] == [32, 32, 64, 64, 128, 128, 129, 500]
+    assert sizing.few_shapes
+    assert not Sizing(1000).few_shapes
+    assert Sizing(1000).padded(77) == 77
+
+
+class Recorder(nn.Module):
+    """A model of 100 words to which all are equally likely; it writes down the shapes that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        self._shapes.append(inputs.shape)
+        return mx.zeros((*inputs.shape, 100))
+
+
+def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
+    random = np.random.default_rng(3)
+    content = [(random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1)) for n in random.integers(2, 60, 40)]
+    model, sizing = Recorder(), Sizing(200, overhead_tokens=100, ladder=(16, 32, 48, 64))
+    evaluator = Evaluator(
+        model, token_set(content), Alone(), Mesh(), sizing, batch_size=4, num_batches=-1, eager=True
+    )
+    loss, num_targets = evaluator()
+    assert loss == pytest.approx(np.log(100), rel=1e-5)
+    assert num_targets == sum(sum(mask) for _, mask in content)
+    assert {width for _, width in model._shapes} <= {16, 32, 48, 64}
+    assert all(rows == 1 or rows * width <= 200 for rows, width in model._shapes)
