@@ -54,7 +54,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class LoraParameters(_Strict):
@@ -124,13 +124,13 @@ def _parse_json(value: Any) -> Any:
 
 
 def _parse_size(value: Any) -> Any:
-    """``"2GB"`` in bytes; numbers pass."""
+    """``"2GB"`` or ``"2GiB"`` in bytes; numbers pass."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", value.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value.lower())
     if not match:
         raise ValueError("is not a size such as 2GB or 500MB")
-    return int(float(match[1]) * 1000 ** " kmgt".index(match[2] or " "))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 class TrainConfig(_Strict):

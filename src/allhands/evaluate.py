@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from allhands.data.tokens import TokenSet
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
-from allhands.errors import DataError
+from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.train.step import make_loss
 from allhands.trees import numbers
 
@@ -33,7 +34,9 @@ class Evaluator:
         batch_size: int,
         num_batches: int,
         eager: bool,
+        stop_requested: Callable[[], int] = lambda: 0,
     ) -> None:
+        """``stop_requested`` tells whether this rank has been asked to stop: all of them do then."""
         self._model = model
         self._tokens = tokens
         self._communicator = communicator
@@ -42,6 +45,7 @@ class Evaluator:
             loss if eager else mx.compile(loss, inputs=[model.state])
         )
         self._sizing = sizing
+        self._stop_requested = stop_requested
         self._work = work_lengths(tokens)
         wanted = len(tokens) if num_batches < 0 else min(len(tokens), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
@@ -53,16 +57,24 @@ class Evaluator:
 
         Raises:
             DataError: there is nothing to evaluate.
+            Interrupted: a rank was asked to stop.
+            NumericsError: the loss is not finite.
         """
         self._model.eval()
-        loss, count = mx.zeros(()), 0
+        loss, count, stop = mx.zeros(()), 0, False
         for batch in collate_share(self._tokens, self._share, self._work, self._sizing):
+            if stop := bool(self._stop_requested()):
+                break
             loss = loss + self._loss(mx.array(batch.inputs), mx.array(batch.positions), mx.array(batch.targets))
             mx.eval(loss)
             count += batch.num_targets
         self._model.train()
-        _, totals = sum_over_ranks(self._communicator, [], [loss, float(count)])
-        loss_sum, num_targets = numbers(totals)
+        _, totals = sum_over_ranks(self._communicator, [], [loss, float(count), float(stop)])
+        loss_sum, num_targets, votes = numbers(totals)
+        if votes:
+            raise Interrupted("stopped during the evaluation")
         if num_targets == 0:
             raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")
+        if not math.isfinite(loss_sum):
+            raise NumericsError(f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter")
         return loss_sum / num_targets, int(num_targets)

@@ -46,9 +46,7 @@ def token_set(content: Sequence[Example]) -> TokenSet:
 
 def naive_tasks(content: Sequence[Example]) -> Counter[Task]:
     """What must be learnt from ``content``, straight from the meaning of the mask."""
-    return Counter(
-        (tuple(tokens[:i]), tokens[i]) for tokens, mask in content for i in range(len(tokens)) if mask[i]
-    )
+    return Counter((tuple(tokens[:i]), tokens[i]) for tokens, mask in content for i in range(len(tokens)) if mask[i])
 
 
 def tasks_of(batch: MicroBatch) -> Counter[Task]:
@@ -170,9 +168,7 @@ def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
     random = np.random.default_rng(3)
     content = [(random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1)) for n in random.integers(2, 60, 40)]
     model, sizing = Recorder(), Sizing(200, overhead_tokens=100, ladder=(16, 32, 48, 64))
-    evaluator = Evaluator(
-        model, token_set(content), Alone(), Mesh(), sizing, batch_size=4, num_batches=-1, eager=True
-    )
+    evaluator = Evaluator(model, token_set(content), Alone(), Mesh(), sizing, batch_size=4, num_batches=-1, eager=True)
     loss, num_targets = evaluator()
     assert loss == pytest.approx(np.log(100), rel=1e-5)
     assert num_targets == sum(sum(mask) for _, mask in content)

@@ -29,9 +29,7 @@ def order_of(lengths: list[int], batch_size: int, seed: int) -> GlobalOrder:
 
 @quick
 @given(Lengths, st.integers(1, 12), st.integers(0, 2**32 - 1), st.integers(0, 3))
-def test_every_example_comes_exactly_once_an_epoch(
-    lengths: list[int], batch_size: int, seed: int, epoch: int
-) -> None:
+def test_every_example_comes_exactly_once_an_epoch(lengths: list[int], batch_size: int, seed: int, epoch: int) -> None:
     order = order_of(lengths, batch_size, seed)
     first = epoch * order.batches_per_epoch
     batches = [order.batch(first + i) for i in range(order.batches_per_epoch)]

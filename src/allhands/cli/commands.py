@@ -18,7 +18,9 @@ Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling te
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 
-_TRAIN_HELP = """Fine-tune a model: on this machine, on several processes (-n), or as a rank of mpirun and others.
+_TRAIN_HELP = """Fine-tune a model, on one process or on many.
+
+Starts -n processes on this machine, or is a rank of mpirun, mlx.launch and others.
 
 Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --batch-size is global.
 """
@@ -58,7 +60,10 @@ def generate(
     ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Ask a model, with or without a trained adapter; speed and peak memory are shown as mlx_lm does."""
+    """Ask a model, with or without a trained adapter.
+
+    Speed and peak memory are shown as mlx_lm does.
+    """
     from allhands.cli.talk import GenerateOptions, run_generate
 
     run_generate(
@@ -86,7 +91,10 @@ def compare(
     max_tokens: MaxTokens = 60,
     out: Annotated[Path | None, typer.Option("--out", help="Also write prompts, answers and scores as JSON.")] = None,
 ) -> None:
-    """Answer held-out prompts before and after training, side by side, and score how pirate the answers are."""
+    """Answer held-out prompts before and after training.
+
+    The answers are shown side by side, with a score of how pirate they are.
+    """
     from allhands.cli.talk import run_compare
 
     run_compare(model, adapter_path, data, num_prompts, show, max_tokens, out)
@@ -97,7 +105,7 @@ def plot(
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png"),
     title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None,
 ) -> None:
-    """Draw the loss curves of one or several runs on one graph and print their times."""
+    """Draw the loss curves of runs on one graph; print their times."""
     from allhands.cli.plot import run_plot
 
     run_plot(runs, out, title)
@@ -112,7 +120,10 @@ def model_get(
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False,
 ) -> None:
-    """Fetch a model into a normal MLX model directory, quantised, dequantised or cast as asked."""
+    """Fetch a model into a normal MLX model directory.
+
+    It is quantised, dequantised or cast as asked.
+    """
     from allhands.cli.model import run_model_get
 
     run_model_get(source, out, quantize, group_size, dequantize, dtype, force)
@@ -121,7 +132,7 @@ def model_get(
 def data_demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("data/pirate"),
 ) -> None:
-    """Write the shipped pirate chat data: train.jsonl, valid.jsonl and test.jsonl."""
+    """Write the shipped pirate chat data as .jsonl files."""
     from allhands.data.demo import write_demo_data
 
     counts = write_demo_data(out)
@@ -135,7 +146,10 @@ def demo(
     iters: Annotated[int, typer.Option("--iters", min=2, help="Batches to train on.")] = 60,
     seed: Seed = 0,
 ) -> None:
-    """Everything at once: a model learns to talk like a pirate, on one process and on two, with the proof."""
+    """A small model learns to talk like a pirate: everything at once.
+
+    It is trained on one process and on two, and asked before and after.
+    """
     from allhands.cli.demo import run_demo
 
     run_demo(out, iters, seed)

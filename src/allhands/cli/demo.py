@@ -139,7 +139,8 @@ def arguments(config: TrainConfig) -> list[str]:
     """Command-line arguments that give ``config``."""
     import json
 
-    given = config.model_dump(mode="json", exclude_defaults=True)
+    # Without the file it came from, which would be read again and undo a flag that had put a default back.
+    given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
     result = ["train"]
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""The command ``allhands``: one verb a module, imported only when it is used."""
+"""The command ``allhands``: the work behind a verb is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from typing import Any
 
 import typer
 
-from allhands.errors import AllhandsError
+from allhands.cli import commands
+from allhands.cli.options import canonical_flag
+from allhands.errors import AllhandsError, ConfigError
 
-app = typer.Typer(
-    name="allhands",
-    help="Fine-tune language models on MLX, on one computer or on every computer you own.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+
+def make_app() -> typer.Typer:
+    """The parser with every verb."""
+    app = typer.Typer(
+        name="allhands",
+        help="Fine-tune language models on MLX, on one computer or on every computer you own.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        # Plain help: the rich one cuts long flags off at 80 columns and takes [brackets] for markup.
+        rich_markup_mode=None,
+        context_settings={"token_normalize_func": canonical_flag},
+    )
+    commands.register(app)
+    return app
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with a documented code; only a defect of allhands shows a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    from allhands.cli import commands
-
-    commands.register(app)
     try:
-        result: Any = app(args=arguments, prog_name="allhands", standalone_mode=False)
+        result: Any = make_app()(args=arguments, prog_name="allhands", standalone_mode=False)
         code = result if isinstance(result, int) else 0
     except AllhandsError as error:
         print_error(error)
@@ -48,6 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _exit_of(error: Exception) -> int | None:
     """Exit code of the command-line parser's own exceptions, whose message is shown; ``None`` for others."""
+    if hint := _hint_for_flag(getattr(error, "option_name", None)):
+        print_error(ConfigError("not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint))
+        return ConfigError.exit_code
     show = getattr(error, "show", None)
     if callable(show):
         show()
@@ -55,6 +64,13 @@ def _exit_of(error: Exception) -> int | None:
     if type(error).__name__ in ("Exit", "Abort"):
         return int(getattr(error, "exit_code", 1))
     return None
+
+
+def _hint_for_flag(flag: str | None) -> str | None:
+    """What to do instead of an unknown flag, where it is other people's name for something that we have."""
+    from allhands.config import ELSEWHERE
+
+    return ELSEWHERE.get((flag or "").lstrip("-").replace("-", "_"))
 
 
 def print_error(error: AllhandsError) -> None:

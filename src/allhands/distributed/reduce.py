@@ -47,6 +47,11 @@ def sum_over_ranks(
     return sums[1:], sums[0]
 
 
+def barrier(communicator: Communicator) -> None:
+    """Return when every rank has come here."""
+    mx.eval(communicator.all_sum(mx.zeros((1,))))
+
+
 def _buckets(arrays: Sequence[mx.array], bucket_bytes: int) -> Iterator[list[int]]:
     """Indices of ``arrays`` grouped by dtype, cut where a bucket is full; empty arrays are left out."""
     for dtype in dict.fromkeys(array.dtype for array in arrays):

@@ -17,7 +17,8 @@ from allhands.config import TrainConfig
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator
-from allhands.errors import Interrupted, NumericsError
+from allhands.distributed.reduce import barrier
+from allhands.errors import AllhandsError, Interrupted, NumericsError
 from allhands.evaluate import Evaluator
 from allhands.metrics import RunEnded, SavedReport, Sink, TrainReport, ValidReport
 from allhands.train.callbacks import Callback
@@ -25,6 +26,8 @@ from allhands.train.step import StepResult, TrainStep
 from allhands.trees import numbers
 
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
+# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file.
+SaveKind = Literal["last", "best", "suspect"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class LoopParts:
     """Everything the loop drives; assembled by ``train/recipes.py``.
 
     Attributes:
-        save: writes the trained weights: (iteration, is the best so far) -> path of what it wrote.
+        save: writes the trained weights and returns the path of what it wrote.
         stop_requested: the signal that asked this rank to stop, or 0.
         learning_rate: of the last update.
         total: batches to train on.
@@ -47,7 +50,7 @@ class LoopParts:
     accelerator: Accelerator
     sink: Sink
     callbacks: Sequence[Callback]
-    save: Callable[[int, bool], Path]
+    save: Callable[[int, SaveKind], Path]
     stop_requested: Callable[[], int]
     learning_rate: Callable[[], float]
     total: int
@@ -98,34 +101,62 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
         StorageError: weights could not be written.
     """
     started = time.perf_counter()
+    try:
+        return _train(parts, state, started)
+    except (Interrupted, NumericsError) as error:
+        # Raised on every rank alike, so that saving together is possible.
+        told = _keep_and_tell(parts, state, error)
+        parts.sink.emit(_ended(state, started, "interrupted" if isinstance(error, Interrupted) else "failed"))
+        raise told from None
+    except AllhandsError:
+        parts.sink.emit(_ended(state, started, "failed"))
+        raise
+
+
+def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
     config = parts.config
     _validate(parts, state, started)
     while state.iteration < parts.total:
         before = state.iteration
-        try:
-            result = _update(parts, state)
-        except NumericsError:
-            _save(parts, state, best=False)
-            parts.sink.emit(_ended(state, started, "failed"))
-            raise
+        result = _update(parts, state)
         done = state.iteration == parts.total
-        if _crossed(before, state.iteration, config.steps_per_report) or done:
+        if _crossed(before, state.iteration, config.steps_per_report) or done or result.stop_votes:
             _report(parts, state, started)
         if result.stop_votes:
-            _save(parts, state, best=False)
-            parts.sink.emit(_ended(state, started, "interrupted"))
-            raise Interrupted(
-                f"stopped at batch {state.iteration} of {parts.total}; the adapter is saved",
-                hint="to go on from these weights: --resume-adapter-file",
-            )
+            raise Interrupted("stopped")
         stale = False
         if _crossed(before, state.iteration, config.steps_per_eval) or done:
             stale = _validate(parts, state, started)
         if _crossed(before, state.iteration, config.save_every) or done or stale:
-            _save(parts, state, best=False)
+            _save(parts, state, "last")
         if stale and not done:
             return _ended(state, started, "stopped early")
     return _ended(state, started, "finished")
+
+
+def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | NumericsError) -> AllhandsError:
+    """Save what was trained; the error to raise, which says where it is. Called on all ranks together."""
+    place = f"batch {state.iteration} of {parts.total}"
+    if isinstance(error, Interrupted):
+        if state.iteration == 0:
+            return Interrupted("stopped before the first update; nothing was trained")
+        path = _save(parts, state, "last") or "rank 0's adapter path"
+        return Interrupted(
+            f"stopped after {place}; the weights are saved in {path}",
+            hint=f"to go on from them: --resume-adapter-file {path}",
+        )
+    if state.iteration == 0:
+        return NumericsError(
+            f"{error.message} before any training",
+            hint="the model's own weights or their precision are at fault: fetch the model again, "
+            "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
+        )
+    path = _save(parts, state, "suspect") or "rank 0's adapter path"
+    return NumericsError(
+        f"{error.message} after {place}",
+        hint="lower --learning-rate, or add --max-grad-norm 1 or --warmup-steps; "
+        f"the last weights are kept in {path}, adapters.safetensors is as it was before",
+    )
 
 
 def _crossed(before: int, after: int, every: int) -> bool:
@@ -204,18 +235,24 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
     for callback in _on_main(parts):
         callback.on_valid_report(report)
     if better and parts.config.keep_best and state.iteration > 0:
-        _save(parts, state, best=True)
+        _save(parts, state, "best")
     patience = parts.config.early_stopping_patience
     return patience is not None and state.stale_validations >= patience
 
 
-def _save(parts: LoopParts, state: LoopState, *, best: bool) -> None:
-    if parts.communicator.rank != 0:
-        return
-    path = parts.save(state.iteration, best)
-    parts.sink.emit(SavedReport(state.iteration, str(path)))
-    for callback in parts.callbacks:
-        callback.on_save(state.iteration, path)
+def _save(parts: LoopParts, state: LoopState, kind: SaveKind) -> Path | None:
+    """Save on rank 0 and return the path there, while the others wait.
+
+    A rank that went on and ended would make a launcher end rank 0 while it still writes.
+    """
+    path = None
+    if parts.communicator.rank == 0:
+        path = parts.save(state.iteration, kind)
+        parts.sink.emit(SavedReport(state.iteration, str(path)))
+        for callback in parts.callbacks:
+            callback.on_save(state.iteration, path)
+    barrier(parts.communicator)
+    return path
 
 
 def _ended(state: LoopState, started: float, reason: EndReason) -> RunEnded:

@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,8 @@ from allhands.data.tokens import TokenSet, TokenSetReport, build_token_set
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError, DataError
+from allhands.distributed.reduce import barrier
+from allhands.errors import AllhandsError, ConfigError, DataError, Interrupted, NumericsError
 from allhands.evaluate import Evaluator
 from allhands.files import make_directory
 from allhands.metrics import (
@@ -53,7 +54,7 @@ from allhands.model.load import LoadedModel, load_model
 from allhands.model.quantized import prepare_dense, prepare_quantized
 from allhands.plots import plot_losses
 from allhands.train.callbacks import Callback
-from allhands.train.loop import LoopParts, LoopState, train_loop
+from allhands.train.loop import LoopParts, LoopState, SaveKind, train_loop
 from allhands.train.optim import make_optimizer
 from allhands.train.step import TrainStep
 from allhands.trees import number
@@ -159,15 +160,29 @@ class _Run:
     callbacks: Sequence[Callback]
 
     def execute(self) -> FinetuneResult:
+        try:
+            return self._execute()
+        except (Interrupted, NumericsError):
+            # Raised on all ranks. The curves show what happened; a second failure must not hide the first.
+            with suppress(AllhandsError):
+                self._plot()
+            barrier(self.communicator)
+            raise
+
+    def _execute(self) -> FinetuneResult:
         with self._sinks() as sink:
             ended = self._train(sink) if self.config.train else RunEnded(0, "finished", 0.0)
-            if self.config.test:
-                ended = replace(ended, test_loss=self._test())
-            sink.emit(ended)
-        plot = None
-        if self.mesh.is_main and self.config.train:
-            plot = plot_losses([read_metrics(self.directory)], self.directory / "loss.png")
-        return FinetuneResult(self.directory, ended, plot)
+            try:
+                if self.config.test:
+                    ended = replace(ended, test_loss=self._test())
+            finally:
+                sink.emit(ended)
+        return FinetuneResult(self.directory, ended, self._plot())
+
+    def _plot(self) -> Path | None:
+        if not (self.mesh.is_main and self.config.train):
+            return None
+        return plot_losses([read_metrics(self.directory)], self.directory / "loss.png")
 
     def _train(self, sink: Sink) -> RunEnded:
         config, tokens = self.config, self.data.train
@@ -186,9 +201,6 @@ class _Run:
             bucket_bytes=int(config.bucket_mb * 1e6),
             after_backward=self._after_backward(state) if self.callbacks else None,
         )
-        if self.mesh.is_main:
-            path = str(self.loaded.path)
-            save_adapter_config(adapter_config(config, self.trainable.num_layers, path), self.directory)
         sink.emit(self._started(total))
         parts = LoopParts(
             config=config,
@@ -226,6 +238,7 @@ class _Run:
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             eager=self.accelerator.eager,
+            stop_requested=self.surroundings.stop_requested,
         )
 
     def _test(self) -> float:
@@ -233,18 +246,21 @@ class _Run:
         assert evaluator is not None
         return evaluator()[0]
 
-    def _save(self, iteration: int, best: bool) -> Path:
-        """Write the trained weights; mlx_lm reads the directory, and ``best`` within it, as they are."""
+    def _save(self, iteration: int, kind: SaveKind) -> Path:
+        """Write the trained weights; mlx_lm reads the directory, and ``best`` within it, as they are.
+
+        The configuration is written with them, not before: until then what lies there may be another run's.
+        """
         weights = trained_weights(self.loaded.model)
-        if best:
-            place = make_directory(self.directory / BEST_DIRECTORY)
-            values = adapter_config(self.config, self.trainable.num_layers, str(self.loaded.path))
-            save_adapter_config(values, place)
-            save_adapters(weights, place / "adapters.safetensors")
-            return place / "adapters.safetensors"
-        save_adapters(weights, self.directory / f"{iteration:07d}_adapters.safetensors")
-        save_adapters(weights, self.directory / "adapters.safetensors")
-        return self.directory / "adapters.safetensors"
+        place = make_directory(self.directory / BEST_DIRECTORY) if kind == "best" else self.directory
+        if kind != "best":
+            numbered = place / f"{iteration:07d}_adapters.safetensors"
+            save_adapters(weights, numbered)
+            if kind == "suspect":
+                return numbered
+        save_adapter_config(adapter_config(self.config, self.trainable.num_layers, str(self.loaded.path)), place)
+        save_adapters(weights, place / "adapters.safetensors")
+        return place / "adapters.safetensors"
 
     def _started(self, total: int) -> RunStarted:
         config, tokens = self.config, self.data.train

@@ -100,8 +100,16 @@ def make_gradient(model: nn.Module, *, eager: bool) -> GradFunction:
     function = nn.value_and_grad(model, make_loss(model, eager=False))
     if eager:
         return function
-    state = [model.state, mx.random.state]
-    return mx.compile(function, inputs=state, outputs=[mx.random.state])
+    compiled = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
+
+    def gradient(inputs: mx.array, positions: mx.array, targets: mx.array) -> tuple[mx.array, Any]:
+        weights = model.trainable_parameters()
+        result = compiled(inputs, positions, targets)
+        # Tracing a new shape has left its placeholders in the model.
+        model.update(weights)
+        return result
+
+    return gradient
 
 
 def _eager_gradient(
@@ -219,7 +227,6 @@ def _refuse_non_finite(loss_sum: float, grad_norm: float) -> None:
     for name, value in (("loss", loss_sum), ("gradient", grad_norm)):
         if not math.isfinite(value):
             raise NumericsError(
-                f"the {name} is {value}: the update was not applied",
-                hint="lower --learning-rate, add --max-grad-norm 1 or --warmup-steps; "
-                "the weights from before this step are kept",
+                f"the {name} is {value}",
+                hint="the update was not applied: lower --learning-rate, or add --max-grad-norm 1 or --warmup-steps",
             )

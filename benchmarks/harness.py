@@ -1,0 +1,175 @@
+"""What every benchmark needs: peers' environments, children that are measured, and facts about the machine.
+
+Kept small and free of MLX and numpy on purpose: Linux counts the memory of the process that starts a
+child into that child's peak (``ru_maxrss`` survives ``exec``), so a fat parent would spoil every figure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Settings of the person's shell that would change what a peer computes with.
+_STRIPPED = ("PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ALLHANDS_BLAS", "LD_PRELOAD")
+
+
+class BenchmarkError(Exception):
+    """The benchmark cannot go on; the text says why and where to look."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A child that ended well.
+
+    Attributes:
+        wall_s: from start to exit.
+        cpu_s: user and system time.
+        peak_rss_bytes: the most memory it held at once (of the largest process, if it started others).
+    """
+
+    wall_s: float
+    cpu_s: float
+    peak_rss_bytes: int
+
+
+def run_measured(command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float) -> Measured:
+    """Run ``command`` to its end, its output into ``log``.
+
+    Raises:
+        BenchmarkError: it failed or took longer than ``timeout_s`` (it is killed then).
+    """
+    started = time.perf_counter()
+    with log.open("w", encoding="utf-8") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+        )
+        try:
+            status, usage = _wait(child.pid, started + timeout_s)
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            raise
+        finally:
+            child.returncode = 0  # reaped here: Popen must not wait for it again
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+        raise BenchmarkError(f"{Path(command[0]).name} ended with code {code}; the end of {log}:\n{tail}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Measured(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+
+
+def _wait(pid: int, deadline: float) -> tuple[int, resource.struct_rusage]:
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            return status, usage
+        if time.perf_counter() > deadline:
+            raise BenchmarkError("a peer did not finish in time: raise --timeout, or ask for fewer steps")
+        time.sleep(0.1)
+
+
+def clean_environ(**added: str) -> dict[str, str]:
+    """This process's environment for a peer: nothing that steers its threads or imports, no network."""
+    kept = {name: value for name, value in os.environ.items() if name not in _STRIPPED}
+    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **added}
+
+
+def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path:
+    """Python of a virtual environment in ``directory``, made once with the first pip arguments that work.
+
+    Args:
+        attempts: arguments of ``pip install``, best first.
+
+    Raises:
+        BenchmarkError: none of them could be installed.
+    """
+    python = directory / "bin" / "python"
+    wanted = hashlib.sha256(json.dumps([platform.python_version(), *map(list, attempts)]).encode()).hexdigest()
+    stamp = directory / "complete"
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, env=clean_environ())
+    errors: list[str] = []
+    for arguments in attempts:
+        print(f"pip install {' '.join(arguments)}", file=sys.stderr)
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            stamp.write_text(wanted)
+            return python
+        errors.append(done.stderr.strip()[-500:])
+    raise BenchmarkError("pip could not make an environment for a peer:\n" + "\n".join(errors))
+
+
+def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
+    """Versions of ``packages``, those that are there, in the environment of ``python``."""
+    code = (
+        "import importlib.metadata as m, json, platform, sys\n"
+        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
+        "print(json.dumps({'python': platform.python_version(), **{n: found[n] for n in sys.argv[1:] if n in found}}))"
+    )
+    command = [str(python), "-c", code, *packages]
+    done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def num_cores() -> int:
+    """Processor cores that this process, and so each peer, may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, str | int | float]:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": num_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str:
+    """The commit of the tree, with ``+`` if it has changes; ``unknown`` outside of git."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

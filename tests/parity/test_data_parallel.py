@@ -1,0 +1,366 @@
+"""Any number of ranks computes the same run: the same losses and the same weights.
+
+Ranks are real processes, started by ``allhands train -n``, by ``mpirun``, by ``mlx.launch`` and by hand. Data are of
+very unequal lengths, so that an average of the ranks' own means is visibly another number.
+
+Tolerances. A sum in another order differs by float32's rounding, 6e-8 of its terms: losses of about 5 were seen to
+differ by up to 4e-6. Adam divides a gradient by its own size: where it is as small as its rounding error, with the
+default ``eps`` of 1e-8 the direction of an update is noise (weights differed by up to 2e-5 after 20 updates of 1e-3
+each). So ``eps`` is 1e-6 here, above the noise and far below the gradients, and weights agree to 1.3e-6 (updates moved
+them by up to 2e-2).
+Adapters have scale 2, because with 20 this random model's loss jumps about, which enlarges any difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from plain_loop import adapted_model, chats, full_model, numpy_loss, train_plainly
+from ranked_tasks import KINDS, finetune, gradient_case
+from ring_ranks import allhands_command, run_ring
+from tiny import run_allhands, write_chat_data, write_model
+
+from allhands.cluster.mpi import find_mpi, mpi_variables
+from allhands.config import build_config
+from allhands.distributed.backend import Alone
+from allhands.distributed.reduce import sum_over_ranks
+
+LOSS_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 5e-6
+ADAM = {"adam": {"eps": 1e-6}}
+ADAPTERS = {"rank": 8, "scale": 2.0, "dropout": 0.0}
+RANKS = (2, 3, 4)
+# More and fewer tokens on each rank, none at all on one, for `average_gradients`.
+TOKENS = {2: [7, 300], 3: [0, 41, 5], 4: [1, 900, 0, 30]}
+_needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind: training reports, validation losses, trained weights."""
+
+    reports: list[dict[str, Any]]
+    valid: list[float]
+    weights: dict[str, mx.array]
+
+    @property
+    def losses(self) -> list[float]:
+        return [report["loss"] for report in self.reports]
+
+
+def read_run(directory: Path) -> Run:
+    """The run in an adapter directory."""
+    file = directory / "metrics.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    weights: dict[str, mx.array] = mx.load(str(directory / "adapters.safetensors"))  # type: ignore[assignment]
+    return Run(
+        [event for event in events if "grad_norm" in event],
+        [event["loss"] for event in events if "duration_s" in event],
+        weights,
+    )
+
+
+def distance(one: dict[str, mx.array], other: dict[str, mx.array]) -> float:
+    """Largest difference of any weight."""
+    assert one.keys() == other.keys()
+    return max(mx.abs(one[name] - other[name]).max().item() for name in one)
+
+
+def assert_same_weights(one: dict[str, mx.array], other: dict[str, mx.array]) -> None:
+    assert distance(one, other) <= WEIGHT_TOLERANCE
+
+
+def assert_same_run(one: Run, other: Run) -> None:
+    assert len(one.losses) == len(other.losses) > 0
+    np.testing.assert_allclose(one.losses, other.losses, rtol=0, atol=LOSS_TOLERANCE)
+    np.testing.assert_allclose(one.valid, other.valid, rtol=0, atol=LOSS_TOLERANCE)
+    for mine, theirs in zip(one.reports, other.reports, strict=True):
+        assert mine["trained_tokens"] == theirs["trained_tokens"]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert_same_weights(one.weights, other.weights)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 chats of 39 to 117 tokens: batches of 5 end an epoch with one of 4."""
+    return write_chat_data(tmp_path_factory.mktemp("parallel-data"), longest=60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, a head of its own."""
+    return write_model(tmp_path_factory.mktemp("parallel-model"), layers=2, tied=False)
+
+
+# --- the command line, from every launcher --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def command(model: Path, data: Path) -> Callable[[Path], list[str]]:
+    """LoRA with Adam, two batches of 5 an update, answers only: 20 updates."""
+
+    def arguments(directory: Path) -> list[str]:
+        text = f"train --model {model} --data {data} --adapter-path {directory} --train --mask-prompt"
+        text += " --iters 40 --batch-size 5 --grad-accumulation-steps 2 --learning-rate 1e-3"
+        text += " --steps-per-report 2 --steps-per-eval 40 --val-batches -1"
+        return [*text.split(), "--optimizer-config", json.dumps(ADAM), "--lora-parameters", json.dumps(ADAPTERS)]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def one_process(command: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("one") / "run"
+    done = run_allhands(*command(directory))
+    assert done.returncode == 0, done.stderr
+    run = read_run(directory)
+    assert len(run.losses) == 20
+    assert run.losses[-1] < run.losses[0] - 0.5
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"), [(4, "ring"), pytest.param(3, "mpi", marks=_needs_mpi)], ids=["ring-4", "mpi-3"]
+)
+def test_local_processes_compute_the_run_of_one(
+    command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path, ranks: int, backend: str
+) -> None:
+    done = run_allhands(*command(tmp_path / "run"), "-n", str(ranks), "--backend", backend)
+    assert done.returncode == 0, done.stderr
+    assert f"ranks       {ranks} ({backend})" in done.stdout
+    assert_same_run(one_process, read_run(tmp_path / "run"))
+
+
+@_needs_mpi
+def test_same_command_line_under_mpirun(
+    command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
+) -> None:
+    mpi = find_mpi()
+    assert mpi is not None
+    launcher = [str(mpi.mpirun), "-np", "2", "--map-by", ":OVERSUBSCRIBE"]
+    environment = {**os.environ, **mpi_variables(mpi, tmp_path), "OPENBLAS_NUM_THREADS": "1"}
+    # It is for allhands to find the library.
+    del environment["MLX_MPI_LIBNAME"]
+    done = _run([*launcher, *allhands_command(*command(tmp_path / "run"))], environment)
+    assert "ranks       2 (mpi)" in done.stdout
+    assert_same_run(one_process, read_run(tmp_path / "run"))
+
+
+def test_same_command_line_under_mlx_launch(
+    command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
+) -> None:
+    programs = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OPENBLAS_NUM_THREADS": "1"}
+    launcher = [str(programs / "mlx.launch"), "-n", "2", "--backend", "ring", "-p", str(_free_pair()), "--"]
+    done = _run([*launcher, "allhands", *command(tmp_path / "run")], environment)
+    assert "ranks       2 (ring)" in done.stdout
+    assert_same_run(one_process, read_run(tmp_path / "run"))
+
+
+def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def _free_pair() -> int:
+    """The first of two neighbouring free ports."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+# --- ranks without samples, everything trained ----------------------------------------------------
+
+# Two samples a batch: with three and four ranks some have none.
+FEW_SAMPLES = {"batch_size": 2, "fine_tune_type": "full", "optimizer_config": ADAM}
+# Seven: no number of ranks divides it. SGD, so that nothing hides the size of a gradient, and a clipped norm.
+CLIPPED = {"batch_size": 7, "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}
+SCENARIOS = {"few": FEW_SAMPLES, "clipped": CLIPPED}
+
+
+def _flags(model: Path, data: Path, directory: Path, scenario: dict[str, Any]) -> dict[str, Any]:
+    common = {"train": True, "iters": 20, "val_batches": 0, "steps_per_report": 1, "learning_rate": 1e-3}
+    places = {"model": str(model), "data": str(data), "adapter_path": str(directory)}
+    return {**common, **places, "lora_parameters": ADAPTERS, **scenario}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Each scenario in this process."""
+    root = tmp_path_factory.mktemp("alone")
+    flags = {name: _flags(model, data, root / name, scenario) for name, scenario in SCENARIOS.items()}
+    return {name: read_run(finetune(build_config(values))) for name, values in flags.items()}
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}-ranks")
+def together(
+    request: pytest.FixtureRequest, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, Path]:
+    """Number of ranks, and the directory in which they did every task, one process a rank."""
+    ranks: int = request.param
+    root = tmp_path_factory.mktemp(f"ranks-{ranks}")
+    tasks: list[dict[str, Any]] = [
+        {"kind": "finetune", "flags": _flags(model, data, root / name, scenario)}
+        for name, scenario in SCENARIOS.items()
+    ]
+    tasks.append({"kind": "mean_of_means", "flags": _flags(model, data, root / "means", FEW_SAMPLES)})
+    for dtype in ("float32", "bfloat16"):
+        for reduction in ("mean", "sum"):
+            place = str(root / f"{dtype}-{reduction}")
+            tasks.append(
+                {"kind": "average", "path": place, "num_tokens": TOKENS[ranks], "dtype": dtype, "reduction": reduction}
+            )
+    (root / "tasks.json").write_text(json.dumps({"tasks": tasks}))
+    program = Path(__file__).parents[1] / "support" / "ranked_tasks.py"
+    for done in run_ring([[sys.executable, program, root / "tasks.json"]] * ranks):
+        assert done.returncode == 0, done.stderr
+    return ranks, root
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_compute_the_run_of_one(
+    alone: dict[str, Run], together: tuple[int, Path], scenario: str
+) -> None:
+    run = read_run(together[1] / scenario)
+    assert len(run.losses) == 20
+    assert run.losses[-1] < run.losses[0] - 0.3
+    assert_same_run(alone[scenario], run)
+
+
+def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
+    weights = read_run(together[1] / "means").weights
+    with pytest.raises(AssertionError):
+        assert_same_weights(alone["few"].weights, weights)
+    assert distance(alone["few"].weights, weights) > 1000 * WEIGHT_TOLERANCE
+
+
+def test_mean_of_one_mean_is_the_same_run(alone: dict[str, Run], model: Path, data: Path, tmp_path: Path) -> None:
+    """So it is the averaging, and nothing else, in which the run above differs."""
+    KINDS["mean_of_means"](Alone(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES))
+    assert_same_weights(alone["few"].weights, read_run(tmp_path / "run").weights)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_average_gradients_counts_every_token_once(together: tuple[int, Path], dtype: str, reduction: str) -> None:
+    ranks, root = together
+    counts = TOKENS[ranks]
+    cases = [gradient_case(rank, dtype, count) for rank, count in enumerate(counts)]
+    results = [np.load(root / f"{dtype}-{reduction}-{rank}.npz") for rank in range(ranks)]
+    for name in cases[0]:
+        parts = [
+            np.array(case[name].astype(mx.float32), dtype=np.float64) * count
+            for case, count in zip(cases, counts, strict=True)
+            if count
+        ]
+        expected = sum(parts) / sum(counts)
+        # bfloat16 keeps 8 bits; "sum" rounds the sums that go in as well.
+        tolerance = 2.0**-7 if dtype == "bfloat16" else 1e-6
+        for result in results:
+            np.testing.assert_allclose(result[name], expected, rtol=tolerance, atol=tolerance)
+            np.testing.assert_array_equal(result[name], results[0][name])
+
+
+# --- one process against a loop that shares no code with it ----------------------------------------
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("mask_prompt", [False, True], ids=["all tokens", "answers"])
+def test_one_process_equals_a_plain_loop(model: Path, tmp_path: Path, method: str, mask_prompt: bool) -> None:
+    # The whole set is one batch, so that no order of samples comes into it.
+    data = write_chat_data(tmp_path / "data", train=5, longest=60)
+    flags = _flags(model, data, tmp_path / "run", {"fine_tune_type": method, "batch_size": 5, "mask_prompt": mask_prompt})
+    run = read_run(finetune(build_config({**flags, "optimizer_config": ADAM})))
+    examples = chats(model, data / "train.jsonl", mask_prompt=mask_prompt)
+    reference = adapted_model(model, scale=2.0) if method == "lora" else full_model(model)
+    reference.train()
+    assert run.losses[0] == pytest.approx(numpy_loss(reference, examples), abs=LOSS_TOLERANCE)
+    losses, weights = train_plainly(reference, optim.Adam(1e-3, eps=1e-6), [examples] * 20)
+    np.testing.assert_allclose(run.losses, losses, rtol=0, atol=LOSS_TOLERANCE)
+    assert_same_weights(run.weights, weights)
+    assert run.reports[-1]["trained_tokens"] == 20 * sum(sum(mask) for _, mask in examples)
+
+
+# --- few, large calls ------------------------------------------------------------------------------
+
+
+class OtherRank:
+    """A twin of a group of two; the other rank passes, in every call, what ``others`` holds for it."""
+
+    rank = 0
+    size = 2
+    backend = "ring"
+
+    def __init__(self, others: list[mx.array] | None = None) -> None:
+        self.calls: list[mx.array] = []
+        self._others = others
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        self.calls.append(array)
+        return array if self._others is None else array + self._others[len(self.calls) - 1]
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return mx.concatenate([array, array])
+
+
+def _mixed(seed: int) -> list[mx.array]:
+    random = np.random.default_rng(seed)
+    dtypes = [mx.float32, mx.bfloat16, mx.float32, mx.float16, mx.bfloat16, mx.float32]
+    shapes = [(3, 4), (5,), (), (2, 2, 2), (0, 3), (7, 1)]
+    return [mx.array(random.integers(-9, 9, shape), dtype=d) for shape, d in zip(shapes, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
+def test_buckets_of_mixed_types_are_summed_right(bucket_bytes: int) -> None:
+    recorder = OtherRank()
+    sum_over_ranks(recorder, _mixed(1), [2.0, 5.0], bucket_bytes=bucket_bytes)
+    sums, scalars = sum_over_ranks(OtherRank(recorder.calls), _mixed(0), [1.0, 4.0], bucket_bytes=bucket_bytes)
+    for total, mine, theirs in zip(sums, _mixed(0), _mixed(1), strict=True):
+        assert (total.dtype, total.shape) == (mine.dtype, mine.shape)
+        # Small whole numbers: exact in every type.
+        assert mx.array_equal(total, mine + theirs)
+    assert scalars.tolist() == [3.0, 9.0]
+
+
+def test_few_calls_not_one_a_parameter() -> None:
+    parameters = [mx.ones((100, 10)) for _ in range(200)]
+    twin = OtherRank()
+    sum_over_ranks(twin, parameters, [1.0, 2.0])
+    assert [call.size for call in twin.calls] == [200 * 1000 + 2]
+    twin = OtherRank()
+    sum_over_ranks(twin, parameters, bucket_bytes=400_000)
+    assert len(twin.calls) == 2
+    assert all(call.nbytes <= 400_000 for call in twin.calls)
+    twin = OtherRank()
+    sum_over_ranks(twin, [*parameters, *(array.astype(mx.bfloat16) for array in parameters)], [1.0])
+    assert [call.dtype for call in twin.calls] == [mx.float32, mx.bfloat16]
+
+
+def test_one_call_an_update(model: Path, data: Path, tmp_path: Path) -> None:
+    """Training of some twenty tensors: one call an update."""
+    twin = OtherRank()
+    scenario = {"fine_tune_type": "full", "iters": 4, "grad_accumulation_steps": 2, "batch_size": 4}
+    run = finetune(build_config(_flags(model, data, tmp_path / "run", scenario)), twin)
+    assert len(read_run(run).weights) == 21
+    assert sum(call.size > 1 for call in twin.calls) == 2

@@ -1,0 +1,116 @@
+"""Several tasks in one group of ranks, because starting a process costs more than training a tiny model.
+
+Run as a program on every rank (see ``ring_ranks.run_ring``): ``ranked_tasks.py TASKS.json``. The file holds
+``{"tasks": [{"kind": ..., ...}]}``; the kinds are the functions in ``KINDS``. A task named ``runs`` calls the very
+function that the command line calls, with the group already joined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import allhands
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from allhands.accelerator import detect
+from allhands.config import TrainConfig, build_config
+from allhands.data.loader import Loader, work_lengths
+from allhands.data.order import GlobalOrder
+from allhands.distributed.backend import Communicator, connect
+from allhands.distributed.mesh import Mesh
+from allhands.model.adapters import make_trainable, trained_weights
+from allhands.model.load import load_model
+from allhands.train.recipes import Surroundings, load_data, run_finetune
+from allhands.train.step import make_loss
+from mlx.utils import tree_map
+
+
+def finetune(config: TrainConfig, communicator: Communicator | None = None) -> Path:
+    """Train as one rank of ``communicator`` (alone without one); the run's directory."""
+    if communicator is None:
+        return run_finetune(config, Surroundings()).adapter_path
+    rank, size = communicator.rank, communicator.size
+    mesh = Mesh(rank, size, rank, size, (1.0,) * size)
+    return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator)).adapter_path
+
+
+def _finetune(communicator: Communicator, flags: dict[str, Any]) -> None:
+    finetune(build_config(flags), communicator)
+
+
+def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
+    """The same model, data, shares and optimizer, but each rank's *mean* loss, averaged by MLX's own function."""
+    config = build_config(flags)
+    loaded = load_model(config.model)
+    tokens = load_data(config, loaded).train
+    assert tokens is not None
+    model: Any = loaded.model
+    make_trainable(model, config)
+    order = GlobalOrder(work_lengths(tokens), config.batch_size, config.seed)
+    sizing = detect().sizing(None)
+    loader = Loader(tokens, order, sizing, communicator.rank, (1.0,) * communicator.size)
+    optimizer = optim.Adam(config.learning_rate, **config.optimizer_config.get("adam", {}))
+    function = nn.value_and_grad(model, make_loss(model, eager=False))
+    assert config.iters is not None
+    for iteration in range(config.iters):
+        grads = tree_map(mx.zeros_like, model.trainable_parameters())
+        count = 0
+        for batch in loader.load(iteration):
+            _, new = function(*map(mx.array, (batch.inputs, batch.positions, batch.targets)))
+            grads = tree_map(mx.add, grads, new)
+            count += batch.num_targets
+        mean = tree_map(lambda g, n=max(count, 1): g / n, grads)
+        optimizer.update(model, nn.average_gradients(mean))
+        mx.eval(model.parameters(), optimizer.state)
+    if communicator.rank == 0:
+        directory = Path(config.adapter_path)
+        directory.mkdir(parents=True)
+        mx.save_safetensors(str(directory / "adapters.safetensors"), trained_weights(model))
+
+
+def gradient_case(rank: int, dtype: str, num_tokens: int) -> dict[str, Any]:
+    """Gradients of ``rank``, the mean over its tokens; without tokens 0 / 0, as a careless loop has it."""
+    random = np.random.default_rng(rank)
+    arrays = {"weight": random.normal(size=(5, 3)), "bias": random.normal(size=(3,)), "empty": np.zeros((0, 2))}
+    scale = 1.0 if num_tokens else float("nan")
+    return {name: mx.array(scale * value, dtype=getattr(mx, dtype)) for name, value in arrays.items()}
+
+
+def _average(communicator: Communicator, path: str, num_tokens: list[int], dtype: str, reduction: Any) -> None:
+    count = num_tokens[communicator.rank]
+    grads = {"layer": gradient_case(communicator.rank, dtype, count)}
+    if reduction == "sum":
+        grads = tree_map(lambda g: g * count, grads)
+    averaged = allhands.average_gradients(grads, num_tokens=mx.array(count), reduction=reduction)["layer"]
+    assert all(averaged[name].dtype == grads["layer"][name].dtype for name in averaged)
+    values = {name: np.array(value.astype(mx.float32)) for name, value in averaged.items()}
+    np.savez(f"{path}-{communicator.rank}.npz", **values)
+
+
+KINDS: dict[str, Callable[..., None]] = {
+    "finetune": _finetune,
+    "mean_of_means": _mean_of_means,
+    "average": _average,
+}
+
+
+def main() -> None:
+    """Join the ring and do every task in order."""
+    size = len(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()))
+    communicator = connect("ring", size, int(os.environ["MLX_RANK"]))
+    for task in json.loads(Path(sys.argv[1]).read_text())["tasks"]:
+        KINDS[task.pop("kind")](communicator, **task)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Help texts, exit codes of the parser, and the time until the first line appears."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from command_line import parse, verbs
+from tiny import run_allhands
+
+from allhands.cli.main import main
+from allhands.config import ALIASES, ELSEWHERE, TrainConfig
+
+# Of two seconds on a busy machine most is Python's own start; importing MLX alone would add more than that.
+HELP_SECONDS = 5.0
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command, in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, out, err
+
+
+@pytest.fixture(scope="module")
+def train_help() -> str:
+    """Help of the longest verb, at the width of the narrowest usual terminal."""
+    done = run_allhands("train", "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("field", sorted(TrainConfig.model_fields))
+def test_every_field_is_a_flag_with_its_description(field: str, train_help: str) -> None:
+    flag = re.escape(f"--{field.replace('_', '-')}")
+    # Written in full, not cut off, at the beginning of its line.
+    assert re.search(rf"^  (-\w, )?{flag}( |$)", train_help, re.MULTILINE), field
+    description = TrainConfig.model_fields[field].description
+    assert description
+    assert words(description) in words(train_help)
+
+
+def test_defaults_and_choices_are_in_the_help(train_help: str) -> None:
+    text = words(train_help)
+    assert "--batch-size INTEGER Examples a batch: global, over all ranks. [4]" in text
+    assert "--fine-tune-type lora|dora|full What is trained. [lora]" in text
+    assert "[adapters: 16; full: all]" in text
+    assert "--seed INTEGER Seed of data order, adapters and dropout. [0]" in text
+    assert re.search(r"--keep-best / --no-keep-best .* \[on\]", text)
+
+
+def test_the_help_comes_quickly_and_without_mlx() -> None:
+    begun = time.perf_counter()
+    done = run_allhands("--help")
+    took = time.perf_counter() - begun
+    assert done.returncode == 0, done.stderr
+    assert took < HELP_SECONDS, f"{took:.1f} s"
+    code = "import sys; sys.argv = ['allhands', 'train', '--help']\n" + (
+        "from allhands.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('mlx.core', 'mlx_lm', 'matplotlib', 'transformers') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert loaded.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_verb_explains_itself_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    found = dict(verbs())
+    assert {"train", "generate", "compare", "plot", "demo", "version", "model get", "data demo"} <= set(found)
+    code, overview, _ = run_main(capsys, "--help")
+    assert code == 0
+    for name, command in found.items():
+        code, text, _ = run_main(capsys, *name.split(), "--help")
+        assert code == 0, name
+        assert f"Usage: allhands {name}" in text
+        for option in command.params:
+            assert option.opts[0] in text or option.param_type_name == "argument", (name, option.name)
+            assert option.help or option.param_type_name == "argument", (name, option.name)
+        if " " not in name:
+            # One line of the overview each, not cut off.
+            line = next(line for line in overview.splitlines() if line.startswith(f"  {name} "))
+            assert not line.endswith("..."), line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--no-such-flag"),
+        ("train", "--batch-size"),
+        ("train", "--batch-size", "many"),
+        ("train", "stray"),
+        ("generate",),
+        ("generate", "--prompt", "a", "--top-p", "2"),
+        ("model", "get"),
+        ("model", "gte"),
+        ("trian",),
+        ("plot",),
+        ("demo", "--iters", "1"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_parsed_is_code_2_without_traceback(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_main(capsys, *arguments)
+    assert code == 2
+    assert "Error" in err
+    assert "Traceback" not in out + err
+
+
+def test_a_near_miss_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--batch-size" in run_main(capsys, "train", "--batch-sise", "3")[2]
+    assert "train" in run_main(capsys, "trian")[2]
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_flags_of_other_trainers_are_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    code, _, err = run_main(capsys, "train", flag, "8")
+    assert code == 2
+    assert flag in err
+    assert ELSEWHERE[name] in err
+
+
+@pytest.mark.parametrize("alias", sorted(alias for alias in ALIASES if len(alias) > 1))
+def test_aliases_are_flags_with_dashes_and_with_underscores(alias: str) -> None:
+    field = ALIASES[alias]
+    value = [] if field == "grad_checkpoint" else ["3"]
+    for flag in (f"--{alias}", f"--{alias.replace('_', '-')}"):
+        _, flags = parse(["train", flag, *value])
+        assert set(flags) == {field}
+
+
+def test_no_alias_takes_a_flag_of_another_verb() -> None:
+    for name, command in verbs():
+        if name != "train":
+            own = {flag.lstrip("-").replace("-", "_") for option in command.params for flag in option.opts}
+            assert not {flag for flag in own if len(flag) > 1} & set(ALIASES), name
+
+
+def test_nothing_given_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run_main(capsys)
+    assert "Usage: allhands" in out + err
+
+
+def test_wrong_values_of_our_own_checks_are_code_2_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, "train", "--train", "--learning-rate", "0")
+    assert code == 2
+    assert err.startswith("allhands: error: --learning-rate: ")
+    code, _, err = run_main(capsys, "train")
+    assert code == 2
+    assert "--train, --test or both" in err
+
+
+def test_the_command_may_run_twice_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_main(capsys, "--help")
+    assert run_main(capsys, "--help") == first
+
+
+def test_version_names_what_determines_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_main(capsys, "version")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["allhands", "mlx", "mlx-lm", "numpy"]

@@ -1,0 +1,370 @@
+"""The configuration: names, bounds, precedence and what is said about wrong values."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import parse
+from mlx_lm.lora import CONFIG_DEFAULTS
+
+from allhands.cli.demo import arguments, command_line, demo_config
+from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config, read_yaml
+from allhands.errors import ConfigError
+
+
+def refused(flags: dict[str, Any], yaml_file: Path | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        build_config(flags, yaml_file)
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def yaml_of(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- defaults and names ------------------------------------------------------------------------------
+
+
+def test_every_key_of_mlx_lm_is_a_field_with_the_same_default() -> None:
+    config = TrainConfig()
+    ours = config.model_dump(exclude={"lora_parameters"})
+    # What differs, and why: defaults of our own (demo, our seed of adapters), and the 16 or 1000 that we
+    # choose later, because --fine-tune-type and --epochs decide them.
+    different = {"model", "data", "num_layers", "iters", "optimizer_config", "report_to", "lora_parameters"}
+    for key, value in CONFIG_DEFAULTS.items():
+        assert key in TrainConfig.model_fields, key
+        if key not in different:
+            assert ours[key] == value, key
+    theirs = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+    assert config.lora_parameters.model_dump(exclude={"keys"}) == theirs == CONFIG_DEFAULTS["lora_parameters"]
+
+
+def test_aliases_lead_to_fields_and_nothing_else_is_shadowed() -> None:
+    for alias, field in ALIASES.items():
+        assert field in TrainConfig.model_fields, alias
+        assert alias not in TrainConfig.model_fields
+    assert not set(ELSEWHERE) & (set(TrainConfig.model_fields) | set(ALIASES))
+
+
+ALIASED: dict[str, tuple[Any, Any]] = {
+    "num_train_epochs": (2, 2.0),
+    "max_steps": (7, 7),
+    "gradient_accumulation_steps": (3, 3),
+    "output_dir": ("out", "out"),
+    "lr": (1e-4, 1e-4),
+    "save_steps": (5, 5),
+    "eval_steps": (6, 6),
+    "logging_steps": (2, 2),
+    "max_length": (99, 99),
+    "gradient_checkpointing": (True, True),
+    "train_type": ("dora", "dora"),
+    "optim": ("sgd", "sgd"),
+    "num_processes": (2, 2),
+    "n": (3, 3),
+    "early_stopping": (4, 4),
+    "clip_grad_norm": (0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("alias", sorted(set(ALIASES) - {"lr_scheduler_type"}))
+def test_an_alias_sets_its_field_in_yaml_and_in_python(alias: str, tmp_path: Path) -> None:
+    given, expected = ALIASED[alias]
+    assert getattr(build_config({alias: given}), ALIASES[alias]) == expected
+    for spelling in (alias, alias.replace("_", "-")):
+        assert getattr(build_config({}, yaml_of(tmp_path, f"{spelling}: {given}\n")), ALIASES[alias]) == expected
+
+
+def test_a_schedule_by_its_other_name() -> None:
+    assert (
+        build_config({"lr_scheduler_type": "cosine"}).lr_schedule == build_config({"lr_schedule": "cosine"}).lr_schedule
+    )
+
+
+# --- precedence --------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    path = yaml_of(tmp_path, "iters: 30\nbatch-size: 6\ngrad_checkpoint: true\ntrain: true\nseed: null\n")
+    verb, flags = parse(["train", "-c", str(path), "--batch-size", "2", "--no-train"])
+    assert verb == "train"
+    config = build_config(flags, flags["config"])
+    assert (config.iters, config.batch_size, config.grad_checkpoint, config.train) == (30, 2, True, False)
+    # null means "not set" in mlx_lm's files, and so does an absent key.
+    assert (config.seed, config.save_every) == (0, 100)
+
+
+def test_a_flag_wins_over_an_alias_in_yaml(tmp_path: Path) -> None:
+    assert build_config({"learning_rate": 1e-3}, yaml_of(tmp_path, "lr: 1e-6\n")).learning_rate == 1e-3
+
+
+# --- YAML --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("1E-05", 1e-5), ("2.5e-4", 2.5e-4), ("1e+2", 100.0), ("3e2", 300.0), (".5e-3", 5e-4)],
+)
+def test_exponents_without_a_dot_are_numbers(text: str, value: float, tmp_path: Path) -> None:
+    found = read_yaml(
+        yaml_of(tmp_path, f"learning_rate: {text}\nlr_schedule: {{name: cosine_decay, arguments: [{text}, 9]}}")
+    )
+    assert found["learning_rate"] == value
+    assert isinstance(found["learning_rate"], float)
+    assert found["lr_schedule"]["arguments"] == [value, 9]
+
+
+def test_mlx_lms_own_example_file_is_accepted(tmp_path: Path) -> None:
+    # The keys and values of mlx_lm's examples/lora_config.yaml.
+    text = """
+model: "mlx_model"
+train: true
+fine_tune_type: lora
+optimizer: adamw
+optimizer_config:
+  adamw:
+    betas: [0.9, 0.98]
+    eps: 1e-6
+    weight_decay: 0.05
+    bias_correction: true
+data: "data"
+seed: 0
+num_layers: 16
+batch_size: 4
+iters: 1000
+val_batches: 25
+learning_rate: 1e-5
+report_to: wandb
+project_name: test
+steps_per_report: 10
+steps_per_eval: 200
+grad_accumulation_steps: 1
+resume_adapter_file: null
+adapter_path: "adapters"
+save_every: 100
+test: false
+test_batches: 100
+max_seq_length: 2048
+grad_checkpoint: false
+lora_parameters:
+  keys: ["self_attn.q_proj", "self_attn.v_proj"]
+  rank: 8
+  scale: 20.0
+  dropout: 0.0
+lr_schedule:
+  name: cosine_decay
+  warmup: 100
+  warmup_init: 1e-7
+  arguments: [1e-5, 1000, 1e-7]
+hf_dataset:
+  path: "billsum"
+  train_split: "train[:1000]"
+  valid_split: "train[-100:]"
+  prompt_feature: "text"
+  completion_feature: "summary"
+"""
+    config = build_config({}, yaml_of(tmp_path, text))
+    assert config.optimizer_config["adamw"]["eps"] == 1e-6
+    assert config.lr_schedule is not None
+    assert config.lr_schedule.arguments == [1e-5, 1000.0, 1e-7]
+    assert config.lora_parameters.keys == ["self_attn.q_proj", "self_attn.v_proj"]
+    assert (config.report_to, config.project_name, config.seed) == ("wandb", "test", 0)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert build_config({}, yaml_of(tmp_path, "# nothing\n")) == TrainConfig()
+
+
+def test_unreadable_yaml_is_explained(tmp_path: Path) -> None:
+    missing = refused({}, tmp_path / "none.yaml")
+    assert missing.where == str(tmp_path / "none.yaml")
+    assert "No such file" in missing.message
+    assert "directory" in refused({}, tmp_path).message
+    broken = refused({}, yaml_of(tmp_path, "iters: 3\nbatch_size: [1, 2\nseed: 1\n"))
+    assert broken.where == f"{tmp_path / 'run.yaml'}:3"
+    assert "pairs" in refused({}, yaml_of(tmp_path, "- iters\n- 3\n")).message
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
+    assert "UTF-8" in refused({}, tmp_path / "latin.yaml").message
+    tagged = refused({}, yaml_of(tmp_path, "model: !!python/object/apply:os.getcwd []\n"))
+    assert tagged.where == f"{tmp_path / 'run.yaml'}:1"
+
+
+# --- wrong keys and values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "suggested"), [("learning_rat", "learning_rate"), ("batchsize", "batch_size"), ("num-layer", "num_layers")]
+)
+def test_an_unknown_key_gets_a_suggestion(key: str, suggested: str, tmp_path: Path) -> None:
+    error = refused({}, yaml_of(tmp_path, f"{key}: 1\n"))
+    assert error.where == f"{tmp_path / 'run.yaml'}: {key}"
+    assert error.hint == f"did you mean {suggested}?"
+    assert f"unknown option {key!r}" in error.message
+    assert refused({key: 1}).hint == error.hint
+
+
+def test_a_key_like_no_other_points_to_the_help() -> None:
+    assert "--help" in str(refused({"zzzzzz": 1}).hint)
+
+
+@pytest.mark.parametrize("key", sorted(ELSEWHERE))
+def test_what_other_trainers_call_differently_is_explained(key: str, tmp_path: Path) -> None:
+    assert refused({key: 1}).hint == ELSEWHERE[key]
+    assert refused({}, yaml_of(tmp_path, f"{key.replace('_', '-')}: 1\n")).hint == ELSEWHERE[key]
+
+
+def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
+    error = refused({}, yaml_of(tmp_path, "lr: 1e-4\nlearning_rate: 1e-5\n"))
+    assert "learning_rate is given twice" in error.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "message"),
+    [
+        ({"batch_size": 0}, "--batch-size", "greater than or equal to 1"),
+        ({"batch_size": "four"}, "--batch-size", "valid integer"),
+        ({"num_layers": 0}, "--num-layers", "train nothing"),
+        ({"num_layers": -2}, "--num-layers", "greater than or equal to -1"),
+        ({"learning_rate": 0.0}, "--learning-rate", "greater than 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate", "finite"),
+        ({"learning_rate": float("inf")}, "--learning-rate", "finite"),
+        ({"max_grad_norm": -1.0}, "--max-grad-norm", "greater than 0"),
+        ({"epochs": 0}, "--epochs", "greater than 0"),
+        ({"max_seq_length": 1}, "--max-seq-length", "greater than or equal to 2"),
+        ({"seed": 2**32}, "--seed", "less than 4294967296"),
+        ({"fine_tune_type": "qlora"}, "--fine-tune-type", "'lora', 'dora' or 'full'"),
+        ({"optimizer": "lion"}, "--optimizer", "'adam'"),
+        ({"lora_parameters": "{rank: 8}"}, "--lora-parameters", "not valid JSON"),
+        ({"lora_parameters": '{"rank": 0}'}, "--lora-parameters", "rank: "),
+        ({"lora_parameters": '{"rank": 8, "alpha": 16}'}, "--lora-parameters", "scale = alpha / rank"),
+        ({"lora_parameters": '{"ranks": 8}'}, "--lora-parameters", "ranks: "),
+        ({"lora_parameters": "8"}, "--lora-parameters", "LoraParameters"),
+        ({"lora_parameters": '{"dropout": 1.0}'}, "--lora-parameters", "dropout: "),
+        ({"lr_schedule": "triangle"}, "--lr-schedule", "name: "),
+        ({"lr_schedule": '{"name": "cosine", "arguments": [1]}'}, "--lr-schedule", "takes no arguments"),
+        ({"lr_schedule": "cosine_decay"}, "--lr-schedule", "needs arguments"),
+        ({"clear_cache_threshold": "2 parsecs"}, "--clear-cache-threshold", "not a size"),
+        ({"clear_cache_threshold": -1}, "--clear-cache-threshold", "greater than or equal to 0"),
+        ({"report_to": "wandb,mlflow"}, "--report-to", "'mlflow' is not known"),
+        ({"num_ranks": 0}, "--num-ranks", "greater than or equal to 1"),
+        ({"backend": "gloo"}, "--backend", "'ring'"),
+        ({"hf_dataset": '{"train_split": "a"}'}, "--hf-dataset", "path"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_flag(flags: dict[str, Any], where: str, message: str) -> None:
+    error = refused(flags)
+    assert error.where == where
+    assert message in error.message
+    assert error.hint
+
+
+def test_a_bad_value_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:
+    path = yaml_of(tmp_path, "batch_size: 0\n")
+    assert refused({"iters": 3}, path).where == f"{path}: batch_size"
+    # The flag is the culprit where the flag has won.
+    assert refused({"batch_size": -1}, path).where == "--batch-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"iters": 3, "epochs": 1}, ("--iters", "--epochs")),
+        ({"train_on": "last"}, ("--train-on", "--mask-prompt")),
+        ({"early_stopping_patience": 2, "val_batches": 0}, ("--early-stopping-patience", "--val-batches")),
+        ({"lr_schedule": '{"name": "cosine", "warmup": 3}', "warmup_steps": 3}, ("--lr-schedule", "--warmup-steps")),
+        ({"weight_decay": 0.1}, ("--weight-decay", "adamw")),
+        ({"optimizer_config": '{"lion": {}}'}, ("optimizer_config", "lion")),
+    ],
+)
+def test_options_that_exclude_each_other_name_both(flags: dict[str, Any], words: tuple[str, str]) -> None:
+    error = refused(flags)
+    assert all(word in error.message for word in words)
+    assert error.hint
+
+
+# --- structured values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("2GB", 2 * 10**9), ("500MB", 5 * 10**8), ("1.5 kb", 1500), ("3G", 3 * 10**9), ("2GiB", 2 << 30)],
+)
+def test_sizes_are_understood(text: str, size: int) -> None:
+    assert build_config({"clear_cache_threshold": text}).clear_cache_threshold == size
+    _, flags = parse(["train", "--clear-cache-threshold", text])
+    assert build_config(flags).clear_cache_threshold == size
+
+
+def test_json_flags_become_what_yaml_would_give(tmp_path: Path) -> None:
+    structured = {
+        "--lora-parameters": '{"rank": 4, "scale": 2.0}',
+        "--optimizer-config": '{"adam": {"eps": 1e-6}}',
+        "--lr-schedule": '{"name": "cosine_decay", "arguments": [1e-5, 10]}',
+        "--hf-dataset": '[{"path": "a"}]',
+    }
+    _, flags = parse(["train", *(word for pair in structured.items() for word in pair)])
+    text = (
+        "lora_parameters: {rank: 4, scale: 2.0}\noptimizer_config: {adam: {eps: 1e-6}}\n"
+        "lr_schedule: {name: cosine_decay, arguments: [1e-5, 10]}\nhf_dataset: [{path: a}]\n"
+    )
+    assert build_config(flags) == build_config({}, yaml_of(tmp_path, text))
+
+
+FULL: dict[str, Any] = {
+    "model": "some where/model", "train": True, "data": "x", "fine_tune_type": "dora", "optimizer": "adamw",
+    "optimizer_config": {"adamw": {"betas": [0.9, 0.98]}}, "seed": 7, "num_layers": -1, "batch_size": 3,
+    "epochs": 1.5, "val_batches": -1, "learning_rate": 3e-07, "lr_schedule": {"name": "cosine"}, "warmup_steps": 2,
+    "weight_decay": 0.01, "max_grad_norm": 1.0, "grad_accumulation_steps": 2, "steps_per_report": 1,
+    "steps_per_eval": 2, "save_every": 3, "adapter_path": "a b'c", "resume_adapter_file": "r.safetensors",
+    "keep_best": False, "early_stopping_patience": 2, "early_stopping_min_delta": 0.5, "test": True,
+    "test_batches": -1, "max_seq_length": 64, "mask_prompt": True, "train_on": "last",
+    "lora_parameters": {"rank": 2, "keys": ["self_attn.q_proj"]}, "grad_checkpoint": True, "micro_batch_tokens": 9,
+    "clear_cache_threshold": 10, "hf_dataset": [{"path": "p", "config": {"k": 1}}], "prompt_feature": "p",
+    "completion_feature": "c", "chat_feature": "m", "text_feature": "t", "trust_remote_code": True,
+    "report_to": "wandb,swanlab", "project_name": "n", "num_ranks": 2, "backend": "ring", "cores_per_rank": 1,
+    "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(),
+        TrainConfig.model_validate(FULL),
+        demo_config(Path("out dir"), "m", 1, 1, 60, 0),
+        demo_config(Path("out"), "m", 2, 4, 9, 3),
+    ],
+    ids=["defaults", "everything", "demo on one", "demo on two"],
+)
+def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> None:
+    _, flags = parse(arguments(config))
+    assert build_config(flags) == config
+    program, *typed = shlex.split(command_line(config))
+    assert program == "allhands"
+    assert typed == arguments(config)
+
+
+def test_the_round_trip_covers_every_field_but_two() -> None:
+    # iters excludes epochs; config names a file.
+    assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config"}
+
+
+def test_the_command_line_of_a_file_configuration_needs_no_file(tmp_path: Path) -> None:
+    path = yaml_of(tmp_path, "batch_size: 9\nseed: 5\n")
+    # The flag puts the default back: read again, the file would undo that.
+    config = build_config({"seed": 0, "config": str(path)}, path)
+    _, flags = parse(arguments(config))
+    again = build_config(flags, flags.get("config"))
+    assert (again.batch_size, again.seed) == (9, 0)
+
+
+def test_the_fingerprint_is_that_of_what_ranks_must_share() -> None:
+    base = build_config({"batch_size": 4})
+    assert build_config({"batch_size": 4, "adapter_path": "x", "cores_per_rank": 1}).fingerprint() == base.fingerprint()
+    assert build_config({"batch_size": 5}).fingerprint() != base.fingerprint()
+    assert set(TrainConfig.model_fields) >= TrainConfig.LOCAL_KEYS
