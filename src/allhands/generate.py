@@ -13,7 +13,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import load_adapters
 
 from allhands.accelerator import detect, peak_memory_bytes
-from allhands.errors import ModelError
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.errors import ConfigError, ModelError
 from allhands.model.load import LoadedModel, load_model
 from allhands.model.quantized import prepare_quantized
 
@@ -48,9 +49,10 @@ def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_c
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     if adapter_path is not None:
         _put_on(loaded.model, adapter_path)
-    # Before the adapter is known this would hide from it that the model is quantised.
-    prepare_quantized(loaded.model, accelerator.kind)
     loaded.model.eval()
+    # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
+    # out must not meet the adapter's dropout.
+    prepare_quantized(loaded.model, accelerator.kind)
     return loaded
 
 
@@ -73,13 +75,23 @@ def _put_on(model: Any, adapter_path: Path) -> None:
 def prompt_tokens(
     loaded: LoadedModel, prompt: str, *, system_prompt: str | None = None, use_template: bool = True
 ) -> list[int]:
-    """Token ids of ``prompt`` as the last user turn of a conversation, or as plain text."""
+    """Token ids of ``prompt`` as the user's turn of a conversation, or as plain text.
+
+    Raises:
+        ConfigError: a system prompt without a chat template.
+        DataError: the template rejects the conversation.
+    """
     tokenizer: Any = loaded.tokenizer
-    if not use_template or getattr(tokenizer, "chat_template", None) is None:
-        return list(tokenizer.encode(prompt))
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": prompt})
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    if use_template and has_chat_template(tokenizer):
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        return ChatTemplate(tokenizer).prompt_tokens([*messages, {"role": "user", "content": prompt}])
+    if system_prompt:
+        raise ConfigError(
+            "a prompt that does not go through a chat template has no place for a system message",
+            where="--system-prompt",
+            hint="write it into --prompt, drop --ignore-chat-template, or choose a chat model",
+        )
+    return list(tokenizer.encode(prompt))
 
 
 def stream_answer(

@@ -254,7 +254,7 @@ def test_each_rank_has_its_own_cores(start: Callable[..., _Job]) -> None:
     ("script", "code", "words"),
     [
         ("exit 3", 3, "rank 1 exited with code 3"),
-        ("kill", 137, "rank 1 killed by SIGKILL (possibly out of memory)"),
+        ("kill", 137, "rank 1 was killed by SIGKILL (possibly out of memory)"),
         ("data", 3, "DataError: no samples"),
     ],
 )
@@ -448,7 +448,7 @@ def test_mpi_is_found_whole() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(3, "exited with code 3"), (-11, "killed by SIGSEGV"), (-250, "killed by signal 250")],
+    [(3, "exited with code 3"), (-11, "was killed by SIGSEGV"), (-250, "was killed by signal 250")],
 )
 def test_describe_exit(code: int, words: str) -> None:
     assert describe_exit(code) == words

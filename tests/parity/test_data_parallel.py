@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import pytest
 from plain_loop import adapted_model, chats, full_model, numpy_loss, train_plainly
 from ranked_tasks import KINDS, finetune, gradient_case
 from ring_ranks import allhands_command, run_ring
+from runs import Run, distance, read_run
 from tiny import run_allhands, write_chat_data, write_model
 
 from allhands.cluster.mpi import find_mpi, mpi_variables
@@ -47,37 +47,6 @@ TOKENS = {2: [7, 300], 3: [0, 41, 5], 4: [1, 900, 0, 30]}
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run left behind: training reports, validation losses, trained weights."""
-
-    reports: list[dict[str, Any]]
-    valid: list[float]
-    weights: dict[str, mx.array]
-
-    @property
-    def losses(self) -> list[float]:
-        return [report["loss"] for report in self.reports]
-
-
-def read_run(directory: Path) -> Run:
-    """The run in an adapter directory."""
-    file = directory / "metrics.jsonl"
-    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    weights: dict[str, mx.array] = mx.load(str(directory / "adapters.safetensors"))  # type: ignore[assignment]
-    return Run(
-        [event for event in events if "grad_norm" in event],
-        [event["loss"] for event in events if "duration_s" in event],
-        weights,
-    )
-
-
-def distance(one: dict[str, mx.array], other: dict[str, mx.array]) -> float:
-    """Largest difference of any weight."""
-    assert one.keys() == other.keys()
-    return max(mx.abs(one[name] - other[name]).max().item() for name in one)
-
-
 def assert_same_weights(one: dict[str, mx.array], other: dict[str, mx.array]) -> None:
     assert distance(one, other) <= WEIGHT_TOLERANCE
 
@@ -85,7 +54,7 @@ def assert_same_weights(one: dict[str, mx.array], other: dict[str, mx.array]) ->
 def assert_same_run(one: Run, other: Run) -> None:
     assert len(one.losses) == len(other.losses) > 0
     np.testing.assert_allclose(one.losses, other.losses, rtol=0, atol=LOSS_TOLERANCE)
-    np.testing.assert_allclose(one.valid, other.valid, rtol=0, atol=LOSS_TOLERANCE)
+    np.testing.assert_allclose(one.valid_losses, other.valid_losses, rtol=0, atol=LOSS_TOLERANCE)
     for mine, theirs in zip(one.reports, other.reports, strict=True):
         assert mine["trained_tokens"] == theirs["trained_tokens"]
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -144,9 +113,7 @@ def test_local_processes_compute_the_run_of_one(
 
 
 @_needs_mpi
-def test_same_command_line_under_mpirun(
-    command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path
-) -> None:
+def test_same_command_line_under_mpirun(command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path) -> None:
     mpi = find_mpi()
     assert mpi is not None
     launcher = [str(mpi.mpirun), "-np", "2", "--map-by", ":OVERSUBSCRIBE"]
@@ -239,9 +206,7 @@ def together(
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_ranks_compute_the_run_of_one(
-    alone: dict[str, Run], together: tuple[int, Path], scenario: str
-) -> None:
+def test_ranks_compute_the_run_of_one(alone: dict[str, Run], together: tuple[int, Path], scenario: str) -> None:
     run = read_run(together[1] / scenario)
     assert len(run.losses) == 20
     assert run.losses[-1] < run.losses[0] - 0.3
@@ -290,7 +255,9 @@ def test_average_gradients_counts_every_token_once(together: tuple[int, Path], d
 def test_one_process_equals_a_plain_loop(model: Path, tmp_path: Path, method: str, mask_prompt: bool) -> None:
     # The whole set is one batch, so that no order of samples comes into it.
     data = write_chat_data(tmp_path / "data", train=5, longest=60)
-    flags = _flags(model, data, tmp_path / "run", {"fine_tune_type": method, "batch_size": 5, "mask_prompt": mask_prompt})
+    flags = _flags(
+        model, data, tmp_path / "run", {"fine_tune_type": method, "batch_size": 5, "mask_prompt": mask_prompt}
+    )
     run = read_run(finetune(build_config({**flags, "optimizer_config": ADAM})))
     examples = chats(model, data / "train.jsonl", mask_prompt=mask_prompt)
     reference = adapted_model(model, scale=2.0) if method == "lora" else full_model(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def chats(model: Path, file: Path, *, mask_prompt: bool = False) -> list[Example
         ]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text, _ in pieces]
         mask = [trained for part, (_, trained) in zip(ids, pieces, strict=True) for _ in part]
-        examples.append((sum(ids, []), [False, *mask[1:]]))
+        examples.append(([*chain.from_iterable(ids)], [False, *mask[1:]]))
     return examples
 
 

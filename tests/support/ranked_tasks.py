@@ -11,14 +11,19 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import allhands
+import allhands  # before MLX, for its BLAS
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_map
+
 from allhands.accelerator import detect
 from allhands.config import TrainConfig, build_config
 from allhands.data.loader import Loader, work_lengths
@@ -29,7 +34,6 @@ from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
 from allhands.train.recipes import Surroundings, load_data, run_finetune
 from allhands.train.step import make_loss
-from mlx.utils import tree_map
 
 
 def finetune(config: TrainConfig, communicator: Communicator | None = None) -> Path:
@@ -66,13 +70,16 @@ def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
             _, new = function(*map(mx.array, (batch.inputs, batch.positions, batch.targets)))
             grads = tree_map(mx.add, grads, new)
             count += batch.num_targets
-        mean = tree_map(lambda g, n=max(count, 1): g / n, grads)
-        optimizer.update(model, nn.average_gradients(mean))
+        optimizer.update(model, nn.average_gradients(tree_map(partial(_divide, max(count, 1)), grads)))
         mx.eval(model.parameters(), optimizer.state)
     if communicator.rank == 0:
         directory = Path(config.adapter_path)
         directory.mkdir(parents=True)
         mx.save_safetensors(str(directory / "adapters.safetensors"), trained_weights(model))
+
+
+def _divide(divisor: int, array: mx.array) -> mx.array:
+    return array / divisor
 
 
 def gradient_case(rank: int, dtype: str, num_tokens: int) -> dict[str, Any]:

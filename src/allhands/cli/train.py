@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,10 @@ from allhands.errors import ConfigError
 from allhands.files import make_directory
 
 LOG_DIRECTORY = "logs"
+_SHORT_OF_MEMORY = (
+    "if memory was short, add --grad-checkpoint or lower --max-seq-length; "
+    "--resume-adapter-file goes on from the last save"
+)
 
 
 def train(flags: dict[str, Any]) -> int:
@@ -65,7 +71,12 @@ def supervise_local(config: TrainConfig, command: list[str]) -> int:
         cores_per_rank=cores,
         start_deadline_s=config.start_timeout_s,
     )
-    return supervise(spec, show_event)
+    try:
+        return supervise(spec, show_event)
+    finally:
+        if sys.stdout.isatty():
+            # A rank that was killed while it showed its progress has left the cursor hidden.
+            print("\x1b[?25h", end="", flush=True)
 
 
 def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
@@ -87,9 +98,13 @@ def _fair_share(num_ranks: int) -> int | None:
 
 def show_event(event: SupervisorEvent) -> None:
     """Tell the person, on standard error, what the supervisor sees."""
-    if event.kind in ("retrying", "stopping"):
-        print(f"allhands: {event.message}", file=sys.stderr, flush=True)
+    if event.kind not in ("retrying", "cancelling", "killing", "failed"):
+        return
+    if sys.stderr.isatty():
+        # Off the line on which a progress display may have been left.
+        print(file=sys.stderr)
     if event.kind != "failed":
+        print(f"allhands: {event.message}", file=sys.stderr, flush=True)
         return
     if event.explanation:
         print(f"allhands: error: {event.explanation}", file=sys.stderr)
@@ -98,6 +113,8 @@ def show_event(event: SupervisorEvent) -> None:
         if event.log_tail and event.rank:
             print(f"last lines of rank {event.rank}:", *event.log_tail, sep="\n  ", file=sys.stderr)
         print(f"allhands: error: {event.message}", file=sys.stderr)
+        if event.exit_code == 128 + signal.SIGKILL:
+            print(f"  what to do: {_SHORT_OF_MEMORY}", file=sys.stderr)
     print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
 
 
@@ -134,6 +151,9 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     from allhands.distributed.mesh import Mesh
     from allhands.train.recipes import Surroundings, run_finetune
 
+    console = _console(launch) if launch.rank == 0 else None
+    if console is not None:
+        worker.announce_stops(partial(console.print, markup=False))
     mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
     cores = int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     surroundings = Surroundings(
@@ -141,7 +161,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         connect=lambda: join_group(launch, config.start_timeout_s),
         started=worker.mark_started,
         stop_requested=worker.stop_requested,
-        console=Console(highlight=False) if mesh.is_main else None,
+        console=console,
         cores_per_rank=cores,
         log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
     )
@@ -149,6 +169,11 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     if mesh.is_main:
         where = [str(result.adapter_path)] + ([f"curves in {result.plot}"] if result.plot else [])
         print(f"saved in {', '.join(where)}", flush=True)
+
+
+def _console(launch: Launch) -> Console:
+    """Progress goes here. Open MPI gives a rank a terminal of its own, wherever the output really ends up."""
+    return Console(highlight=False, force_terminal=False if launch.launcher == "openmpi" else None)
 
 
 def _share_cores(config: TrainConfig, launch: Launch) -> None:

@@ -40,10 +40,10 @@ class SupervisorEvent:
 
     ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
     of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
-    foreseen. ``killing`` says that ranks did not end by themselves.
+    foreseen. ``killing`` says that ranks did not heed a stop.
     """
 
-    kind: Literal["launched", "started", "retrying", "stopping", "killing", "failed"]
+    kind: Literal["launched", "started", "retrying", "stopping", "cancelling", "killing", "failed"]
     message: str
     rank: int | None = None
     exit_code: int | None = None
@@ -160,13 +160,16 @@ class _Attempt:
             self._stop_signal = number
             grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
             self._stop_deadline = time.monotonic() + grace
-            text = "stopping after this step" if self._all_started else "stopping before the first step"
-            text += "; press Ctrl-C again to stop at once"
-            self._events(SupervisorEvent("stopping", text))
+            if self._all_started:
+                self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
+            else:
+                self._events(SupervisorEvent("cancelling", "stopping before the first step"))
         if self._stop_signal:
             untold = set(self._living()) - self._told
+            # While ranks start there is nothing to save, and Python answers SIGINT with a traceback.
+            number = self._stop_signal if self._all_started else signal.SIGTERM
             # A rank that is not running yet is told as soon as it is.
-            self._told |= {rank for rank in untold if self._ranks.signal(rank, self._stop_signal)}
+            self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
         return time.monotonic() < self._stop_deadline
 
     def _is_failure(self, end: RankExit) -> bool:
@@ -207,8 +210,9 @@ class _Attempt:
             deadline = self._ended_at + _TERM_GRACE_S
             while self._living() and time.monotonic() < deadline:
                 time.sleep(_TICK_S)
-        if left := self._living():
-            text = f"ending rank {', '.join(map(str, left))}"
+        left = self._living()
+        if left and not failed:
+            text = f"rank {', '.join(map(str, left))} ended at once; what was not saved is lost"
             self._events(SupervisorEvent("killing", text))
 
     def _failure(self) -> SupervisorEvent | None:
@@ -238,14 +242,14 @@ class _Attempt:
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended, given its exit code or minus its signal: -11 is "killed by SIGSEGV"."""
+    """Say how a process ended, given its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"killed by {name}" + (" (possibly out of memory)" if -code == signal.SIGKILL else "")
+    return f"was killed by {name}" + (" (possibly out of memory)" if -code == signal.SIGKILL else "")
 
 
 def _temporary_root() -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
@@ -48,6 +48,7 @@ class WorkerContext:
         self._log_dir = log_dir
         self._stop_signal = 0
         self._started = False
+        self._announce: Callable[[str], None] | None = None
 
     def mark_started(self) -> None:
         """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
@@ -57,6 +58,10 @@ class WorkerContext:
         self._started = True
         if self._run_dir:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.started", "")
+
+    def announce_stops(self, say: Callable[[str], None]) -> None:
+        """From now on tell the person with ``say``, called in another thread, that a stop signal was heard."""
+        self._announce = say
 
     def stop_requested(self) -> int:
         """Return the signal that asked to finish the step, save and end, or 0."""
@@ -100,12 +105,16 @@ class WorkerContext:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
             for number in signals.recv(64) if ready else b"":
                 if deadline < float("inf"):
-                    os._exit(128 + number)
+                    self._end_at_once(number)
                 self._stop_signal = self._stop_signal or number
                 grace = stop_grace_s if self._started else min(stop_grace_s, _START_GRACE_S)
                 deadline = min(time.monotonic() + grace, sys.float_info.max)
+                if self._announce and self._started:
+                    # In a thread of its own: a terminal that is held up must not hold up the watch.
+                    words = ("stopping after this step; press Ctrl-C again to stop at once",)
+                    threading.Thread(target=self._announce, args=words, daemon=True).start()
             if time.monotonic() > deadline:
-                os._exit(128 + self._stop_signal)
+                self._end_at_once(self._stop_signal)
             if supervisor is not None and not _alive(supervisor):
                 os._exit(_ORPHAN_CODE)
 
@@ -138,6 +147,14 @@ class WorkerContext:
         while time.monotonic() < deadline and not self._stop_signal:
             time.sleep(0.02)
         return not self._stop_signal
+
+    def _end_at_once(self, number: int) -> NoReturn:
+        """End because of a signal, with the terminal's cursor, which a progress display hides, to be seen again."""
+        if self._announce and os.isatty(1):
+            os.write(1, b"\x1b[?25h\n")
+        if self._announce and self._log_dir is None:
+            os.write(2, b"allhands: ended at once; what was not saved is lost\n")
+        os._exit(128 + number)
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, Interrupted | KeyboardInterrupt):

@@ -81,7 +81,7 @@ class Renderer:
         if max_seq_length < 2:
             raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer) if _has_template(tokenizer) else None
+        self._template = ChatTemplate(tokenizer) if has_chat_template(tokenizer) else None
         self._max_seq_length = max_seq_length
         self._masked = mask_prompt and train_on != "all"
         self._last_only = train_on == "last"
@@ -153,7 +153,8 @@ class Renderer:
         return _int32(tokens), mask_of_spans(text, offsets, spans)
 
 
-def _has_template(tokenizer: Any) -> bool:
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
 
@@ -249,6 +250,14 @@ class ChatTemplate:
                 hint="many templates want user and assistant in turn, some no system message or tools: "
                 "change the record, or choose another model",
             ) from error
+
+    def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation and the header of the answer to come.
+
+        Raises:
+            DataError: the template rejects the conversation.
+        """
+        return self._tokenizer.encode(self.text(messages, None, prompt=True), add_special_tokens=False)
 
     def accepted_form(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """The messages with tool-call arguments as objects, as most templates and mlx_lm's server have them.

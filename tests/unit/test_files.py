@@ -1,0 +1,216 @@
+"""Files are whole or absent: killed, out of space, without permission, or interrupted."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from allhands.errors import StorageError
+from allhands.files import make_directory, write_whole
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_is_written_under_its_name_with_usual_rights(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def write(temporary: Path) -> None:
+        seen.append(temporary.suffix)
+        assert temporary.parent == tmp_path
+        temporary.write_bytes(b"new")
+
+    target = tmp_path / "adapters.safetensors"
+    target.write_bytes(b"old")
+    write_whole(target, write)
+    assert target.read_bytes() == b"new"
+    assert seen == [".safetensors"]
+    assert target.stat().st_mode & 0o777 == 0o644
+    assert names(tmp_path) == ["adapters.safetensors"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interruption_leaves_the_old_file_and_nothing_else(error: type[BaseException], tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    target.write_text("old")
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("half of")
+        raise error
+
+    with pytest.raises(error):
+        write_whole(target, write)
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["a.json"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from allhands.files import write_whole
+
+def write(temporary):
+    with temporary.open("wb") as file:
+        file.write(b"n" * 100_000)
+        file.flush()
+        print("half", flush=True)
+        time.sleep(60)
+
+write_whole(Path(sys.argv[1]), write)
+"""
+
+
+def test_kill_9_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "weights.bin"
+    target.write_bytes(b"old")
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert target.read_bytes() == b"old"
+    # The half is there, hidden and under another name; the next write is not disturbed by it.
+    assert [path.stat().st_size for path in tmp_path.iterdir() if path != target] == [100_000]
+    write_whole(target, lambda temporary: temporary.write_bytes(b"new"))
+    assert target.read_bytes() == b"new"
+
+
+def in_child(work: Callable[[], str], prepare: Callable[[], None]) -> str:
+    """What ``work`` returns in a forked process that ``prepare`` has put limits on."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            prepare()
+            os.write(writer, work().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def storage_message(target: Path, write: Callable[[Path], object]) -> str:
+    try:
+        write_whole(target, write)
+    except StorageError as error:
+        return str(error)
+    return "written"
+
+
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+# Python 3.12 warns about forking a process that has threads; this child only runs what it is given.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_room_leaves_the_old_file_and_names_it(tmp_path: Path) -> None:
+    target = tmp_path / "a.bin"
+    target.write_bytes(b"old")
+    text = in_child(lambda: storage_message(target, lambda t: t.write_bytes(b"n" * 10_000)), small_files)
+    assert text.startswith(f"{target}: cannot be written: File too large")
+    assert "what to do: " in text
+    assert target.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.bin"]
+
+
+MLX_WRITER = """
+import resource, sys
+from pathlib import Path
+import mlx.core as mx
+from allhands.errors import StorageError
+from allhands.files import write_whole
+array = mx.zeros((10_000,))
+mx.eval(array)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_whole(Path(sys.argv[1]), lambda t: mx.save_safetensors(str(t), {"a": array}))
+except StorageError as error:
+    print("StorageError", error)
+"""
+
+
+def test_mlxs_own_writer_out_of_room_is_a_storage_error_too(tmp_path: Path) -> None:
+    target = tmp_path / "a.safetensors"
+    target.write_bytes(b"old")
+    done = subprocess.run(
+        [sys.executable, "-c", MLX_WRITER, str(target)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"StorageError {target}: cannot be written")
+    assert target.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.safetensors"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here (needs root)")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_named_as_such(small_disk: Path) -> None:
+    target = small_disk / "adapters.safetensors"
+    mx.save_safetensors(str(target), {"a": mx.ones((1000,))})
+    old = target.read_bytes()
+    big = mx.zeros((200_000,))
+    text = storage_message(target, lambda temporary: mx.save_safetensors(str(temporary), {"a": big}))
+    assert "No space left on device" in text
+    assert "free some space" in text
+    assert target.read_bytes() == old
+    assert names(small_disk) == ["adapters.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_permission_is_named_as_such(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    for path in (*tmp_path.parents[:2], tmp_path):
+        if path.owner() == "root":
+            path.chmod(path.stat().st_mode | 0o555)
+
+    def nobody() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+
+    def both() -> str:
+        first = storage_message(closed / "a.txt", lambda t: t.write_text("x"))
+        try:
+            make_directory(closed / "deeper")
+        except StorageError as error:
+            return f"{first}\n{error}"
+        return "made"
+
+    text = in_child(both, nobody)
+    assert f"{closed / 'a.txt'}: cannot be written: Permission denied" in text
+    assert f"{closed / 'deeper'}: cannot be written: Permission denied" in text
+    assert text.count("choose another directory or change its rights") == 2
+
+
+def test_a_missing_directory_and_a_file_in_the_way_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "No such file or directory" in storage_message(tmp_path / "no" / "a.txt", lambda t: t.write_text("x"))
+    assert "a part of the path is a file" in storage_message(tmp_path / "file" / "a.txt", lambda t: t.write_text("x"))
+    with pytest.raises(StorageError, match="a part of the path is a file"):
+        make_directory(tmp_path / "file" / "deeper")
+    with pytest.raises(StorageError, match="File exists") as caught:
+        make_directory(tmp_path / "file")
+    assert caught.value.exit_code == 5
