@@ -94,7 +94,7 @@ def choose(records: list[Record], renderer: Renderer, count: int, max_tokens: in
 
 def allhands_places(tokens: TokenSet, order: GlobalOrder, steps: int) -> list[int]:
     """Places, padding included, that allhands computes in each step on this device."""
-    loader = Loader(tokens, order, detect().sizing(None), 0, (1.0,))
+    loader = Loader(tokens, order, detect().sizing(None, compiled=False), 0, (1.0,))
     return [sum(part.inputs.size for part in loader.load(step)) for step in range(steps)]
 
 

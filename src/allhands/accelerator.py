@@ -42,11 +42,11 @@ class Accelerator:
     eager: bool
     warning: str | None
 
-    def sizing(self, micro_batch_tokens: int | None) -> Sizing:
-        """How shares of a batch are cut and padded here."""
+    def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
+        """How shares of a batch are cut and padded here; ``compiled`` steps should meet few shapes."""
         if self.kind == "cpu":
             return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
-        return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, ladder=GPU_LADDER)
+        return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, ladder=GPU_LADDER if compiled else ())
 
 
 def detect() -> Accelerator:

@@ -188,6 +188,9 @@ class TrainConfig(_Strict):
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Tokens (padding included) computed at once on a rank. [chosen by device]"
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="Compile the step; auto: on GPUs, for runs long enough to earn it back."
+    )
     clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
     hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")
     prompt_feature: str | None = Field(None, description="Column with the prompt.")
@@ -323,9 +326,8 @@ def _canonical(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     """Rename aliases and refuse unknown keys with a suggestion."""
     result: dict[str, Any] = {}
     for raw, value in values.items():
-        key = str(raw).replace("-", "_")
-        key = ALIASES.get(key, key)
-        where = f"{source}: {raw}" if source else f"--{key.replace('_', '-')}"
+        key = _canonical_key(raw)
+        where = _place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
         if key in ELSEWHERE:
             raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=ELSEWHERE[key])
         if key not in TrainConfig.model_fields:
@@ -341,18 +343,39 @@ def _canonical(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     return result
 
 
+def _canonical_key(raw: Any) -> str:
+    key = str(raw).replace("-", "_")
+    return ALIASES.get(key, key)
+
+
+def _place_in_yaml(path: str | Path, key: str) -> str:
+    """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())
+    names = [name for name, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    found = next((name for name in names if _canonical_key(name.value) == key), None)
+    return f"{path}:{found.start_mark.line + 1}: {found.value}" if found else f"{path}: {key}"
+
+
 def _explain(error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None) -> ConfigError:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = _in_our_words(str(first["msg"]))
     key = path[0] if path else ""
     from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
     if not key:
         return ConfigError(message, hint="change one of the options named")
-    place = f"--{key.replace('_', '-')}" if from_flag else f"{yaml_file}: {key}"
+    place = _place_in_yaml(yaml_file, key) if yaml_file and not from_flag else f"--{key.replace('_', '-')}"
     inner = ".".join(path[1:])
     got = first.get("input")
     shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
     text = f"{inner}: {message}{shown}" if inner else f"{message}{shown}"
     field = TrainConfig.model_fields.get(key)
-    return ConfigError(text, where=place, hint=field.description if field else None)
+    meaning = f" (it means: {field.description})" if field and field.description else ""
+    return ConfigError(text, where=place, hint=f"change it{meaning}")
+
+
+def _in_our_words(message: str) -> str:
+    """Pydantic's message, shorter: "Input should be a valid integer, unable to parse ..." -> "must be a valid integer"."""
+    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("Field required", "is missing").replace("Extra inputs are not permitted", "is unknown")
+    return message.partition(", unable to parse")[0]

@@ -40,10 +40,8 @@ class Evaluator:
         self._model = model
         self._tokens = tokens
         self._communicator = communicator
-        loss = make_loss(model, eager=eager, with_grad=False)
-        self._loss: Callable[[mx.array, mx.array, mx.array], mx.array] = (
-            loss if eager else mx.compile(loss, inputs=[model.state])
-        )
+        # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
+        self._loss = make_loss(model, eager=eager, with_grad=False)
         self._sizing = sizing
         self._stop_requested = stop_requested
         self._work = work_lengths(tokens)
@@ -76,5 +74,7 @@ class Evaluator:
         if num_targets == 0:
             raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")
         if not math.isfinite(loss_sum):
-            raise NumericsError(f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter")
+            raise NumericsError(
+                f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
+            )
         return loss_sum / num_targets, int(num_targets)

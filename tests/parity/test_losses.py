@@ -34,9 +34,10 @@ def reference(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[fl
     h, w, kept = h.astype(np.float64), w.astype(np.float64), t >= 0
     logits = h @ w.T
     logits -= logits.max(axis=1, keepdims=True)
-    softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    normaliser = np.exp(logits).sum(axis=1)
     rows = np.arange(len(t))
-    loss = -np.log(softmax[rows, t])[kept].sum()
+    loss = (np.log(normaliser) - logits[rows, t])[kept].sum()
+    softmax = np.exp(logits) / normaliser[:, None]
     softmax[rows, t] -= 1
     softmax[~kept] = 0
     return float(loss), softmax @ w, softmax.T @ h
@@ -73,13 +74,11 @@ def test_eager_form_leaves_its_inputs_alone() -> None:
         np.testing.assert_array_equal(np.array(array), copy)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["lazy", "compiled"])
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "padding", "compiled"),
+    [*((rows, 0, False) for rows in ROWS), (100, 33, False), (ROWS[-1], 300, False), (ROWS[-1], 300, True)],
+)
 def test_graph_form(rows: int, padding: int, compiled: bool) -> None:
-    if compiled and rows != ROWS[-1]:
-        pytest.skip("one shape is enough")
-    padding *= rows // 3
     hidden, weight, targets = case(rows, padding=padding)
     loss, grad_hidden, grad_weight = reference(hidden, weight, targets)
     wrap: Any = mx.compile if compiled else (lambda function: function)

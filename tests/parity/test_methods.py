@@ -115,9 +115,7 @@ def test_full_changes_everything(train: Train, model: Path, tmp_path: Path, tied
         assert mx.abs(value - before[name]).max().item() > 1e-4, name
 
 
-def test_full_with_num_layers_changes_only_those_blocks(
-    train: Train, model: Path, train_chats: list[Example]
-) -> None:
+def test_full_with_num_layers_changes_only_those_blocks(train: Train, model: Path, train_chats: list[Example]) -> None:
     run = train(fine_tune_type="full", num_layers=1)
     assert set(run.weights) == {n for n in read_weights(model / "model.safetensors") if n.startswith("model.layers.1.")}
     reference: Any = full_model(model)
@@ -392,7 +390,9 @@ def test_resuming_starts_from_those_weights(train: Train, model: Path, train_cha
     second = train(iters=1, resume_adapter_file=str(first.directory / "adapters.safetensors"), learning_rate=1e-30)
     assert distance(first.weights, second.weights) == 0
     base, _ = mlx_lm_load(model)
-    assert second.losses == pytest.approx([numpy_loss(load_adapters(base, str(first.directory)), train_chats)], abs=1e-5)
+    assert second.losses == pytest.approx(
+        [numpy_loss(load_adapters(base, str(first.directory)), train_chats)], abs=1e-5
+    )
     # SGD has no memory of its own: three updates and then three more are six.
     sgd = {"optimizer": "sgd", "learning_rate": 0.1, "optimizer_config": {}}
     half = train(iters=3, **sgd)
@@ -403,9 +403,7 @@ def test_resuming_starts_from_those_weights(train: Train, model: Path, train_cha
 def test_dropout_is_for_training_only_and_drawn_from_the_seed(train: Train) -> None:
     options = {"val_batches": -1, "iters": 4, "learning_rate": 1e-2}
     without = train(**options)
-    one, same, other = (
-        train(**options, lora_parameters=ADAPTERS | {"dropout": 0.5}, seed=seed) for seed in (0, 0, 1)
-    )
+    one, same, other = (train(**options, lora_parameters=ADAPTERS | {"dropout": 0.5}, seed=seed) for seed in (0, 0, 1))
     assert one.losses == same.losses
     assert distance(one.weights, same.weights) == 0
     assert one.valid_losses[0] == without.valid_losses[0]

@@ -202,7 +202,7 @@ def test_unreadable_yaml_is_explained(tmp_path: Path) -> None:
 )
 def test_an_unknown_key_gets_a_suggestion(key: str, suggested: str, tmp_path: Path) -> None:
     error = refused({}, yaml_of(tmp_path, f"{key}: 1\n"))
-    assert error.where == f"{tmp_path / 'run.yaml'}: {key}"
+    assert error.where == f"{tmp_path / 'run.yaml'}:1: {key}"
     assert error.hint == f"did you mean {suggested}?"
     assert f"unknown option {key!r}" in error.message
     assert refused({key: 1}).hint == error.hint
@@ -265,7 +265,7 @@ def test_a_bad_value_is_named_with_its_flag(flags: dict[str, Any], where: str, m
 
 def test_a_bad_value_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:
     path = yaml_of(tmp_path, "batch_size: 0\n")
-    assert refused({"iters": 3}, path).where == f"{path}: batch_size"
+    assert refused({"iters": 3}, path).where == f"{path}:1: batch_size"
     # The flag is the culprit where the flag has won.
     assert refused({"batch_size": -1}, path).where == "--batch-size"
 

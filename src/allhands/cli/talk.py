@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from allhands.data.demo import demo_records, pirate_share
 from allhands.data.formats import ColumnNames, Record, load_split
@@ -120,7 +121,8 @@ def comparison_table(comparison: Comparison, show: int) -> Table:
     table.add_column("after", ratio=4)
     rows = zip(comparison.prompts, comparison.before, comparison.after, strict=True)
     for prompt, before, after in list(rows)[:show]:
-        table.add_row(prompt, before, after)
+        # As text: an answer may hold what looks like markup.
+        table.add_row(Text(prompt), Text(before), Text(after))
     return table
 
 

@@ -100,9 +100,7 @@ def start(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     try:
         return _MpirunsChildren(spec, run_dir) if spec.backend == "mpi" else _OwnChildren(spec, run_dir)
     except OSError as error:
-        raise DistributedError(
-            f"the processes could not be started: {error}", hint="start fewer with -n"
-        ) from error
+        raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
 
 
 def reserve_ports(count: int, shareable: bool) -> tuple[list[socket.socket], list[int]]:

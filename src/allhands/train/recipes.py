@@ -60,6 +60,8 @@ from allhands.train.step import TrainStep
 from allhands.trees import number
 
 BEST_DIRECTORY = "best"
+# Compiling costs 10 to 40 s at the start on a GPU and saves about a sixth of each step.
+COMPILE_FROM_BATCHES = 400
 
 
 @dataclass(frozen=True)
@@ -191,14 +193,16 @@ class _Run:
         total = config.iters or (math.ceil(config.epochs * order.batches_per_epoch) if config.epochs else 1000)
         optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
         state = LoopState()
-        sizing = self.accelerator.sizing(config.micro_batch_tokens)
+        compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
+        sizing = self.accelerator.sizing(config.micro_batch_tokens, compiled=compiled)
         # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
         self.loaded.model.train()
         step = TrainStep(
             self.loaded.model,
             optimizer,
             self.communicator,
-            eager=self.accelerator.eager,
+            eager=self.accelerator.eager and config.compile != "on",
+            compiled=compiled,
             max_grad_norm=config.max_grad_norm,
             bucket_bytes=int(config.bucket_mb * 1e6),
             after_backward=self._after_backward(state) if self.callbacks else None,
@@ -236,7 +240,7 @@ class _Run:
             tokens,
             self.communicator,
             self.mesh,
-            self.accelerator.sizing(self.config.micro_batch_tokens),
+            self.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             eager=self.accelerator.eager,

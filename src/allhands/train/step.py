@@ -89,22 +89,22 @@ def _eager_loss(parts: SplitModel, inputs: mx.array, positions: mx.array, target
     return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
 
 
-def make_gradient(model: nn.Module, *, eager: bool) -> GradFunction:
+def make_gradient(model: nn.Module, *, eager: bool, compiled: bool = True) -> GradFunction:
     """Loss sum and its gradient in the trainable parameters.
 
-    Lazy and compiled where a graph pays (GPU), eager otherwise.
+    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not.
     """
     parts = split(model)
     if eager and parts is not None:
         return partial(_eager_gradient, model, parts)
     function = nn.value_and_grad(model, make_loss(model, eager=False))
-    if eager:
+    if eager or not compiled:
         return function
-    compiled = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
+    fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
 
     def gradient(inputs: mx.array, positions: mx.array, targets: mx.array) -> tuple[mx.array, Any]:
         weights = model.trainable_parameters()
-        result = compiled(inputs, positions, targets)
+        result = fused(inputs, positions, targets)
         # Tracing a new shape has left its placeholders in the model.
         model.update(weights)
         return result
@@ -152,6 +152,7 @@ class TrainStep:
         communicator: Communicator,
         *,
         eager: bool,
+        compiled: bool = True,
         max_grad_norm: float | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         after_backward: Callable[[Any], None] | None = None,
@@ -160,7 +161,7 @@ class TrainStep:
         self._model = model
         self._optimizer = optimizer
         self._communicator = communicator
-        self._gradient = make_gradient(model, eager=eager)
+        self._gradient = make_gradient(model, eager=eager, compiled=compiled)
         self._max_grad_norm = max_grad_norm
         self._bucket_bytes = bucket_bytes
         self._after_backward = after_backward

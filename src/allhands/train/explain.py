@@ -1,0 +1,66 @@
+"""What was chosen for a run and why, in words: ``--log-level verbose``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allhands.accelerator import Accelerator
+from allhands.blas import preload_blas
+from allhands.config import TrainConfig
+from allhands.data.loader import Sizing
+from allhands.distributed.backend import Communicator
+from allhands.model.split import split
+
+
+def choices(
+    config: TrainConfig,
+    model: Any,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    sizing: Sizing,
+    *,
+    compiled: bool,
+) -> list[str]:
+    """One line for each thing that the options leave open, or that follows from the device."""
+    found = {
+        "device": f"{accelerator.kind} ({accelerator.name}), {accelerator.cores} cores",
+        "matrix products": _products(accelerator),
+        "backend": _backend(config, communicator),
+        "micro-batches": _sizing(config, sizing),
+        "step": _step(accelerator, config, compiled),
+        "loss": _loss(model),
+        "all-reduce": f"calls of about {config.bucket_mb:g} MB",
+    }
+    return [f"chosen: {name}: {words}" for name, words in found.items()]
+
+
+def _products(accelerator: Accelerator) -> str:
+    if accelerator.kind != "cpu":
+        return "on the GPU"
+    status = preload_blas()
+    return f"{status.state} ({status.reason})"
+
+
+def _backend(config: TrainConfig, communicator: Communicator) -> str:
+    if communicator.size == 1:
+        return "none (one process)"
+    how = "asked for" if config.backend != "auto" else "best of those here, or the launcher's"
+    return f"{communicator.backend}, {communicator.size} ranks ({how})"
+
+
+def _sizing(config: TrainConfig, sizing: Sizing) -> str:
+    how = "asked for" if config.micro_batch_tokens else "by the device"
+    lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
+    return f"at most {sizing.max_tokens} tokens ({how}), {lengths}"
+
+
+def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
+    if accelerator.eager and config.compile != "on":
+        return "eager (best on this processor)"
+    return "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
+
+
+def _loss(model: Any) -> str:
+    if split(model) is None:
+        return "over all logits (this architecture scales, caps or shifts them)"
+    return "chunked over the vocabulary, at the trained tokens only"
