@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from allhands.errors import StorageError
 
+_DRAFT = ".draft-"
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
@@ -18,6 +21,9 @@ _REMEDY = {
     errno.EPERM: "no permission: choose another directory or change its rights",
     errno.EROFS: "the file system is read-only: choose another directory",
     errno.ENOTDIR: "a part of the path is a file: choose another directory",
+    errno.EEXIST: "there is a file of that name: choose another directory",
+    errno.ENOENT: "there is no directory to hold it: check the path",
+    errno.EFBIG: "the file is larger than is allowed here (ulimit -f, or the file system's limit)",
 }
 
 
@@ -42,6 +48,36 @@ def make_directory(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def claimed(directory: Path) -> Generator[None, None, None]:
+    """Make ``directory`` and keep it to this process until the block is left; drafts of killed writers are removed.
+
+    Raises:
+        StorageError: it cannot be made, or another process has it.
+    """
+    make_directory(directory)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise storage_error(directory, error) from None
+    try:
+        # The system gives it back when the process ends, however it ends. Some network file systems cannot: go on.
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StorageError(
+                    "another run is writing into this directory",
+                    where=str(directory),
+                    hint="wait until it has ended, or choose another --adapter-path",
+                ) from None
+            for draft in directory.glob(f"**/{_DRAFT}*"):
+                draft.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, sync it and rename it into place.
 
@@ -52,7 +88,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """
     temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f"{_DRAFT}{path.stem}-", suffix=path.suffix, dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         write(temporary)

@@ -19,7 +19,7 @@ from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import WorkerContext, install
 from allhands.config import TrainConfig, build_config
 from allhands.errors import ConfigError
-from allhands.files import make_directory
+from allhands.files import claimed
 
 LOG_DIRECTORY = "logs"
 _SHORT_OF_MEMORY = (
@@ -62,17 +62,18 @@ def supervise_local(config: TrainConfig, command: list[str]) -> int:
     """Start ``config.num_ranks`` processes of ``command`` and answer for them."""
     backend = _choose_backend(config)
     cores = config.cores_per_rank or _fair_share(config.num_ranks)
-    log_dir = make_directory(Path(config.adapter_path)) / LOG_DIRECTORY
+    directory = Path(config.adapter_path)
     spec = LaunchSpec(
         command,
         config.num_ranks,
         backend,
-        log_dir,
+        directory / LOG_DIRECTORY,
         cores_per_rank=cores,
         start_deadline_s=config.start_timeout_s,
     )
     try:
-        return supervise(spec, show_event)
+        with claimed(directory):
+            return supervise(spec, show_event)
     finally:
         if sys.stdout.isatty():
             # A rank that was killed while it showed its progress has left the cursor hidden.
@@ -163,6 +164,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         stop_requested=worker.stop_requested,
         console=console,
         cores_per_rank=cores,
+        claims_directory=launch.launcher != "allhands",
         log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
     )
     result = run_finetune(config, surroundings)

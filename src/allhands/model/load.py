@@ -186,6 +186,22 @@ def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWr
         ) from error
 
 
+def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
+    """Check the largest token id of some text: beyond its table an embedding gives garbage without a word.
+
+    Raises:
+        ModelError: the model has no such token.
+    """
+    tables = [m for _, m in loaded.model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+    known = max((table.weight.shape[0] for table in tables), default=token + 1)
+    if token >= known:
+        raise ModelError(
+            f"the tokenizer gives token {token}, but the model's vocabulary ends at {known - 1}",
+            where=str(loaded.path),
+            hint="the tokenizer is another model's: copy this model's own tokenizer files there, or fetch it again",
+        )
+
+
 def _cast(model: nn.Module, dtype: str, path: Path) -> None:
     """Give the floating-point parameters ``dtype`` where the model allows it.
 

@@ -27,9 +27,9 @@ from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
-from allhands.errors import AllhandsError, ConfigError, DataError, Interrupted, NumericsError
+from allhands.errors import AllhandsError, ConfigError, DataError, Interrupted, ModelError, NumericsError
 from allhands.evaluate import Evaluator
-from allhands.files import make_directory
+from allhands.files import claimed, make_directory
 from allhands.metrics import (
     METRICS_FILE,
     ConsoleSink,
@@ -50,7 +50,7 @@ from allhands.model.adapters import (
     trained_weights,
 )
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.load import LoadedModel, load_model
+from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
 from allhands.model.quantized import prepare_dense, prepare_quantized
 from allhands.plots import plot_losses
 from allhands.train.callbacks import Callback
@@ -74,6 +74,7 @@ class Surroundings:
         stop_requested: the signal that asked this process to stop, or 0.
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
+        claims_directory: whether rank 0 keeps other runs off the adapter path; a supervisor does it for its ranks.
         log_file: where this rank's own lines go besides the console.
     """
 
@@ -83,6 +84,7 @@ class Surroundings:
     stop_requested: Callable[[], int] = lambda: 0
     console: Console | None = None
     cores_per_rank: int | None = None
+    claims_directory: bool = True
     log_file: Path | None = None
 
 
@@ -124,11 +126,29 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     """
     if not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
+    directory = Path(config.adapter_path)
+    start = _starting_weights(config, directory)
+    with ExitStack() as stack:
+        if config.train and surroundings.mesh.is_main and surroundings.claims_directory:
+            stack.enter_context(claimed(directory))
+        return _prepare(config, surroundings, callbacks, directory, start).execute()
+
+
+def _prepare(
+    config: TrainConfig,
+    surroundings: Surroundings,
+    callbacks: Sequence[Callback],
+    directory: Path,
+    start: Path | None,
+) -> _Run:
+    """Load model and data, join the group and agree."""
     mesh = surroundings.mesh
     accelerator = detect()
-    directory = make_directory(Path(config.adapter_path))
     loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
     data = load_data(config, loaded)
+    for tokens in (data.train, data.valid, data.test):
+        if tokens is not None:
+            require_in_vocabulary(loaded, int(tokens.tokens.max()))
     model: Any = loaded.model
     mx.random.seed(config.seed)
     if config.fine_tune_type != "full":
@@ -136,14 +156,14 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     elif accelerator.kind == "cpu":
         prepare_dense(model)
     trainable = make_trainable(model, config)
-    _load_weights(model, config, directory)
+    if start is not None:
+        load_trained(model, start)
     if config.grad_checkpoint:
         checkpoint_layers(model.layers)
     communicator = surroundings.connect()
     agree(communicator, run_facts(config, model, data))
     surroundings.started()
-    run = _Run(config, mesh, accelerator, communicator, data, loaded, trainable, directory, surroundings, callbacks)
-    return run.execute()
+    return _Run(config, mesh, accelerator, communicator, data, loaded, trainable, directory, surroundings, callbacks)
 
 
 @dataclass(frozen=True)
@@ -316,10 +336,16 @@ def _fresh(path: Path) -> Path:
     return path
 
 
-def _load_weights(model: nn.Module, config: TrainConfig, directory: Path) -> None:
+def _starting_weights(config: TrainConfig, directory: Path) -> Path | None:
+    """The file with the weights to start from or to test, which exists; looked for before anything is loaded."""
     if config.resume_adapter_file:
-        load_trained(model, Path(config.resume_adapter_file))
-    elif config.test and not config.train:
+        resumed = Path(config.resume_adapter_file)
+        if not resumed.is_file():
+            problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
+            hint = "give the adapters.safetensors, or a numbered one, of an earlier run"
+            raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
+        return resumed
+    if config.test and not config.train:
         saved = directory / "adapters.safetensors"
         if not saved.exists():
             raise ConfigError(
@@ -327,7 +353,8 @@ def _load_weights(model: nn.Module, config: TrainConfig, directory: Path) -> Non
                 where="--adapter-path",
                 hint="train first (--train), or name the directory of an earlier run",
             )
-        load_trained(model, saved)
+        return saved
+    return None
 
 
 def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
@@ -345,10 +372,11 @@ def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
     notes: list[str] = []
 
     def tokenised(split: str, required: bool) -> TokenSet | None:
-        records = _records(config, split, required)
-        if not records:
-            return None
-        tokens, report = build_token_set(records, renderer)
+        with _full_places(config, split):
+            records = _records(config, split, required)
+            if not records:
+                return None
+            tokens, report = build_token_set(records, renderer)
         notes.extend(_data_notes(split, report, config.max_seq_length))
         return tokens
 
@@ -359,6 +387,17 @@ def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
             raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
         notes.append("no valid.jsonl: training goes on without validation")
     return Datasets(train, valid, tokenised("test", True) if config.test else None, tuple(notes))
+
+
+@contextmanager
+def _full_places(config: TrainConfig, split: str) -> Generator[None, None, None]:
+    """Put the folder before a ``train.jsonl:12`` that an error names."""
+    try:
+        yield
+    except AllhandsError as error:
+        if error.where and error.where.startswith(f"{split}.json"):
+            error.where = str(Path(config.data) / error.where)
+        raise
 
 
 def _records(config: TrainConfig, split: str, required: bool) -> list[Record]:
@@ -372,7 +411,11 @@ def _records(config: TrainConfig, split: str, required: bool) -> list[Record]:
         return demo_records(split)
     path = Path(config.data).expanduser()
     if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
-        return load_hf_dataset({"path": config.data}, split)
+        try:
+            return load_hf_dataset({"path": config.data}, split)
+        except DataError as error:
+            message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
+            raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
     return load_split(path, split, columns, required=required)
 
 
