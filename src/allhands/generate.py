@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from mlx_lm.tuner.utils import load_adapters
 from allhands.accelerator import detect, peak_memory_bytes
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import ConfigError, ModelError
-from allhands.model.load import LoadedModel, load_model
+from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 
 
@@ -45,6 +46,8 @@ def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_c
     Raises:
         ModelError: the model or the adapter is missing, or they do not fit together.
     """
+    if adapter_path is not None:
+        check_adapter(adapter_path)
     accelerator = detect()
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     if adapter_path is not None:
@@ -56,17 +59,35 @@ def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_c
     return loaded
 
 
+def check_adapter(adapter_path: Path) -> None:
+    """Look at an adapter before a model is loaded for it.
+
+    Raises:
+        ModelError: one of its two files is missing or cannot be read.
+    """
+    config, weights = adapter_path / "adapter_config.json", adapter_path / "adapters.safetensors"
+    for file in (config, weights):
+        if not file.is_file():
+            there = "" if adapter_path.is_dir() else "; there is no such directory"
+            hint = "give the directory that allhands train wrote (--adapter-path there)"
+            raise ModelError(f"{file.name} is missing{there}", where=str(adapter_path), hint=hint)
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+        mx.load(str(weights))
+    except (ValueError, RuntimeError, OSError) as error:
+        file = weights if isinstance(error, RuntimeError) else config
+        raise ModelError(
+            f"the file is torn: {error}", where=str(file), hint="train again, or take a numbered file of the same run"
+        ) from None
+
+
 def _put_on(model: Any, adapter_path: Path) -> None:
-    hint = "give the directory that allhands train wrote (--adapter-path there)"
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        if not (adapter_path / name).is_file():
-            raise ModelError(f"{name} is missing", where=str(adapter_path), hint=hint)
     try:
         load_adapters(model, str(adapter_path))
     except (ValueError, KeyError, RuntimeError, AttributeError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ModelError(
-            f"the adapter does not fit the model: {first}",
+            f"the adapter does not fit the model: {' '.join(lines[:2]) or type(error).__name__}",
             where=str(adapter_path),
             hint="use the model that the adapter was trained on (see adapter_config.json)",
         ) from None
@@ -80,7 +101,14 @@ def prompt_tokens(
     Raises:
         ConfigError: a system prompt without a chat template.
         DataError: the template rejects the conversation.
+        ModelError: the tokenizer belongs to another model.
     """
+    tokens = _prompt_tokens(loaded, prompt, system_prompt, use_template)
+    require_in_vocabulary(loaded, max(tokens, default=0))
+    return tokens
+
+
+def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, use_template: bool) -> list[int]:
     tokenizer: Any = loaded.tokenizer
     if use_template and has_chat_template(tokenizer):
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []

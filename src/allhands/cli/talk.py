@@ -142,6 +142,9 @@ def run_compare(
     """Answer held-out prompts without and with the adapter, and score both."""
     if adapter_path is None:
         raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
+    from allhands.generate import check_adapter
+
+    check_adapter(adapter_path)
     console = Console()
     prompts = held_out_prompts(data, num_prompts)
     before, speed_before = answers(model, None, prompts, max_tokens)

@@ -1,0 +1,51 @@
+"""Write docs/configuration.md from the configuration model; ``--check`` only tells whether it is up to date."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from allhands.config import ALIASES, ELSEWHERE, TrainConfig
+from allhands.errors import AllhandsError
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+INTRODUCTION = """# Options of `allhands train`
+
+Every option is a flag (`--batch-size 8`), a YAML key (`batch_size: 8`, with `-c file.yaml`) and a keyword argument of
+`allhands.finetune(batch_size=8)`. A flag wins over the YAML file, which wins over the default. Names and meanings are
+those of `mlx_lm.lora`; its YAML files can be used as they are. `batch_size` is always the global batch: with two ranks
+and `--batch-size 8` each computes about half of the eight examples.
+
+This page is made from the code: `python scripts/write_configuration_docs.py`.
+
+| key | default | what it does |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows: list[str] = []
+    for name, field in TrainConfig.model_fields.items():
+        default = "" if field.default_factory or field.default is None else f"`{field.default}`"
+        text = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {default} | {text} |\n")
+    aliases = "".join(f"| `{alias}` | `{target}` |\n" for alias, target in sorted(ALIASES.items()))
+    elsewhere = "".join(f"| `{name}` | {hint} |\n" for name, hint in sorted(ELSEWHERE.items()))
+    codes = "".join(
+        f"| {kind.exit_code} | {(kind.__doc__ or '').splitlines()[0]} |\n"
+        for kind in sorted(AllhandsError.__subclasses__(), key=lambda kind: kind.exit_code)
+    )
+    return (
+        f"{INTRODUCTION}{''.join(rows)}\n## Other names that are understood\n\n| name | is |\n|---|---|\n{aliases}\n"
+        f"## Names that mean something else here\n\n| name | what to do |\n|---|---|\n{elsewhere}\n"
+        f"## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | Done. |\n| 1 | A defect of allhands: please report it. |\n"
+        f"{codes}| 137 | A process was killed (often: out of memory). |\n| 143 | Stopped by SIGTERM, after saving. |\n"
+    )
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text() == page() else f"{PAGE} is out of date: run {sys.argv[0]}")
+    PAGE.write_text(page())
