@@ -24,6 +24,11 @@ This page is made from the code: `python scripts/write_configuration_docs.py`.
 """
 
 
+def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
+    """All classes below ``base``."""
+    return [kind for child in base.__subclasses__() for kind in (child, *kinds(child))]
+
+
 def page() -> str:
     """The whole page."""
     rows: list[str] = []
@@ -35,7 +40,7 @@ def page() -> str:
     elsewhere = "".join(f"| `{name}` | {hint} |\n" for name, hint in sorted(ELSEWHERE.items()))
     codes = "".join(
         f"| {kind.exit_code} | {(kind.__doc__ or '').splitlines()[0]} |\n"
-        for kind in sorted(AllhandsError.__subclasses__(), key=lambda kind: kind.exit_code)
+        for kind in sorted(kinds(AllhandsError), key=lambda kind: kind.exit_code)
     )
     return (
         f"{INTRODUCTION}{''.join(rows)}\n## Other names that are understood\n\n| name | is |\n|---|---|\n{aliases}\n"

@@ -235,7 +235,7 @@ class TrainConfig(_Strict):
     @classmethod
     def _known_reporters(cls, value: str | None) -> str | None:
         for name in (value or "").split(","):
-            if name.strip() not in ("", "wandb", "swanlab"):
+            if name.strip().lower() not in ("", "wandb", "swanlab"):
                 raise ValueError(f"{name.strip()!r} is not known: wandb or swanlab")
         return value
 
@@ -247,10 +247,14 @@ class TrainConfig(_Strict):
             raise ValueError("--train-on has an effect only with --mask-prompt: add it")
         if self.early_stopping_patience is not None and self.val_batches == 0:
             raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
+        if self.test and self.test_batches == 0:
+            raise ValueError("--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all")
         if self.lr_schedule is not None and self.lr_schedule.warmup and self.warmup_steps:
             raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
         if self.weight_decay is not None and self.optimizer == "adam":
             raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
+        if self.project_name is not None and not self.report_to:
+            raise ValueError("--project-name has an effect only with --report-to: add it")
         unknown = set(self.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}
         if unknown:
             raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")

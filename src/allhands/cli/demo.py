@@ -127,6 +127,7 @@ def _training(console: Console, out: Path, model: str, ranks: int, cores: int, i
     config = demo_config(out, model, ranks, cores, iters, seed)
     words = "one process" if ranks == 1 else "two processes"
     _title(console, f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each", command_line(config))
+    console.print(hardware_line(cores).replace(" had ", " has "), soft_wrap=True)
     code = supervise_local(config, [sys.executable, "-m", "allhands", *arguments(config)])
     if code:
         error = AllhandsError(f"the training on {words} failed", where=config.adapter_path, hint="see its logs there")
@@ -162,11 +163,22 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
     graph = plot_losses(histories, out / "loss.png", title="A chat model learns to talk like a pirate")
     table = out / "times.md"
     write_whole(table, lambda temporary: temporary.write_text(times_markdown(histories)))
-    console.print(f"each process had {cores} core{'s' * (cores > 1)} in both runs")
+    console.print(hardware_line(cores), soft_wrap=True)
     console.print(times_table(histories))
     gap = largest_gap(histories)
     console.print(f"largest difference between the two runs' training losses: {gap:.2g}")
     console.print(f"graph: {graph}\ntable: {table}", soft_wrap=True)
+
+
+def hardware_line(cores: int) -> str:
+    """What each "computer" of the two runs was, so that nobody takes the speed-up for something else."""
+    from allhands.accelerator import nvidia_gpus
+
+    line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
+    gpus = nvidia_gpus()
+    if gpus == 1 or sys.platform == "darwin":
+        return f"{line}; this machine has one GPU, which two processes share: expect no speed-up from the second"
+    return f"{line} and a GPU of its own" if gpus else line
 
 
 def largest_gap(histories: list[RunHistory]) -> float:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from allhands.accelerator import default_backend, nvidia_gpus
 from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.join import join_group
-from allhands.cluster.mpi import find_mpi
+from allhands.cluster.mpi import find_mpi, require_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import WorkerContext, install
 from allhands.config import TrainConfig, build_config
@@ -56,6 +57,14 @@ def check_before_start(config: TrainConfig) -> None:
             where="--cores-per-rank",
             hint="lower one of the two",
         )
+    if config.num_ranks > 1 and config.backend == "nccl" and (gpus := nvidia_gpus()) < config.num_ranks:
+        raise ConfigError(
+            f"NCCL needs an NVIDIA GPU a process: {gpus} for {config.num_ranks} processes",
+            where="--backend nccl",
+            hint="leave --backend out, or give --backend ring" + (f" or -n {gpus}" if gpus > 1 else ""),
+        )
+    if config.num_ranks > 1 and config.backend == "mpi":
+        require_mpi()
 
 
 def supervise_local(config: TrainConfig, command: list[str]) -> int:
@@ -81,8 +90,6 @@ def supervise_local(config: TrainConfig, command: list[str]) -> int:
 
 
 def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
-    from allhands.accelerator import default_backend
-
     if config.backend != "auto":
         return config.backend
     chosen = default_backend(config.num_ranks, find_mpi() is not None)
@@ -121,6 +128,12 @@ def show_event(event: SupervisorEvent) -> None:
 
 def work(config: TrainConfig, launch: Launch) -> int:
     """Be one rank: this process alone, or one of a group that a launcher has started."""
+    if launch.size > 1 and config.backend not in ("auto", launch.backend):
+        raise ConfigError(
+            f"{launch.launcher} has started a group over {launch.backend}",
+            where=f"--backend {config.backend}",
+            hint="leave --backend out under another launcher",
+        )
     if config.num_ranks not in (1, launch.size) and launch.launcher != "single":
         raise ConfigError(
             f"-n {config.num_ranks} asks for processes, but {launch.launcher} has started {launch.size}",
@@ -168,7 +181,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
     )
     result = run_finetune(config, surroundings)
-    if mesh.is_main:
+    if mesh.is_main and config.train:
         where = [str(result.adapter_path)] + ([f"curves in {result.plot}"] if result.plot else [])
         print(f"saved in {', '.join(where)}", flush=True)
 

@@ -152,6 +152,33 @@ def adapter_config(config: TrainConfig, num_layers: int, model_path: str) -> dic
     return values
 
 
+def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
+    """``config`` with the method, layers and adapter shape that the adapter in ``directory`` was trained with.
+
+    So that an adapter can be tested without saying again how it was made. A directory without
+    ``adapter_config.json`` changes nothing.
+
+    Raises:
+        ModelError: the file is unreadable or says what cannot be.
+    """
+    file = directory / "adapter_config.json"
+    if not file.is_file():
+        return config
+    try:
+        content = dict(json.loads(file.read_text(encoding="utf-8")))
+        made = {key: content[key] for key in _SHAPE_KEYS if content.get(key) is not None}
+        return TrainConfig.model_validate({**config.model_dump(), **made})
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"this does not describe an adapter: {str(error).splitlines()[0]}",
+            where=str(file),
+            hint="take the file from the run that the adapter came from",
+        ) from None
+
+
+_SHAPE_KEYS = ("fine_tune_type", "num_layers", "lora_parameters")
+
+
 def save_adapters(weights: dict[str, mx.array], path: Path) -> None:
     """Write trained weights as safetensors: whole or not at all.
 

@@ -43,6 +43,7 @@ from allhands.metrics import (
 from allhands.model.adapters import (
     Trainable,
     adapter_config,
+    as_written,
     load_trained,
     make_trainable,
     save_adapter_config,
@@ -53,7 +54,9 @@ from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
 from allhands.model.quantized import prepare_dense, prepare_quantized
 from allhands.plots import plot_losses
+from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
+from allhands.train.explain import choices
 from allhands.train.loop import LoopParts, LoopState, SaveKind, train_loop
 from allhands.train.optim import make_optimizer
 from allhands.train.step import TrainStep
@@ -128,6 +131,8 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         raise ConfigError("nothing to do", hint="add --train, --test or both")
     directory = Path(config.adapter_path)
     start = _starting_weights(config, directory)
+    if surroundings.mesh.is_main:
+        require_trackers(tracker_names(config.report_to))
     with ExitStack() as stack:
         if config.train and surroundings.mesh.is_main and surroundings.claims_directory:
             stack.enter_context(claimed(directory))
@@ -142,6 +147,8 @@ def _prepare(
     start: Path | None,
 ) -> _Run:
     """Load model and data, join the group and agree."""
+    if start is not None and not config.train:
+        config = as_written(config, start.parent)
     mesh = surroundings.mesh
     accelerator = detect()
     loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
@@ -228,6 +235,10 @@ class _Run:
             after_backward=self._after_backward(state) if self.callbacks else None,
         )
         sink.emit(self._started(total))
+        if config.log_level == "verbose":
+            self._say(
+                choices(config, self.loaded.model, self.accelerator, self.communicator, sizing, compiled=compiled)
+            )
         parts = LoopParts(
             config=config,
             order=order,
@@ -319,11 +330,18 @@ class _Run:
                 sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False))
             if self.mesh.is_main and self.config.train:
                 sinks.append(JsonlSink(_fresh(self.directory / METRICS_FILE)))
+                names, values = tracker_names(self.config.report_to), self.config.shared_values()
+                sinks += start_trackers(names, self.config.project_name, self.directory, values)
+            self._say(notes)
             if self.surroundings.console is not None:
-                for note in notes:
-                    self.surroundings.console.print(note, highlight=False, markup=False)
                 sinks.append(ConsoleSink(self.surroundings.console))
             yield stack.enter_context(Sinks(sinks))
+
+    def _say(self, lines: Sequence[str]) -> None:
+        """Print ``lines`` where this rank has a console."""
+        if self.surroundings.console is not None:
+            for line in lines:
+                self.surroundings.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _fresh(path: Path) -> Path:
