@@ -126,7 +126,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--max-seq-length", type=positive, default=256, help="longer examples are not chosen")
     parser.add_argument("--mask-prompt", action="store_true", help="train on the answers only")
-    parser.add_argument("--seed", type=count, default=0)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a peer may take")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "allhands" / "benchmarks")
     parser.add_argument("--out", type=Path, help="benchmarks/results/cpu_lora-DATE.json")
@@ -192,7 +191,7 @@ def prepare(options: argparse.Namespace, run: Path) -> Plan:
     say("preparing model and data")
     total = max(options.warmup + options.steps, options.mlx_lm_warmup + options.mlx_lm_steps)
     command = [sys.executable, str(HERE / "cpu_lora_prepare.py"), "--out", str(run), "--steps", str(total)]
-    for name in ("model", "data", "batch_size", "max_seq_length", "num_layers", "rank", "scale", "seed"):
+    for name in ("model", "data", "batch_size", "max_seq_length", "num_layers", "rank", "scale"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--mask-prompt"] if options.mask_prompt else []
     if "peft" in options.peers:
@@ -232,7 +231,7 @@ def common_flags(plan: Plan, data: str, steps: int) -> list[str]:
     options = plan.options
     flags = ["--model", plan.manifest["model"], "--train", "--data", str(plan.run / data), "--optimizer", "adam"]
     flags += ["--num-layers", str(options.num_layers), "--batch-size", str(options.batch_size)]
-    flags += ["--iters", str(steps), "--save-every", str(steps), "--steps-per-report", "1", "--seed", str(options.seed)]
+    flags += ["--iters", str(steps), "--save-every", str(steps), "--steps-per-report", "1", "--seed", str(plan.manifest["seed"])]
     flags += ["--learning-rate", str(options.learning_rate), "--val-batches", "0"]
     flags += ["--resume-adapter-file", str(plan.run / "start.safetensors")]
     return flags + (["--mask-prompt"] if options.mask_prompt else [])

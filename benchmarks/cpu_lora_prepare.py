@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import allhands  # noqa: F401 - before MLX, for its BLAS  # isort: skip
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
 from allhands.accelerator import detect
 from allhands.config import build_config
@@ -47,7 +49,7 @@ def main() -> None:
     renderer = Renderer(loaded.tokenizer, mask_prompt=options.mask_prompt, max_seq_length=10**6)
     chosen = choose(records, renderer, options.steps * options.batch_size, options.max_seq_length)
     tokens, _ = build_token_set(chosen, renderer)
-    order = GlobalOrder(work_lengths(tokens), options.batch_size, options.seed)
+    order = longest_first(work_lengths(tokens), options.batch_size)
     batches = [order.batch(step) for step in range(options.steps)]
     padded = allhands_places(tokens, order, options.steps)
     steps = [describe(tokens, batch, places) for batch, places in zip(batches, padded, strict=True)]
@@ -55,11 +57,11 @@ def main() -> None:
         for example, number in zip(step["examples"], batch, strict=True):
             example["mlx_lm_from"] = mlx_lm_offset(loaded.tokenizer, chosen[int(number)]) if options.mask_prompt else 1
     write_data(options.out / "allhands", chosen)
-    write_data(options.out / "mlx_lm", [chosen[i] for i in in_mlx_lm_order(batches, options.seed)])
+    write_data(options.out / "mlx_lm", [chosen[i] for i in in_mlx_lm_order(batches, order.seed)])
     # Before the adapters, which rename the layers that they wrap.
     torch_model = write_torch_model(loaded.model, loaded.path, options.torch_models) if options.torch_models else None
     write_adapter(loaded.model, options)
-    manifest = {"model": str(loaded.path), "torch_model": str(torch_model), "steps": steps}
+    manifest = {"model": str(loaded.path), "torch_model": str(torch_model), "seed": order.seed, "steps": steps}
     (options.out / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -69,7 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--torch-models", type=Path)
-    for name in ("steps", "batch-size", "max-seq-length", "num-layers", "rank", "seed"):
+    for name in ("steps", "batch-size", "max-seq-length", "num-layers", "rank"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--scale", type=float, required=True)
     parser.add_argument("--mask-prompt", action="store_true")
@@ -92,13 +94,22 @@ def choose(records: list[Record], renderer: Renderer, count: int, max_tokens: in
     return [short[i] for i in np.linspace(0, len(short) - 1, count, dtype=int)]
 
 
+def longest_first(lengths: NDArray[np.int64], batch_size: int) -> GlobalOrder:
+    """The order with the first seed that puts the longest example into the first batch.
+
+    Memory is made by the longest batch: every peer must meet it, the one that makes few steps too.
+    """
+    orders = (GlobalOrder(lengths, batch_size, seed) for seed in itertools.count())
+    return next(order for order in orders if lengths[order.batch(0)].max() == lengths.max())
+
+
 def allhands_places(tokens: TokenSet, order: GlobalOrder, steps: int) -> list[int]:
     """Places, padding included, that allhands computes in each step on this device."""
     loader = Loader(tokens, order, detect().sizing(None, compiled=False), 0, (1.0,))
     return [sum(part.inputs.size for part in loader.load(step)) for step in range(steps)]
 
 
-def describe(tokens: TokenSet, batch: np.ndarray[Any, Any], allhands: int) -> dict[str, Any]:
+def describe(tokens: TokenSet, batch: NDArray[np.int64], allhands: int) -> dict[str, Any]:
     """One step: its examples, and the sizes that the table is made of."""
     examples = [tokens.example(int(i)) for i in batch]
     longest = max(len(ids) for ids, _ in examples)
@@ -116,14 +127,14 @@ def mlx_lm_offset(tokenizer: Any, record: Record) -> int:
     return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
-def in_mlx_lm_order(batches: list[np.ndarray[Any, Any]], seed: int) -> list[int]:
+def in_mlx_lm_order(batches: list[NDArray[np.int64]], seed: int) -> list[int]:
     """Examples in the order of file from which mlx_lm draws ``batches``, the first one first.
 
     mlx_lm cuts the file into batches from top to bottom (it means to sort by length, but what it measures
     is the number of keys of a record) and visits them in a permutation drawn from ``--seed``.
     """
     visited = np.random.RandomState(seed).permutation(len(batches))
-    blocks: list[np.ndarray[Any, Any]] = [batches[0]] * len(batches)
+    blocks: list[NDArray[np.int64]] = [batches[0]] * len(batches)
     for batch, block in zip(batches, visited, strict=True):
         blocks[block] = batch
     return [int(i) for block in blocks for i in block]
@@ -156,7 +167,7 @@ def write_torch_model(model: Any, source: Path, parent: Path) -> Path:
 def write_adapter(model: Any, options: argparse.Namespace) -> None:
     """The adapters as they are drawn at the start of a run, so that no peer starts from others."""
     shape = {"rank": options.rank, "scale": options.scale, "dropout": 0.0}
-    values = {"num_layers": options.num_layers, "lora_parameters": shape, "seed": options.seed}
+    values = {"num_layers": options.num_layers, "lora_parameters": shape}
     make_trainable(model, build_config(values))
     save_adapters(trained_weights(model), options.out / "start.safetensors")
 

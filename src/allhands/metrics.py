@@ -28,6 +28,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from allhands.errors import DataError, StorageError
+from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
 
 METRICS_FILE = "metrics.jsonl"
 _log = logging.getLogger(__name__)
@@ -450,50 +451,16 @@ def train_line(report: TrainReport, total_steps: int, left_s: float) -> str:
 
 
 def valid_line(report: ValidReport) -> str:
+    """One line a validation."""
     loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}"
     return f"step {report.step}  {loss}  {format_duration(report.duration_s)}"
 
 
 def ended_line(ended: RunEnded) -> str:
+    """How the run ended, in one line."""
     text = f"{ended.reason} at step {ended.step}  total time {format_duration(ended.total_time_s)}"
     if ended.best_valid_loss is not None:
         text += f"  best validation loss {ended.best_valid_loss:.3f} at step {ended.best_step}"
     if ended.test_loss is not None:
         text += f"  test loss {ended.test_loss:.3f}"
     return text
-
-
-def format_duration(seconds: float) -> str:
-    """``4.1 s``, ``45 s``, ``3m20s``, ``1h05m``, ``2d03h``; ``?`` where there is no finite number."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, hours = whole // 60, whole // 3600
-    if whole < 3600:
-        return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole} s"
-    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
-
-
-def format_count(number: float) -> str:
-    """``95000``, ``1.47 M``, ``494 M``, ``7.62 B``."""
-    if number < 1e6:
-        return f"{number:.0f}"
-    return f"{number / 1e6:.3g} M" if number < 999.5e6 else f"{number / 1e9:.3g} B"
-
-
-def format_bytes(number: float) -> str:
-    """``612 MB`` or ``1.92 GB``, in powers of ten."""
-    return f"{number / 1e6:.0f} MB" if number < 999.5e6 else f"{number / 1e9:.3g} GB"
-
-
-def format_memory(per_rank: Sequence[int]) -> str:
-    """One figure, or the range over the ranks; ``?`` if none is known."""
-    ends = (min(per_rank), max(per_rank)) if per_rank else ()
-    return " to ".join(dict.fromkeys(map(format_bytes, ends))) or "?"
-
-
-def format_rate(per_s: float) -> str:
-    """``4.2``, ``213``, ``12345``."""
-    return f"{per_s:.{1 if per_s < 9.95 else 0}f}"

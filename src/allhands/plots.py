@@ -24,14 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.errors import ConfigError, DataError, StorageError
-from allhands.metrics import (
-    RunHistory,
-    TrainReport,
-    ValidReport,
-    format_duration,
-    format_memory,
-    format_rate,
-)
+from allhands.formatting import format_duration, format_memory, format_rate
+from allhands.metrics import RunHistory, TrainReport, ValidReport
 
 Floats = NDArray[np.float64]
 

@@ -30,6 +30,7 @@ from allhands.data.loader import Loader, work_lengths
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
+from allhands.errors import DistributedError
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
 from allhands.train.recipes import Surroundings, load_data, run_finetune
@@ -101,10 +102,23 @@ def _average(communicator: Communicator, path: str, num_tokens: list[int], dtype
     np.savez(f"{path}-{communicator.rank}.npz", **values)
 
 
+def _disagree(communicator: Communicator, path: str, ranks: list[dict[str, Any]]) -> None:
+    """Each rank has flags, and a working directory, of its own; what it was told is written down."""
+    flags = dict(ranks[communicator.rank])
+    os.chdir(flags.pop("cwd"))
+    try:
+        finetune(build_config(flags), communicator)
+        told = "agreed"
+    except DistributedError as error:
+        told = str(error)
+    Path(f"{path}-{communicator.rank}.txt").write_text(told)
+
+
 KINDS: dict[str, Callable[..., None]] = {
     "finetune": _finetune,
     "mean_of_means": _mean_of_means,
     "average": _average,
+    "disagree": _disagree,
 }
 
 

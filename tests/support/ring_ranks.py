@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from allhands.cluster.processes import reserve_ports
@@ -21,12 +21,17 @@ def allhands_command(*arguments: str | Path) -> list[str]:
 
 
 def run_ring(
-    commands: Sequence[Sequence[str | Path]], *, present: int | None = None, timeout: float = 120
+    commands: Sequence[Sequence[str | Path]],
+    *,
+    present: int | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run one command a rank, with the variables of ``mlx.launch``, and wait for all of them.
 
     Args:
         present: start only so many of the ranks that the hostfile promises.
+        env: further variables, the same for every rank; ``{rank}`` in a value stands for the rank.
         timeout: seconds; then every process is killed and :class:`subprocess.TimeoutExpired` raised.
     """
     with contextlib.ExitStack() as stack:
@@ -45,6 +50,7 @@ def run_ring(
                     "OPENBLAS_NUM_THREADS": "1",
                     "MLX_RANK": str(rank),
                     "MLX_HOSTFILE": str(hostfile),
+                    **{name: value.format(rank=rank) for name, value in (env or {}).items()},
                 },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -327,7 +327,7 @@ FULL: dict[str, Any] = {
     "clear_cache_threshold": 10, "hf_dataset": [{"path": "p", "config": {"k": 1}}], "prompt_feature": "p",
     "completion_feature": "c", "chat_feature": "m", "text_feature": "t", "trust_remote_code": True,
     "report_to": "wandb,swanlab", "project_name": "n", "num_ranks": 2, "backend": "ring", "cores_per_rank": 1,
-    "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose",
+    "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
 }  # fmt: skip
 
 

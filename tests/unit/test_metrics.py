@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allhands.errors import DataError, StorageError
+from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
 from allhands.metrics import (
     ConsoleSink,
     Event,
@@ -30,11 +31,6 @@ from allhands.metrics import (
     ValidReport,
     decode_event,
     encode_event,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_memory,
-    format_rate,
     read_metrics,
 )
 

@@ -6,20 +6,22 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from allhands.accelerator import default_backend, nvidia_gpus
 from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.join import join_group
 from allhands.cluster.mpi import find_mpi, require_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
-from allhands.cluster.worker import WorkerContext, install
+from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
-from allhands.errors import ConfigError
+from allhands.errors import AllhandsError, ConfigError
 from allhands.files import claimed
 
 LOG_DIRECTORY = "logs"
@@ -31,13 +33,44 @@ _SHORT_OF_MEMORY = (
 
 def train(flags: dict[str, Any]) -> int:
     """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
-    config = build_config(flags, flags.get("config"))
     launch = recognise(os.environ, has_cuda=_has_cuda())
+    with _rank_0_speaks_first(launch):
+        config = build_config(flags, flags.get("config"))
+        _check_launch(config, launch)
     if launch.launcher == "single":
         check_before_start(config)
     if launch.launcher == "single" and config.num_ranks > 1:
         return supervise_local(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
     return work(config, launch)
+
+
+@contextmanager
+def _rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
+    """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no less clear."""
+    try:
+        yield
+    except AllhandsError:
+        if launch.rank > 0:
+            time.sleep(SPEAK_AFTER_S)
+        raise
+
+
+def _check_launch(config: TrainConfig, launch: Launch) -> None:
+    """Refuse options that contradict a launcher other than this command."""
+    if launch.launcher == "single":
+        return
+    if config.num_ranks not in (1, launch.size):
+        raise ConfigError(
+            f"{config.num_ranks} processes are asked for, but {launch.launcher} has started {launch.size}",
+            where="-n",
+            hint="leave -n out under another launcher",
+        )
+    if launch.size > 1 and config.backend not in ("auto", launch.backend):
+        raise ConfigError(
+            f"{launch.launcher} has started a group over {launch.backend}",
+            where=f"--backend {config.backend}",
+            hint="leave --backend out under another launcher",
+        )
 
 
 def _has_cuda() -> bool:
@@ -57,14 +90,21 @@ def check_before_start(config: TrainConfig) -> None:
             where="--cores-per-rank",
             hint="lower one of the two",
         )
-    if config.num_ranks > 1 and config.backend == "nccl" and (gpus := nvidia_gpus()) < config.num_ranks:
+    if config.num_ranks > 1:
+        _check_backend(config)
+
+
+def _check_backend(config: TrainConfig) -> None:
+    from allhands.accelerator import nvidia_gpus
+
+    if config.backend == "mpi":
+        require_mpi()
+    if config.backend == "nccl" and (gpus := nvidia_gpus()) < config.num_ranks:
         raise ConfigError(
             f"NCCL needs an NVIDIA GPU a process: {gpus} for {config.num_ranks} processes",
             where="--backend nccl",
             hint="leave --backend out, or give --backend ring" + (f" or -n {gpus}" if gpus > 1 else ""),
         )
-    if config.num_ranks > 1 and config.backend == "mpi":
-        require_mpi()
 
 
 def supervise_local(config: TrainConfig, command: list[str]) -> int:
@@ -90,6 +130,8 @@ def supervise_local(config: TrainConfig, command: list[str]) -> int:
 
 
 def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
+    from allhands.accelerator import default_backend
+
     if config.backend != "auto":
         return config.backend
     chosen = default_backend(config.num_ranks, find_mpi() is not None)
@@ -128,18 +170,6 @@ def show_event(event: SupervisorEvent) -> None:
 
 def work(config: TrainConfig, launch: Launch) -> int:
     """Be one rank: this process alone, or one of a group that a launcher has started."""
-    if launch.size > 1 and config.backend not in ("auto", launch.backend):
-        raise ConfigError(
-            f"{launch.launcher} has started a group over {launch.backend}",
-            where=f"--backend {config.backend}",
-            hint="leave --backend out under another launcher",
-        )
-    if config.num_ranks not in (1, launch.size) and launch.launcher != "single":
-        raise ConfigError(
-            f"-n {config.num_ranks} asks for processes, but {launch.launcher} has started {launch.size}",
-            where="-n",
-            hint="leave -n out under another launcher",
-        )
     with install(launch, os.environ) as worker:
         _train_as_rank(config, launch, worker)
         if launch.size > 1:
@@ -162,17 +192,23 @@ def _leave(launch: Launch) -> None:
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
     _share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
+    from allhands.distributed.backend import Communicator
     from allhands.distributed.mesh import Mesh
     from allhands.train.recipes import Surroundings, run_finetune
 
     console = _console(launch) if launch.rank == 0 else None
     if console is not None:
         worker.announce_stops(partial(console.print, markup=False))
+
+    def join() -> Communicator:
+        worker.mark_ready()
+        return join_group(launch, config.start_timeout_s)
+
     mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
     cores = int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     surroundings = Surroundings(
         mesh=mesh,
-        connect=lambda: join_group(launch, config.start_timeout_s),
+        connect=join,
         started=worker.mark_started,
         stop_requested=worker.stop_requested,
         console=console,

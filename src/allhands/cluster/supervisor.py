@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from allhands.cluster import processes
 from allhands.cluster.processes import LaunchSpec, RankExit
@@ -191,13 +191,18 @@ class _Attempt:
             return
         missing = [rank for rank in self._living() if rank in unmarked]
         if missing and now > self._began + self._spec.start_deadline_s and not self._stop_signal:
-            for rank in missing:
-                self._events(self._report(rank, DistributedError.exit_code, "did not finish starting"))
-            names = ", ".join(map(str, missing))
-            raise DistributedError(
-                f"rank {names} did not finish starting within {self._spec.start_deadline_s:g} s",
-                hint=f"read {self._ranks.log_path(missing[0])}; ranks wait for those that are missing",
-            )
+            self._raise_not_started(missing)
+
+    def _raise_not_started(self, missing: list[int]) -> NoReturn:
+        """Name the ranks that have not even come to the point where they wait for the others, if there are any."""
+        waiting = [rank for rank in missing if (self._run_dir / f"rank-{rank}.ready").exists()]
+        late = [rank for rank in missing if rank not in waiting] or missing
+        log = self._ranks.log_path(late[0])
+        last = "".join(f" (its last line: {line})" for line in _tail(log)[-1:])
+        raise DistributedError(
+            f"rank {', '.join(map(str, late))} did not finish starting within {self._spec.start_deadline_s:g} s",
+            hint=f"read {log}{last}; give it more time with --start-timeout-s if it is only slow",
+        )
 
     def _end_the_rest(self, early: RankExit | None) -> None:
         """SIGTERM, a moment, SIGKILL; after an unheeded stop or a second Ctrl-C SIGKILL alone."""

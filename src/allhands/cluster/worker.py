@@ -8,6 +8,7 @@ collective again: a slow end keeps the other ranks waiting, and an ordinary end 
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import json
 import os
@@ -28,10 +29,11 @@ import psutil
 from allhands.cluster.environment import Launch
 from allhands.cluster.guard import die_with_parent, write_whole
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
+from allhands.files import storage_error
 
 _POLL_S = 0.5
 _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to save
-_SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
+SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
 _ORPHAN_CODE = 128 + signal.SIGTERM
 
 
@@ -49,6 +51,11 @@ class WorkerContext:
         self._stop_signal = 0
         self._started = False
         self._announce: Callable[[str], None] | None = None
+
+    def mark_ready(self) -> None:
+        """Tell the supervisor that this rank only waits for the others now."""
+        if self._run_dir:
+            write_whole(self._run_dir / f"rank-{self.launch.rank}.ready", "")
 
     def mark_started(self) -> None:
         """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
@@ -76,7 +83,10 @@ class WorkerContext:
         known = as_allhands_error(error)
         code = self._exit_code(known)
         try:
-            self._write_error_file(known, code)
+            try:
+                self._write_error_file(known, code)
+            except OSError:
+                self._log_dir = None  # a full disk: what can be said must be said here
             self._say(known)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -143,7 +153,7 @@ class WorkerContext:
         """Wait for the cause, or rank 0, to speak first; false if its end has made the launcher end us too."""
         if self.launch.rank == 0 and not isinstance(error, PeerLostError):
             return True
-        deadline = time.monotonic() + _SPEAK_AFTER_S
+        deadline = time.monotonic() + SPEAK_AFTER_S
         while time.monotonic() < deadline and not self._stop_signal:
             time.sleep(0.02)
         return not self._stop_signal
@@ -214,11 +224,13 @@ def as_message(error: AllhandsError, rank: int | None = None) -> str:
 
 
 def as_allhands_error(error: BaseException) -> BaseException:
-    """Return our exception for a message of MLX's communication back-ends, or else ``error`` itself.
+    """Return our exception for a full disk or a message of MLX's communication back-ends, or else ``error`` itself.
 
     MLX raises plain RuntimeErrors; "[ring] connection to a peer was lost" is the one that says that another
     rank ended first.
     """
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return storage_error(Path(error.filename or "a file"), error)
     if not isinstance(error, RuntimeError):
         return error
     text = str(error)

@@ -107,7 +107,7 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
         if size != 1:
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
-    group = _initialise(backend)
+    group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     communicator = MlxGroup(group, backend)
     present = communicator.all_sum(mx.ones((1,), dtype=mx.int32))
@@ -117,11 +117,12 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
     return communicator
 
 
-def _initialise(backend: str) -> Any:
+def _initialise(backend: str, size: int) -> Any:
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"the {backend} back-end could not connect: {error}", hint=_HINTS[backend]) from None
+        problem = f"the launcher promised {size} processes, but the {backend} back-end could not connect: {error}"
+        raise DistributedError(problem, hint=_HINTS[backend]) from None
 
 
 _HINTS = {

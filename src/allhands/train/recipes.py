@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import math
 import platform
@@ -168,7 +169,8 @@ def _prepare(
     if config.grad_checkpoint:
         checkpoint_layers(model.layers)
     communicator = surroundings.connect()
-    agree(communicator, run_facts(config, model, data))
+    if communicator.size > 1:
+        agree(communicator, run_facts(config, loaded, data, start))
     surroundings.started()
     return _Run(config, mesh, accelerator, communicator, data, loaded, trainable, directory, surroundings, callbacks)
 
@@ -450,15 +452,25 @@ def _data_notes(split: str, report: TokenSetReport, limit: int) -> list[str]:
     return notes
 
 
-def run_facts(config: TrainConfig, model: nn.Module, data: Datasets) -> dict[str, Any]:
-    """What every rank must have in common, as JSON values."""
-    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(model).items()}
+def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: Path | None) -> dict[str, Any]:
+    """What every rank must have in common, as JSON values.
+
+    Weights are compared as files, because ranks on other devices may hold them in other types.
+    """
+    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(loaded.model).items()}
     return {
         "config": config.shared_values(),
         "parameters": arrays,
         "data": data.fingerprints(),
+        "model": {"weights": loaded.fingerprint},
+        "resume_adapter_file": {"weights": _sha256(start) if start else None},
         "versions": {k: v for k, v in versions().items() if k != "platform"},
     }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def versions() -> dict[str, str]:

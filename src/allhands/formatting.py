@@ -1,0 +1,42 @@
+"""Numbers as people read them: times, counts, bytes and rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def format_duration(seconds: float) -> str:
+    """``4.1 s``, ``45 s``, ``3m20s``, ``1h05m``, ``2d03h``; ``?`` where there is no finite number."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if whole < 3600:
+        return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole} s"
+    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def format_count(number: float) -> str:
+    """``95000``, ``1.47 M``, ``494 M``, ``7.62 B``."""
+    if number < 1e6:
+        return f"{number:.0f}"
+    return f"{number / 1e6:.3g} M" if number < 999.5e6 else f"{number / 1e9:.3g} B"
+
+
+def format_bytes(number: float) -> str:
+    """``612 MB`` or ``1.92 GB``, in powers of ten."""
+    return f"{number / 1e6:.0f} MB" if number < 999.5e6 else f"{number / 1e9:.3g} GB"
+
+
+def format_memory(per_rank: Sequence[int]) -> str:
+    """One figure, or the range over the ranks; ``?`` if none is known."""
+    ends = (min(per_rank), max(per_rank)) if per_rank else ()
+    return " to ".join(dict.fromkeys(map(format_bytes, ends))) or "?"
+
+
+def format_rate(per_s: float) -> str:
+    """``4.2``, ``213``, ``12345``."""
+    return f"{per_s:.{1 if per_s < 9.95 else 0}f}"

@@ -1,0 +1,329 @@
+"""The house rules, read off the source: layers, owners of concerns, sizes, exported names, read options."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import allhands
+from allhands.config import TrainConfig
+from allhands.data.formats import ColumnNames
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+
+# The longest prefix that fits counts. Imports point to the same layer or further down.
+LAYERS: dict[str, int] = {
+    "allhands.errors": 0,
+    "allhands.config": 0,
+    "allhands.blas": 0,
+    "allhands.files": 0,
+    "allhands.formatting": 0,
+    "allhands.data": 1,
+    "allhands.metrics": 1,
+    "allhands.plots": 1,
+    "allhands.reporting": 1,
+    "allhands.distributed.mesh": 1,
+    "allhands.trees": 2,
+    "allhands.model": 2,
+    "allhands.train.losses": 2,
+    "allhands.distributed": 2,
+    "allhands.accelerator": 2,
+    "allhands.train.step": 3,
+    "allhands.train.optim": 3,
+    "allhands.train.callbacks": 3,
+    "allhands.train.explain": 3,
+    "allhands.evaluate": 3,
+    "allhands.generate": 3,
+    "allhands.train.loop": 4,
+    "allhands.train.recipes": 4,
+    "allhands.cluster": 5,
+    "allhands.cli": 6,
+    "allhands.api": 6,
+    "allhands.__main__": 6,
+    "allhands": 6,
+}
+# Without a device, hence without MLX (their own functions may call something above that has it).
+WITHOUT_MLX = ("allhands.cluster", *(name for name, layer in LAYERS.items() if layer <= 1))
+MLX = ("mlx", "mlx_lm")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: of which module, on which line, and whether it happens only when a function runs."""
+
+    target: str
+    line: int
+    deferred: bool
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found: dict[str, ast.Module] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+def layer(module: str) -> int:
+    fitting = [prefix for prefix in LAYERS if module == prefix or module.startswith(prefix + ".")]
+    return LAYERS[max(fitting, key=len)]
+
+
+def imports(module: str) -> Iterator[Import]:
+    """All imports of a module; ``from package import module`` as one of that module."""
+
+    def walk(node: ast.AST, deferred: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(alias.name, child.lineno, deferred)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{module}:{child.lineno}: a relative import"
+                assert child.module is not None
+                for alias in child.names:
+                    inner = f"{child.module}.{alias.name}"
+                    yield Import(inner if inner in sources() else child.module, child.lineno, deferred)
+            # What is imported for the type checker only is a dependency of the text, not of the program.
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or _for_types_only(child)
+            yield from walk(child, deferred or inside)
+
+    return walk(sources()[module], False)
+
+
+def _for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, kind):
+                yield module, node
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of an attribute chain; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+# --- layers ------------------------------------------------------------------------------------------
+
+
+def test_every_module_has_a_layer_of_its_own_choice() -> None:
+    # Only the package itself may fall back on "allhands".
+    strays = [
+        name for name in sources() if name != "allhands" and name != "allhands.train" and name != "allhands.parallel"
+    ]
+    for name in strays:
+        assert any(name == prefix or name.startswith(prefix + ".") for prefix in LAYERS if prefix != "allhands"), name
+    # And the table names nothing that is gone.
+    assert all(any(name == prefix or name.startswith(prefix + ".") for name in sources()) for prefix in LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(sources()))
+def test_imports_point_down(module: str) -> None:
+    if module.startswith("allhands.cli") or module == "allhands":
+        return
+    wrong = [
+        f"{module}:{found.line} (layer {layer(module)}) imports {found.target} (layer {layer(found.target)})"
+        for found in imports(module)
+        if found.target in sources() and layer(found.target) > layer(module)
+    ]
+    assert wrong == []
+
+
+def test_nothing_but_the_entry_points_imports_the_command_line() -> None:
+    users = {
+        module
+        for module in sources()
+        for found in imports(module)
+        if found.target.startswith("allhands.cli") and not module.startswith("allhands.cli")
+    }
+    assert users <= {"allhands.__main__"}
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {
+        module: {found.target for found in imports(module) if not found.deferred and found.target in sources()}
+        for module in sources()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_the_lower_layers_and_the_cluster_do_without_mlx() -> None:
+    for module in sources():
+        if any(module == prefix or module.startswith(prefix + ".") for prefix in WITHOUT_MLX):
+            users = [found for found in imports(module) if found.target.split(".")[0] in MLX]
+            assert users == [], module
+
+
+# --- owners of concerns ------------------------------------------------------------------------------
+
+
+def test_only_distributed_touches_mlxs_distributed() -> None:
+    users = {module for module, node in nodes(ast.Attribute) if dotted(node) == "mx.distributed"}
+    users |= {m for m in sources() for found in imports(m) if found.target.startswith("mlx.core.distributed")}
+    assert users
+    assert all(module.startswith("allhands.distributed") for module in users), users
+
+
+def test_only_rendering_touches_chat_templates() -> None:
+    users = {
+        m for m, node in nodes(ast.Attribute) if isinstance(node, ast.Attribute) and node.attr == "apply_chat_template"
+    }
+    assert users == {"allhands.data.render"}
+
+
+def test_only_the_step_divides_gradients_by_token_counts() -> None:
+    """By eye, with this as the reminder: whoever divides by ``num_targets`` is on this list for a reason."""
+    users = {
+        module
+        for module, node in nodes(ast.BinOp)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Div)
+        and any("num_targets" in dotted(part) for part in ast.walk(node.right))
+    }
+    # The step (gradients); the loop and the evaluator divide sums of losses for people to read.
+    assert users == {"allhands.train.step", "allhands.train.loop", "allhands.evaluate"}
+
+
+def test_nothing_is_pickled() -> None:
+    for module in sources():
+        assert not {found.target.split(".")[0] for found in imports(module)} & {"pickle", "marshal", "shelve", "dill"}
+    allowed = [
+        module
+        for module, node in nodes(ast.keyword)
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only")
+    ]
+    assert allowed == []
+
+
+def test_no_global_is_changed_and_no_foreign_module_patched() -> None:
+    assert [f"{module}:{node.lineno}" for module, node in nodes(ast.Global) if isinstance(node, ast.Global)] == []
+    for module, tree in sources().items():
+        modules = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and dotted(target.value).split(".")[0] in modules:
+                    # The one hook that Python offers for this, set by a worker for its own process.
+                    assert dotted(target) == "sys.excepthook", f"{module}:{target.lineno} sets {dotted(target)}"
+
+
+# --- sizes -------------------------------------------------------------------------------------------
+
+
+def test_files_and_functions_fit_on_the_desk() -> None:
+    for folder in ("src", "tests", "benchmarks", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert len(text.splitlines()) <= 500, path
+    lengths: list[int] = []
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lengths.append(node.end_lineno - node.lineno + 1)
+                assert lengths[-1] <= 80, f"{module}: {node.name} has {lengths[-1]} lines"
+    assert sorted(lengths)[len(lengths) // 2] <= 14
+
+
+def test_public_functions_and_classes_say_what_they_do() -> None:
+    silent = [
+        f"{module}.{node.name}"
+        for module, tree in sources().items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        if not ast.get_docstring(node)
+    ]
+    assert silent == []
+    assert [module for module, tree in sources().items() if tree.body and not ast.get_docstring(tree)] == []
+
+
+# --- names and options -------------------------------------------------------------------------------
+
+
+def test_all_is_exact_and_every_name_can_be_had() -> None:
+    tree = sources()["allhands"]
+    typed = {alias.name for node in ast.walk(tree) if _for_types_only(node) for alias in _imported(node)}
+    assert set(allhands.__all__) == typed | {"__version__"}
+    for name in allhands.__all__:
+        assert getattr(allhands, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'finetoon'"):
+        _ = allhands.finetoon
+    assert allhands.TrainConfig is TrainConfig
+    homes = {alias.name: node.module for node in ast.walk(tree) for alias in _imported_from(node)}
+    for name in typed:
+        module = importlib.import_module(str(homes[name]))
+        assert getattr(allhands, name) is getattr(module, name)
+
+
+def _imported(node: ast.AST) -> list[ast.alias]:
+    return [alias for child in ast.walk(node) for alias in _imported_from(child)]
+
+
+def _imported_from(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.ImportFrom) else []
+
+
+def test_every_option_is_read_somewhere() -> None:
+    read = {
+        node.attr
+        for module, node in nodes(ast.Attribute)
+        if isinstance(node, ast.Attribute) and module != "allhands.config"
+        if dotted(node.value).split(".")[-1] in ("config", "chosen", "_config")
+    }
+    assert [field for field in TrainConfig.model_fields if field not in read | READ_BY_NAME] == []
+
+
+# Handed on in a dictionary and read under its name there; "config" itself by the command line.
+READ_BY_NAME = {"config", *(f"{column}_feature" for column in ("prompt", "completion", "chat", "text"))}
+
+
+@pytest.mark.parametrize("field", sorted(READ_BY_NAME - {"config"}))
+def test_column_options_reach_the_reader(field: str) -> None:
+    plain = ColumnNames.from_options(TrainConfig().model_dump())
+    chosen = ColumnNames.from_options(TrainConfig.model_validate({field: "my column"}).model_dump())
+    assert chosen != plain
+    assert "my column" in str(chosen)
+
+
+def test_every_error_class_has_its_own_documented_exit_code() -> None:
+    from allhands import errors
+
+    classes = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AllhandsError)
+    ]
+    codes = {kind.__name__: kind.exit_code for kind in classes}
+    assert len(set(codes.values())) == len(codes), codes
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert all(f"| {code} |" in page for code in codes.values())

@@ -1,0 +1,186 @@
+"""Numbers for wandb and swanlab, through stand-ins for the two packages; and what ``verbose`` tells."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from allhands.config import build_config
+from allhands.errors import ConfigError
+from allhands.metrics import RunEnded, SavedReport, TrainReport, ValidReport, read_metrics
+from allhands.reporting import TrackerSink, start_trackers, tracked_values, tracker_names
+from allhands.train.recipes import Surroundings, run_finetune
+
+TRAIN = TrainReport(
+    step=10,
+    loss=2.5,
+    learning_rate=1e-4,
+    grad_norm=0.7,
+    tokens_per_s=900.0,
+    trained_tokens_per_s=600.0,
+    trained_tokens=6000,
+    step_time_s=0.25,
+    data_wait_s=0.0,
+    comm_s=0.0,
+    elapsed_s=3.0,
+    peak_memory_bytes=(500_000_000, 750_000_000),
+    epoch=0.5,
+)
+
+
+@dataclass
+class Service:
+    """What a fake package was asked to do."""
+
+    started: dict[str, Any] = field(default_factory=dict)
+    logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    finished: int = 0
+    fails: bool = False
+
+    def init(self, **options: Any) -> Service:
+        if self.fails:
+            raise PermissionError("no API key\nrun login")
+        self.started = options
+        return self
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        if self.fails:
+            raise ConnectionError("the network is down")
+        self.logged.append((step, data))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
+    """Both packages "installed"."""
+    made: dict[str, Service] = {}
+    for name in ("wandb", "swanlab"):
+        service, module = Service(), ModuleType(name)
+        for function in ("init", "log", "finish"):
+            setattr(module, function, getattr(service, function))
+        module.__spec__ = sys.__spec__
+        monkeypatch.setitem(sys.modules, name, module)
+        made[name] = service
+    return made
+
+
+def test_names_are_understood_as_people_write_them() -> None:
+    assert tracker_names("wandb") == ["wandb"]
+    assert tracker_names(" WandB, swanlab,wandb ,") == ["wandb", "swanlab"]
+    assert tracker_names(None) == tracker_names("") == []
+
+
+def test_the_numbers_have_mlx_lms_names_and_units() -> None:
+    assert tracked_values(TRAIN) == {
+        "train_loss": 2.5,
+        "learning_rate": 1e-4,
+        "iterations_per_second": 4.0,
+        "tokens_per_second": 600.0,
+        "trained_tokens": 6000,
+        "peak_memory": 0.75,
+        "grad_norm": 0.7,
+    }
+    assert tracked_values(ValidReport(20, 1.5, 300, 9.0, 2.0, True)) == {"val_loss": 1.5, "val_time": 2.0}
+    assert tracked_values(RunEnded(20, "finished", 9.0, test_loss=1.25)) == {"test_loss": 1.25}
+    assert tracked_values(RunEnded(20, "finished", 9.0)) == tracked_values(SavedReport(20, "x")) == {}
+
+
+def test_both_services_get_a_run_named_after_its_directory(services: dict[str, Service], tmp_path: Path) -> None:
+    directory = tmp_path / "tea-talk"
+    sinks = start_trackers(["wandb", "swanlab"], "tests", directory, {"seed": 3})
+    assert services["wandb"].started == {
+        "project": "tests",
+        "name": "tea-talk",
+        "dir": str(directory),
+        "config": {"seed": 3},
+    }
+    assert services["swanlab"].started == {
+        "project": "tests",
+        "experiment_name": "tea-talk",
+        "logdir": str(directory / "swanlog"),
+        "config": {"seed": 3},
+    }
+    for sink in sinks:
+        sink.emit(TRAIN)
+        sink.close()
+    for service in services.values():
+        assert [(step, data["train_loss"]) for step, data in service.logged] == [(10, 2.5)]
+        assert service.finished == 1
+
+
+def test_a_failing_service_is_warned_about_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    sink = TrackerSink("wandb", Service(fails=True))
+    for _ in range(3):
+        sink.emit(TRAIN)
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb takes no numbers (the network is down); the run goes on"
+    ]
+
+
+def test_a_service_that_refuses_is_explained(services: dict[str, Service], tmp_path: Path) -> None:
+    services["wandb"].fails = True
+    with pytest.raises(ConfigError, match=r"wandb cannot be started: no API key\n  what") as caught:
+        start_trackers(["wandb"], None, tmp_path, {})
+    assert caught.value.where == "--report-to"
+    assert "wandb login" in str(caught.value.hint)
+
+
+def test_a_missing_package_is_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    config = build_config({"train": True, "model": "/no/such/model", "report_to": "swanlab"})
+    with pytest.raises(ConfigError, match="swanlab is not installed") as caught:
+        run_finetune(config, Surroundings())
+    assert caught.value.where == "--report-to"
+    assert "pip install swanlab" in str(caught.value.hint)
+
+
+def test_a_project_without_a_service_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--project-name has an effect only with --report-to"):
+        build_config({"project_name": "tea"})
+
+
+def trained(model: Path, data: Path, out: Path, **options: Any) -> tuple[Path, str]:
+    """Run directory and console text of a run of four steps."""
+    screen = io.StringIO()
+    values = {"train": True, "model": str(model), "data": str(data), "adapter_path": str(out), "iters": 4}
+    values |= {"steps_per_report": 2, "steps_per_eval": 4, "num_layers": 2, "val_batches": 1}
+    config = build_config({**values, **options})
+    run_finetune(config, Surroundings(console=Console(file=screen, width=60)))
+    return out, screen.getvalue()
+
+
+def test_a_run_reports_what_its_own_record_says(
+    services: dict[str, Service], tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    out, _ = trained(tiny_model, tiny_data, tmp_path / "run", report_to="wandb", project_name="tea", test=True)
+    record, service = read_metrics(out), services["wandb"]
+    assert service.started["config"]["project_name"] == "tea"
+    losses = {step: data["train_loss"] for step, data in service.logged if "train_loss" in data}
+    assert losses == {report.step: report.loss for report in record.train}
+    assert list(losses) == [2, 4]
+    validations = {step: data["val_loss"] for step, data in service.logged if "val_loss" in data}
+    assert validations == {report.step: report.loss for report in record.valid}
+    assert [data["test_loss"] for _, data in service.logged if "test_loss" in data] == [record.ended.test_loss]
+    assert service.finished == 1
+    assert services["swanlab"].started == {}
+
+
+def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    _, quiet = trained(tiny_model, tiny_data, tmp_path / "quiet")
+    assert "chosen:" not in quiet
+    _, text = trained(tiny_model, tiny_data, tmp_path / "verbose", log_level="verbose", micro_batch_tokens=300)
+    lines = dict(line.removeprefix("chosen: ").split(": ", 1) for line in text.splitlines() if "chosen: " in line)
+    assert list(lines) == ["device", "matrix products", "backend", "micro-batches", "step", "loss", "all-reduce"]
+    assert lines["backend"] == "none (one process)"
+    assert lines["micro-batches"].startswith("at most 300 tokens (asked for)")
+    assert lines["loss"] == "chunked over the vocabulary, at the trained tokens only"
+    assert lines["all-reduce"] == "calls of about 32 MB"
