@@ -86,12 +86,13 @@ def read_records(data: str) -> list[Record]:
 
 
 def choose(records: list[Record], renderer: Renderer, count: int, max_tokens: int) -> list[Record]:
-    """``count`` examples of at most ``max_tokens``, evenly spread over the data."""
-    candidates = [records[i] for i in np.linspace(0, len(records) - 1, min(len(records), 4 * count), dtype=int)]
-    short = [record for record in candidates if len(renderer.render(record).tokens) <= max_tokens]
-    if len(short) < count:
+    """``count`` examples of at most ``max_tokens``, of all the lengths that the data have, the longest included."""
+    lengths = np.asarray([len(renderer.render(record).tokens) for record in records])
+    fitting = np.flatnonzero(lengths <= max_tokens)
+    if len(fitting) < count:
         raise SystemExit(f"{count} examples of at most {max_tokens} tokens are needed: fewer --steps, or other --data")
-    return [short[i] for i in np.linspace(0, len(short) - 1, count, dtype=int)]
+    by_length = fitting[np.argsort(lengths[fitting], kind="stable")]
+    return [records[i] for i in by_length[np.linspace(0, len(by_length) - 1, count, dtype=int)]]
 
 
 def longest_first(lengths: NDArray[np.int64], batch_size: int) -> GlobalOrder:

@@ -374,12 +374,12 @@ def _explain(error: ValidationError, flags: Mapping[str, Any], yaml_file: str | 
     shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
     text = f"{inner}: {message}{shown}" if inner else f"{message}{shown}"
     field = TrainConfig.model_fields.get(key)
-    meaning = f" (it means: {field.description})" if field and field.description else ""
+    meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
     return ConfigError(text, where=place, hint=f"change it{meaning}")
 
 
 def _in_our_words(message: str) -> str:
-    """Pydantic's message, shorter: "Input should be a valid integer, unable to parse ..." -> "must be a valid integer"."""
+    """Pydantic's message, shorter: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")
     message = message.replace("Field required", "is missing").replace("Extra inputs are not permitted", "is unknown")
     return message.partition(", unable to parse")[0]

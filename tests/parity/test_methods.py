@@ -223,7 +223,8 @@ def test_training_is_in_training_mode_without_validation_too(train: Train, model
     assert with_validation.valid_losses[0] > math.log(259) + 0.01
 
 
-def test_compiled_step_equals_the_eager_one(model: Path, train_chats: list[Example]) -> None:
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
+def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Example], compiled: bool) -> None:
     """Where steps are compiled (GPU) places are padded with targets of -1; three updates, two shapes."""
     results: list[tuple[list[float], dict[str, mx.array]]] = []
     for eager in (True, False):
@@ -231,7 +232,8 @@ def test_compiled_step_equals_the_eager_one(model: Path, train_chats: list[Examp
         prepare_dense(network)
         network.model.norm.unfreeze()
         network.lm_head.unfreeze()
-        step = TrainStep(network, optim.Adam(1e-3, eps=1e-6), Alone(), eager=eager, max_grad_norm=1.0)
+        optimizer = optim.Adam(1e-3, eps=1e-6)
+        step = TrainStep(network, optimizer, Alone(), eager=eager, compiled=compiled, max_grad_norm=1.0)
         batches = [_micro_batch(part) for part in (train_chats[:3], train_chats[3:])]
         if not eager:
             batches = [pad_targets(batch) for batch in batches]
@@ -243,6 +245,21 @@ def test_compiled_step_equals_the_eager_one(model: Path, train_chats: list[Examp
     np.testing.assert_allclose(losses, eager_losses, **SAME_LOSS)
     assert losses[2] < losses[0]
     assert distance(weights, eager_weights) <= SAME_WEIGHTS
+
+
+def test_compiled_gradient_draws_new_dropout_each_time(model: Path, train_chats: list[Example]) -> None:
+    batch = [mx.array(a) for a in _arrays(_micro_batch(train_chats))]
+    network: Any = adapted_model(model, scale=2.0, dropout=0.5)
+    # Zero at first, so that nothing that is dropped would show.
+    network.apply_to_modules(lambda _, m: m.update({"lora_b": m.lora_b + 0.05}) if "lora_b" in m else None)
+    network.train()
+    compiled = make_gradient(network, eager=False)
+    losses: list[float] = []
+    for seed in (1, 2, 1):
+        mx.random.seed(seed)
+        losses += [compiled(*batch)[0].item() for _ in range(2)]
+    assert losses[:2] == losses[4:]
+    assert len(set(losses[:4])) == 4
 
 
 def test_compiled_gradient_follows_the_weights(model: Path, train_chats: list[Example]) -> None:
@@ -357,6 +374,17 @@ def test_early_stopping_keeps_the_best(train: Train) -> None:
     assert distance(kept, read_weights(run.directory / f"{best:07d}_adapters.safetensors")) == 0
     assert distance(kept, run.weights) > 1e-3
     assert distance(run.weights, read_weights(run.directory / f"{run.ended['step']:07d}_adapters.safetensors")) == 0
+
+
+def test_best_of_an_earlier_run_is_not_mistaken_for_this_ones(train: Train, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"val_batches": -1, "adapter_path": str(tmp_path / "same"), "iters": 3}
+    first = train(**flags)
+    kept = read_weights(first.directory / "best" / "adapters.safetensors")
+    # No validation is better than the one before training.
+    second = train(**flags, learning_rate=1e-30)
+    assert second.ended["best_step"] == 0
+    assert not (second.directory / "best").exists()
+    assert distance(read_weights(second.directory / "best.1" / "adapters.safetensors"), kept) == 0
 
 
 def test_small_improvements_do_not_count(train: Train) -> None:

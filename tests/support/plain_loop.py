@@ -60,14 +60,12 @@ def numpy_loss(model: Any, batch: Iterable[Example]) -> float:
     return total / count
 
 
-def adapted_model(
-    directory: Path, *, scale: float = 20.0, seed: int = 0, dora: bool = False, layers: int = 16
-) -> nn.Module:
-    """mlx_lm's model with mlx_lm's adapters of rank 8, drawn from ``seed``; the rest is frozen."""
+def adapted_model(directory: Path, *, scale: float = 20.0, dropout: float = 0.0, dora: bool = False) -> nn.Module:
+    """mlx_lm's model with mlx_lm's adapters of rank 8 on all layers, drawn from seed 0; the rest is frozen."""
     model, _ = load_model(directory)
     model.freeze()
-    mx.random.seed(seed)
-    linear_to_lora_layers(model, layers, {"rank": 8, "scale": scale, "dropout": 0.0}, use_dora=dora)
+    mx.random.seed(0)
+    linear_to_lora_layers(model, -1, {"rank": 8, "scale": scale, "dropout": dropout}, use_dora=dora)
     return model
 
 

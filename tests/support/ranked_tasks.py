@@ -24,16 +24,16 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
 
-from allhands.accelerator import detect
 from allhands.config import TrainConfig, build_config
-from allhands.data.loader import Loader, work_lengths
+from allhands.data.loader import Loader, Sizing, work_lengths
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
-from allhands.train.recipes import Surroundings, load_data, run_finetune
+from allhands.train.datasets import load_data
+from allhands.train.recipes import Surroundings, run_finetune
 from allhands.train.step import make_loss
 
 
@@ -59,7 +59,7 @@ def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
     model: Any = loaded.model
     make_trainable(model, config)
     order = GlobalOrder(work_lengths(tokens), config.batch_size, config.seed)
-    sizing = detect().sizing(None)
+    sizing = Sizing(max_tokens=2048)
     loader = Loader(tokens, order, sizing, communicator.rank, (1.0,) * communicator.size)
     optimizer = optim.Adam(config.learning_rate, **config.optimizer_config.get("adam", {}))
     function = nn.value_and_grad(model, make_loss(model, eager=False))

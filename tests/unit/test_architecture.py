@@ -39,6 +39,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.optim": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,
+    "allhands.train.datasets": 3,
     "allhands.evaluate": 3,
     "allhands.generate": 3,
     "allhands.train.loop": 4,

@@ -175,6 +175,21 @@ def test_the_loss_is_that_of_the_logits_in_both_forms(name: str, eager: bool) ->
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("name", ["untied", "cohere"])
+def test_padded_places_count_nothing_in_loss_and_gradient(name: str, eager: bool) -> None:
+    model = MODELS[name]() if name in MODELS else build(name, ODD[name])
+    inputs, positions, targets = task()
+    places = mx.concatenate([positions, mx.zeros((5,), dtype=mx.int32)])
+    padded = mx.concatenate([targets, mx.full((5,), -1, dtype=mx.int32)])
+    gradient = make_gradient(model, eager=True) if eager else nn.value_and_grad(model, make_loss(model, eager=False))
+    value, grads = gradient(inputs, places, padded)
+    expected, wanted = gradient(inputs, positions, targets)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (key, ours), (_, theirs) in zip(tree_flatten(grads), tree_flatten(wanted), strict=True):
+        assert float(mx.abs(ours - theirs).max()) <= 1e-5 * float(mx.abs(theirs).max()) + 1e-7, key
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
 @pytest.mark.parametrize("name", ["tied", "untied", "gemma2", "cohere"])
 def test_gradients_are_those_of_the_plain_loss(name: str, eager: bool) -> None:
     def model() -> Any:

@@ -179,9 +179,10 @@ def test_adapters_that_are_missing_or_do_not_fit_are_explained(tiny_model: Path,
     with pytest.raises(ModelError, match=r"adapters\.safetensors is missing"):
         load_for_generation(str(tiny_model), tmp_path)
     (tmp_path / "adapters.safetensors").write_bytes(b"no safetensors")
-    with pytest.raises(ModelError, match="does not fit the model") as caught:
+    with pytest.raises(ModelError, match="torn") as caught:
         load_for_generation(str(tiny_model), tmp_path)
-    assert "adapter_config.json" in str(caught.value.hint)
+    assert str(tmp_path) in str(caught.value.where)
+    assert caught.value.hint
     (tmp_path / "adapters.safetensors").write_bytes((adapter / "adapters.safetensors").read_bytes())
     wider = write_model(tmp_path / "wider", hidden=64)
     with pytest.raises(ModelError, match="does not fit the model"):
@@ -233,7 +234,9 @@ def test_the_score_is_by_words_over_all_answers() -> None:
     )
     assert comparison.before_share == 0.0
     assert comparison.after_share == pytest.approx(3 / 5)
-    assert score_lines(comparison)[0] == "pirate words, 2 held-out prompts: 0.0% before, 60.0% after"
+    first = score_lines(comparison)[0]
+    assert "2 held-out prompts" in first
+    assert "0.0% before, 60.0% after" in first
 
 
 def test_the_table_shows_as_many_rows_as_asked_side_by_side() -> None:
@@ -260,7 +263,7 @@ def test_compare_writes_prompts_answers_and_scores(
     assert np.allclose([again.before_share, again.after_share], [saved["before_share"], saved["after_share"]])
     shown = capsys.readouterr().out
     assert "before: prompt " in shown
-    assert "pirate words, 3 held-out prompts: " in shown
+    assert "3 held-out prompts: " in shown
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:

@@ -105,7 +105,7 @@ def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed:
             "num_layers": 8,
             "batch_size": 8,
             "iters": iters,
-            "learning_rate": 1e-3,
+            "learning_rate": 5e-4,
             "lr_schedule": "cosine",
             "warmup_steps": 5,
             "max_grad_norm": 1.0,

@@ -130,10 +130,15 @@ def score_lines(comparison: Comparison) -> list[str]:
     """The score in words."""
     number = len(comparison.prompts)
     return [
-        f"pirate words, {number} held-out prompts: {comparison.before_share:.1%} before, "
+        f"pirate words in the answers to {number} held-out prompts: {comparison.before_share:.1%} before, "
         f"{comparison.after_share:.1%} after",
-        "(share of the words of the answers that are in the published lexicon or end in -in')",
+        f"answers with one or more of them: {_with_one(comparison.before)} before, {_with_one(comparison.after)} after",
+        "(a pirate word is one of the published lexicon, allhands/data/demo/lexicon.txt, or ends in -in')",
     ]
+
+
+def _with_one(answers: Sequence[str]) -> str:
+    return f"{sum(pirate_share([answer]) > 0 for answer in answers)} of {len(answers)}"
 
 
 def run_compare(

