@@ -229,9 +229,18 @@ Invocation = tuple[list[str], dict[str, str], Reader]
 def common_flags(plan: Plan, data: str, steps: int) -> list[str]:
     """What allhands and mlx_lm.lora both understand."""
     options = plan.options
-    flags = ["--model", plan.manifest["model"], "--train", "--data", str(plan.run / data), "--optimizer", "adam"]
+    flags = [
+        "--model",
+        plan.manifest["model"],
+        "--train",
+        "--data",
+        str(plan.run / f"{data}-data"),
+        "--optimizer",
+        "adam",
+    ]
     flags += ["--num-layers", str(options.num_layers), "--batch-size", str(options.batch_size)]
-    flags += ["--iters", str(steps), "--save-every", str(steps), "--steps-per-report", "1", "--seed", str(plan.manifest["seed"])]
+    flags += ["--iters", str(steps), "--save-every", str(steps), "--steps-per-report", "1"]
+    flags += ["--seed", str(plan.manifest["seed"])]
     flags += ["--learning-rate", str(options.learning_rate), "--val-batches", "0"]
     flags += ["--resume-adapter-file", str(plan.run / "start.safetensors")]
     return flags + (["--mask-prompt"] if options.mask_prompt else [])
@@ -357,9 +366,7 @@ def make_record(
     settings = {k: v for k, v in vars(options).items() if k not in ("cache", "out", "timeout")}
     for name in ("model", "data"):
         settings[name] = Path(settings[name]).name
-    peers = {
-        result.peer: {**asdict(result), **summary(result)} for result in results
-    }
+    peers = {result.peer: {**asdict(result), **summary(result)} for result in results}
     return {
         "benchmark": "cpu_lora",
         "date": today,

@@ -4,7 +4,7 @@ Writes into the run's directory:
 
 * ``manifest.json``: the model's directory, and for every step the token ids and trained places of its batch,
   and how many places each peer's own padding makes of it;
-* ``allhands/train.jsonl`` and ``mlx_lm/train.jsonl``: the same examples, each in the order from which the
+* ``allhands-data/train.jsonl`` and ``mlx_lm-data/train.jsonl``: the same examples, each in the order from which the
   peer's own sampler draws those very batches;
 * ``start.safetensors``: the adapter that everybody starts from;
 
@@ -22,8 +22,8 @@ from typing import Any
 
 import allhands  # noqa: F401 - before MLX, for its BLAS  # isort: skip
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from allhands.accelerator import detect
@@ -36,7 +36,6 @@ from allhands.data.render import Renderer
 from allhands.data.tokens import TokenSet, build_token_set
 from allhands.model.adapters import make_trainable, save_adapters, trained_weights
 from allhands.model.load import load_model
-from allhands.model.quantized import prepare_quantized
 
 # mlx_lm pads a batch to a multiple of this, and one place more for the target of the last.
 MLX_LM_PAD_TO = 32
@@ -53,11 +52,9 @@ def main() -> None:
     batches = [order.batch(step) for step in range(options.steps)]
     padded = allhands_places(tokens, order, options.steps)
     steps = [describe(tokens, batch, places) for batch, places in zip(batches, padded, strict=True)]
-    for step, batch in zip(steps, batches, strict=True):
-        for example, number in zip(step["examples"], batch, strict=True):
-            example["mlx_lm_from"] = mlx_lm_offset(loaded.tokenizer, chosen[int(number)]) if options.mask_prompt else 1
-    write_data(options.out / "allhands", chosen)
-    write_data(options.out / "mlx_lm", [chosen[i] for i in in_mlx_lm_order(batches, order.seed)])
+    add_mlx_lm_offsets(steps, [chosen[i] for batch in batches for i in batch], loaded.tokenizer, options.mask_prompt)
+    write_data(options.out / "allhands-data", chosen)
+    write_data(options.out / "mlx_lm-data", [chosen[i] for i in in_mlx_lm_order(batches, order.seed)])
     # Before the adapters, which rename the layers that they wrap.
     torch_model = write_torch_model(loaded.model, loaded.path, options.torch_models) if options.torch_models else None
     write_adapter(loaded.model, options)
@@ -110,7 +107,7 @@ def allhands_places(tokens: TokenSet, order: GlobalOrder, steps: int) -> list[in
     return [sum(part.inputs.size for part in loader.load(step)) for step in range(steps)]
 
 
-def describe(tokens: TokenSet, batch: NDArray[np.int64], allhands: int) -> dict[str, Any]:
+def describe(tokens: TokenSet, batch: NDArray[np.int64], places: int) -> dict[str, Any]:
     """One step: its examples, and the sizes that the table is made of."""
     examples = [tokens.example(int(i)) for i in batch]
     longest = max(len(ids) for ids, _ in examples)
@@ -118,14 +115,17 @@ def describe(tokens: TokenSet, batch: NDArray[np.int64], allhands: int) -> dict[
     return {
         "examples": [{"tokens": ids.tolist(), "trained": mask.tolist()} for ids, mask in examples],
         "tokens": sum(len(ids) for ids, _ in examples),
-        "places": {"allhands": allhands, "mlx_lm": mlx_lm * len(batch), "peft": longest * len(batch)},
+        "places": {"allhands": places, "mlx_lm": mlx_lm * len(batch), "peft": longest * len(batch)},
     }
 
 
-def mlx_lm_offset(tokenizer: Any, record: Record) -> int:
-    """The first token that mlx_lm trains with ``--mask-prompt``."""
-    prompt = list(record.messages or ())[:-1]
-    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+def add_mlx_lm_offsets(steps: list[dict[str, Any]], records: list[Record], tokenizer: Any, mask_prompt: bool) -> None:
+    """Note the first token of each example that mlx_lm trains; ``records`` are in the order of the steps."""
+    examples = [example for step in steps for example in step["examples"]]
+    for example, record in zip(examples, records, strict=True):
+        prompt = list(record.messages or ())[:-1]
+        length = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        example["mlx_lm_from"] = length if mask_prompt else 1
 
 
 def in_mlx_lm_order(batches: list[NDArray[np.int64]], seed: int) -> list[int]:
@@ -154,15 +154,27 @@ def write_torch_model(model: Any, source: Path, parent: Path) -> Path:
     target = parent / f"torch-{source.name}-{key}"
     if (target / "config.json").exists():
         return target
-    prepare_quantized(model, "cpu")
     config = json.loads((source / "config.json").read_text())
     for name in ("quantization", "quantization_config"):
         config.pop(name, None)
     target.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(target / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "pt"})
+    mx.save_safetensors(str(target / "model.safetensors"), dense_weights(model), {"format": "pt"})
     # Last, because its presence says that the directory is whole.
     (target / "config.json").write_text(json.dumps(config, indent=2))
     return target
+
+
+def dense_weights(model: nn.Module) -> dict[str, mx.array]:
+    """All weights by name, in float32."""
+    weights: dict[str, mx.array] = {}
+    for path, module in model.named_modules():
+        # Children come up on their own.
+        own = {name: value for name, value in module.items() if isinstance(value, mx.array)}
+        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            packed = [own.pop(name, None) for name in ("weight", "scales", "biases")]
+            own["weight"] = mx.dequantize(*packed, group_size=module.group_size, bits=module.bits, mode=module.mode)
+        weights |= {f"{path}.{name}": value.astype(mx.float32) for name, value in own.items()}
+    return weights
 
 
 def write_adapter(model: Any, options: argparse.Namespace) -> None:

@@ -17,8 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Settings of the person's shell that would change what a peer computes with.
@@ -63,8 +65,9 @@ def run_measured(command: Sequence[str], log: Path, environ: Mapping[str, str], 
         try:
             status, usage = _wait(child.pid, started + timeout_s)
         except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
             raise
         finally:
             child.returncode = 0  # reaped here: Popen must not wait for it again
@@ -138,13 +141,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine() -> dict[str, str | int | float]:
+def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
         "cpu": _cpu_name(),
         "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "load_at_start": round(os.getloadavg()[0], 2),
     }
 

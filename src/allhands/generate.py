@@ -55,7 +55,7 @@ def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_c
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
     # out must not meet the adapter's dropout.
-    prepare_quantized(loaded.model, accelerator.kind)
+    prepare_quantized(loaded.model, accelerator.kind, compact=False)
     return loaded
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from allhands.metrics import RunHistory, read_metrics
 
 _MARK = "ALLHANDS_TEST_MARK"
@@ -52,9 +53,10 @@ class Job:
             return self.process.returncode
         try:
             self.out, self.err = self.process.communicate(timeout=timeout)
-        finally:
+            until(lambda: not self.processes(), 5.0, "some process is left")
+        except (subprocess.TimeoutExpired, AssertionError):
             self.kill()
-        until(lambda: not self.processes(), 5.0, "some process is left")
+            raise
         self.out = _ESCAPES.sub("", self.out)
         assert "Traceback" not in self.out + self.err, self.err
         self._finished = True
@@ -109,11 +111,12 @@ class Job:
 
     def kill(self) -> None:
         """End whatever is left after a failed test."""
-        if self.process.poll() is None:
-            for process in self.processes().values():
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(signal.SIGKILL)
+        for process in self.processes().values():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        if not self._finished:
             self.process.communicate()
+            self._finished = True
 
 
 def until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:

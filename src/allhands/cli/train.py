@@ -160,10 +160,13 @@ def show_event(event: SupervisorEvent) -> None:
         print(f"allhands: error: {event.explanation}", file=sys.stderr)
     else:
         # Rank 0's output is on the screen already.
+        killed = event.exit_code == 128 + signal.SIGKILL
         if event.log_tail and event.rank:
-            print(f"last lines of rank {event.rank}:", *event.log_tail, sep="\n  ", file=sys.stderr)
+            # Who is killed says nothing about it: of such a log only the place matters.
+            tail = event.log_tail[-3:] if killed else event.log_tail
+            print(f"last lines of rank {event.rank}:", *tail, sep="\n  ", file=sys.stderr)
         print(f"allhands: error: {event.message}", file=sys.stderr)
-        if event.exit_code == 128 + signal.SIGKILL:
+        if killed:
             print(f"  what to do: {_SHORT_OF_MEMORY}", file=sys.stderr)
     print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
 

@@ -210,6 +210,7 @@ class _Attempt:
         living = self._living()
         failed = early or any(self._is_failure(end) for end in self._ranks.exits())
         if failed:
+            (self._run_dir / "failed").touch()  # so that ranks do not take the signal for a person's wish
             for rank in living:
                 self._ranks.signal(rank, signal.SIGTERM)
             deadline = self._ended_at + _TERM_GRACE_S

@@ -119,7 +119,7 @@ class WorkerContext:
                 self._stop_signal = self._stop_signal or number
                 grace = stop_grace_s if self._started else min(stop_grace_s, _START_GRACE_S)
                 deadline = min(time.monotonic() + grace, sys.float_info.max)
-                if self._announce and self._started:
+                if self._announce and self._started and not (self._run_dir and (self._run_dir / "failed").exists()):
                     # In a thread of its own: a terminal that is held up must not hold up the watch.
                     words = ("stopping after this step; press Ctrl-C again to stop at once",)
                     threading.Thread(target=self._announce, args=words, daemon=True).start()

@@ -59,14 +59,15 @@ def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.a
     return _swiglu_gradients(*primals, cotangent)
 
 
-def _with_vjp(function: Callable[..., mx.array], vjp: Callable[..., Any]) -> Callable[..., mx.array]:
+def with_vjp(function: Callable[..., mx.array], vjp: Callable[..., Any]) -> Callable[..., mx.array]:
+    """``function`` with its gradient given by ``vjp(primals, cotangent, output)``."""
     differentiable: Any = mx.custom_function(function)
     differentiable.vjp(vjp)
     return differentiable
 
 
 # ``silu(gate) * up``, element-wise: (..., D), (..., D) -> (..., D).
-swiglu = _with_vjp(_swiglu, _swiglu_vjp)
+swiglu = with_vjp(_swiglu, _swiglu_vjp)
 
 
 class _FastMlp:
@@ -101,9 +102,10 @@ def use_fast_mlp(model: nn.Module) -> int:
 def _same(module: Any, substitute: Any) -> bool:
     # An adapter wraps the layer whose input width is asked for.
     gate = module.gate_proj.get("linear", module.gate_proj)
-    if not isinstance(gate, nn.Linear):
+    width = gate.weight.shape[1] if isinstance(gate, nn.Linear) else getattr(gate, "input_dims", None)
+    if width is None:
         return False
-    probe = mx.sin(mx.arange(2 * gate.weight.shape[1], dtype=mx.float32)).reshape(2, -1)
+    probe = mx.sin(mx.arange(2 * width, dtype=mx.float32)).reshape(2, -1)
 
     def agree(x: mx.array) -> bool:
         expected, actual = module(x), substitute.__call__(module, x)

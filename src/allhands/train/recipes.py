@@ -50,7 +50,7 @@ from allhands.model.adapters import (
 )
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
-from allhands.model.quantized import prepare_dense, prepare_quantized
+from allhands.model.quantized import prepare_quantized
 from allhands.plots import plot_losses
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
@@ -144,11 +144,8 @@ def _prepare(
             require_in_vocabulary(loaded, int(tokens.tokens.max()))
     model: Any = loaded.model
     mx.random.seed(config.seed)
-    if config.fine_tune_type != "full":
-        prepare_quantized(model, accelerator.kind)
-    elif accelerator.kind == "cpu":
-        prepare_dense(model)
     trainable = make_trainable(model, config)
+    prepare_quantized(model, accelerator.kind, compact=True)
     if start is not None:
         load_trained(model, start)
     if config.grad_checkpoint:

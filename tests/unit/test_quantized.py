@@ -1,0 +1,92 @@
+"""Quantised layers made fast for a CPU compute what MLX's own do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import allhands  # noqa: F401 - before MLX, for its BLAS
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from tiny import write_model
+
+from allhands.model.load import load_model
+from allhands.model.quantized import UnpackedLinear, prepare_quantized
+
+
+def quantized(bits: int, group_size: int, bias: bool = False) -> nn.QuantizedLinear:
+    mx.random.seed(bits)
+    return nn.QuantizedLinear.from_linear(nn.Linear(128, 24, bias=bias), group_size=group_size, bits=bits)
+
+
+def numpy_weight(layer: nn.QuantizedLinear) -> np.ndarray[Any, Any]:
+    """Unpack the words by hand: little-endian bit fields, ``scale * code + bias`` in each group."""
+    words = np.array(layer.weight)
+    stream = np.unpackbits(words.view(np.uint8).reshape(len(words), -1), axis=1, bitorder="little")
+    fields = stream.reshape(len(words), -1, layer.bits)
+    codes = (fields * (1 << np.arange(layer.bits))).sum(axis=2).astype(np.float32)
+    grouped = codes.reshape(len(words), -1, layer.group_size)
+    return (grouped * np.array(layer.scales)[..., None] + np.array(layer.biases)[..., None]).reshape(len(words), -1)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_unpacked_layer_has_the_weight_of_the_quantised_one(bits: int, group_size: int) -> None:
+    layer = quantized(bits, group_size, bias=True)
+    layer.bias = mx.arange(24) * 0.1
+    x = mx.random.normal((7, 128))
+    expected = np.array(x) @ numpy_weight(layer).T + np.array(layer.bias)
+    np.testing.assert_allclose(np.array(UnpackedLinear(layer)(x)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_flows_through_an_unpacked_layer() -> None:
+    layer = quantized(4, 32)
+    unpacked = UnpackedLinear(layer)
+    x, towards = mx.random.normal((2, 5, 128)), mx.random.normal((2, 5, 24))
+    grad = mx.grad(lambda x: (unpacked(x) * towards).sum())(x)
+    np.testing.assert_allclose(np.array(grad), np.array(towards) @ numpy_weight(layer), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_of_an_unpacked_layer_is_trained_and_it_is_small() -> None:
+    layer = quantized(4, 32)
+    unpacked = UnpackedLinear(layer)
+    assert unpacked.trainable_parameters() == {}
+    held = sum(array.nbytes for _, array in tree_flatten(unpacked.parameters()))
+    assert held == 24 * 128 + 2 * 4 * 24 * 128 // 32  # a byte a value, scale and bias a group
+    assert unpacked.input_dims == 128
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("compact", [False, True])
+def test_prepared_model_computes_the_same_under_the_same_names(tmp_path: Path, compact: bool, use_dora: bool) -> None:
+    path = write_model(tmp_path / "model", bits=4, tied=False)
+    models: list[Any] = [load_model(str(path)).model for _ in range(2)]
+    for model in models:
+        model.freeze()
+        mx.random.seed(5)
+        linear_to_lora_layers(model, 2, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=use_dora)
+        for name, value in tree_flatten(model.trainable_parameters()):
+            if name.endswith("lora_b"):
+                mx.random.seed(len(name))
+                model.load_weights([(name, mx.random.normal(value.shape) * 0.05)], strict=False)
+    replaced = prepare_quantized(models[1], "cpu", compact=compact)
+    assert replaced == 3 * 7 + 2  # three blocks of seven layers, embedding and head
+    names = [[name for name, _ in tree_flatten(model.trainable_parameters())] for model in models]
+    assert names[0] == names[1]
+    tokens = mx.array([[5, 80, 200, 7, 13]])
+    logits = [np.array(model(tokens).astype(mx.float32)) for model in models]
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    unpacked = [name for name, module in models[1].named_modules() if isinstance(module, UnpackedLinear)]
+    assert len(unpacked) == (0 if not compact else 7 if use_dora else 21)
+
+
+def test_other_devices_keep_their_layers(tmp_path: Path) -> None:
+    model = load_model(str(write_model(tmp_path / "model", bits=4))).model
+    assert prepare_quantized(model, "cuda", compact=True) == 0
+    assert any(isinstance(module, nn.QuantizedLinear) for _, module in model.named_modules())
