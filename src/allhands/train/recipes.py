@@ -51,7 +51,6 @@ from allhands.model.adapters import (
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
-from allhands.plots import plot_losses
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
 from allhands.train.datasets import Datasets, read_splits, tokenised
@@ -195,6 +194,8 @@ class _Run:
     def _plot(self) -> Path | None:
         if not (self.mesh.is_main and self.config.train):
             return None
+        from allhands.plots import plot_losses  # matplotlib, in memory only now
+
         return plot_losses([read_metrics(self.directory)], self.directory / "loss.png")
 
     def _train(self, sink: Sink) -> RunEnded:
