@@ -36,7 +36,7 @@ format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## LoRA on this CPU beside mlx_lm and PyTorch + PEFT (about 20 minutes)
+bench: $(STAMP) ## LoRA on this CPU beside mlx_lm and PyTorch + PEFT (about 10 minutes)
 	$(BIN)/python benchmarks/cpu_lora.py
 
 clean: ## remove what the other targets made, the environment included

@@ -45,7 +45,7 @@ def page() -> str:
     return (
         f"{INTRODUCTION}{''.join(rows)}\n## Other names that are understood\n\n| name | is |\n|---|---|\n{aliases}\n"
         f"## Names that mean something else here\n\n| name | what to do |\n|---|---|\n{elsewhere}\n"
-        f"## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | Done. |\n| 1 | A defect of allhands: please report it. |\n"
+        f"## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | Done. |\n| 1 | A defect of allhands: report it. |\n"
         f"{codes}| 137 | A process was killed (often: out of memory). |\n| 143 | Stopped by SIGTERM, after saving. |\n"
     )
 

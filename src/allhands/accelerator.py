@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
@@ -73,10 +75,13 @@ def peak_memory_bytes(accelerator: Accelerator) -> int:
     """Peak so far: of the whole process on a CPU, of MLX's device memory on a GPU."""
     if accelerator.kind != "cpu":
         return int(mx.get_peak_memory())
+    if sys.platform == "linux":
+        # Not ru_maxrss, into which Linux counts the process that started this one.
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def default_backend(num_ranks: int, mpi_installed: bool) -> Literal["none", "ring", "mpi", "nccl"]:

@@ -428,7 +428,9 @@ class _Board:
 def banner(started: RunStarted) -> list[str]:
     """The lines that open a run."""
     share = 100 * started.trainable_params / max(started.total_params, 1)
-    cores = f", {started.cores_per_rank} cores each" if started.cores_per_rank else ""
+    cores = (
+        f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
+    )
     epochs = started.total_steps * started.batch_size / max(started.num_train_examples, 1)
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
     return [
