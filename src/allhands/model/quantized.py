@@ -80,6 +80,17 @@ def prepare_quantized(model: nn.Module, kind: str, *, compact: bool) -> int:
     """
     if kind != "cpu":
         return 0
+    count = substitute_quantized(model, compact=compact)
+    prepare_dense(model)
+    return count
+
+
+def substitute_quantized(model: nn.Module, *, compact: bool) -> int:
+    """Replace every quantised layer by a dense one, or with ``compact`` by codes where that is possible.
+
+    Returns:
+        Number of layers replaced.
+    """
     adapted_weights = {name for name, module in model.named_modules() if isinstance(module, DoRALinear)}
     found = [(name, module) for name, module in model.named_modules() if _is_quantized(module)]
     count = len(found)
@@ -93,7 +104,6 @@ def prepare_quantized(model: nn.Module, kind: str, *, compact: bool) -> int:
         mx.eval(new.parameters())
         model.update_modules(unflatten([(name, new)]))
         del module
-    prepare_dense(model)
     return count
 
 
