@@ -16,12 +16,8 @@ from mlx_lm.tuner.utils import load_adapters
 from allhands.accelerator import detect, peak_memory_bytes
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import ConfigError, ModelError
-from allhands.model.adapters import count_parameters
 from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
-from allhands.model.quantized import prepare_quantized, substitute_quantized
-
-# Of the device's memory: a model that is smaller when dense is generated from densely.
-_SMALL_SHARE = 0.05
+from allhands.model.quantized import prepare_quantized
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,7 @@ def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_c
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
     # out must not meet the adapter's dropout.
-    prepare_quantized(loaded.model, accelerator.kind, compact=False)
-    if accelerator.kind == "cuda" and count_parameters(loaded.model) * 4 < _SMALL_SHARE * accelerator.memory_bytes:
-        # CUDA builds its kernels for quantised products when they are first used, which takes a minute and more.
-        substitute_quantized(loaded.model, compact=False)
+    prepare_quantized(loaded.model, accelerator, compact=False)
     return loaded
 
 

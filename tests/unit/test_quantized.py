@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny import write_model
 
+from allhands.accelerator import Accelerator
 from allhands.model.load import load_model
 from allhands.model.quantized import UnpackedLinear, prepare_quantized
 
@@ -75,7 +76,7 @@ def test_prepared_model_computes_the_same_under_the_same_names(tmp_path: Path, c
             if name.endswith("lora_b"):
                 mx.random.seed(len(name))
                 model.load_weights([(name, mx.random.normal(value.shape) * 0.05)], strict=False)
-    replaced = prepare_quantized(models[1], "cpu", compact=compact)
+    replaced = prepare_quantized(models[1], device("cpu"), compact=compact)
     assert replaced == 3 * 7 + 2  # three blocks of seven layers, embedding and head
     names = [[name for name, _ in tree_flatten(model.trainable_parameters())] for model in models]
     assert names[0] == names[1]
@@ -86,7 +87,20 @@ def test_prepared_model_computes_the_same_under_the_same_names(tmp_path: Path, c
     assert len(unpacked) == (0 if not compact else 7 if use_dora else 21)
 
 
-def test_other_devices_keep_their_layers(tmp_path: Path) -> None:
-    model = load_model(str(write_model(tmp_path / "model", bits=4))).model
-    assert prepare_quantized(model, "cuda", compact=True) == 0
-    assert any(isinstance(module, nn.QuantizedLinear) for _, module in model.named_modules())
+def device(kind: Any, memory_bytes: int = 10**12) -> Accelerator:
+    return Accelerator(kind, kind, memory_bytes, 1, kind == "cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory_bytes", "replaced"), [("metal", 10**12, 0), ("cuda", 10**6, 0), ("cuda", 10**12, 3 * 7 + 1)]
+)
+def test_other_devices_keep_their_layers_unless_small(
+    tmp_path: Path, kind: str, memory_bytes: int, replaced: int
+) -> None:
+    model: Any = load_model(str(write_model(tmp_path / "model", bits=4))).model
+    tokens = mx.array([[5, 80, 200]])
+    before = np.array(model(tokens).astype(mx.float32))
+    assert prepare_quantized(model, device(kind, memory_bytes), compact=True) == replaced
+    left = sum(hasattr(module, "bits") for _, module in model.named_modules())
+    assert left == 3 * 7 + 1 - replaced
+    np.testing.assert_allclose(np.array(model(tokens).astype(mx.float32)), before, rtol=1e-4, atol=1e-4)

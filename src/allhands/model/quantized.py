@@ -15,9 +15,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
+from allhands.accelerator import Accelerator
+from allhands.model.adapters import count_parameters
 from allhands.model.fastmath import use_fast_mlp, with_vjp
 from allhands.model.split import dense_weight
 from allhands.trees import unflatten
+
+# Of the device's memory.
+_SMALL_SHARE = 0.05
 
 
 class UnpackedLinear(nn.Module):
@@ -65,27 +70,31 @@ def _codes(source: nn.QuantizedLinear) -> mx.array:
     return integers.astype(mx.uint8).reshape(*scales.shape, source.group_size)
 
 
-def prepare_quantized(model: nn.Module, kind: str, *, compact: bool) -> int:
+def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bool) -> int:
     """Replace the quantised layers of a frozen model, adapters on them or not, by what is fast on this device.
 
-    The values, and so the adapters that come out, are those of the quantised model. Only CPUs need it.
+    The values, and so the adapters that come out, are those of the quantised model. CPUs need it; with CUDA, which
+    builds its kernels for quantised products when they are first used (a minute and more), it is done for models
+    that are small beside the device's memory.
 
     Args:
-        kind: of the :class:`~allhands.accelerator.Accelerator`.
-        compact: hold the blocks' layers as codes (training: many tokens at a time) instead of dense
+        compact: on a CPU, hold the blocks' layers as codes (training: many tokens at a time) instead of dense
             (generation: one token at a time, where making the weight would cost more than using it).
 
     Returns:
         Number of layers replaced.
     """
-    if kind != "cpu":
-        return 0
-    count = substitute_quantized(model, compact=compact)
-    prepare_dense(model)
-    return count
+    if accelerator.kind == "cpu":
+        count = _substitute_all(model, compact=compact)
+        prepare_dense(model)
+        return count
+    dense_bytes = 4 * count_parameters(model)
+    if accelerator.kind == "cuda" and dense_bytes < _SMALL_SHARE * accelerator.memory_bytes:
+        return _substitute_all(model, compact=False)
+    return 0
 
 
-def substitute_quantized(model: nn.Module, *, compact: bool) -> int:
+def _substitute_all(model: nn.Module, *, compact: bool) -> int:
     """Replace every quantised layer by a dense one, or with ``compact`` by codes where that is possible.
 
     Returns:

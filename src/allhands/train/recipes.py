@@ -144,7 +144,7 @@ def _prepare(
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = make_trainable(model, config)
-    prepare_quantized(model, accelerator.kind, compact=True)
+    prepare_quantized(model, accelerator, compact=True)
     if start is not None:
         load_trained(model, start)
     if config.grad_checkpoint:
