@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help install demo test lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,7 +21,9 @@ $(STAMP): pyproject.toml scripts/choose_extra.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA),dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 7 minutes)
+install: $(STAMP) ## allhands and what it needs, into .venv
+
+demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 6 minutes)
 	$(BIN)/allhands demo
 
 test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)

@@ -32,6 +32,8 @@ def make_app() -> typer.Typer:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with a documented code; only a defect of allhands shows a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        arguments = ["version"]
     try:
         result: Any = make_app()(args=arguments, prog_name="allhands", standalone_mode=False)
         code = result if isinstance(result, int) else 0

@@ -27,7 +27,7 @@ from allhands.files import claimed
 LOG_DIRECTORY = "logs"
 _SHORT_OF_MEMORY = (
     "if memory was short, add --grad-checkpoint or lower --max-seq-length; "
-    "--resume-adapter-file goes on from the last save"
+    "--resume-adapter-file goes on from the last save, if there was one (--save-every)"
 )
 
 
@@ -193,7 +193,7 @@ def _leave(launch: Launch) -> None:
 
 
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
-    _share_cores(config, launch)
+    cores = _share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     from allhands.distributed.backend import Communicator
     from allhands.distributed.mesh import Mesh
@@ -208,7 +208,6 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         return join_group(launch, config.start_timeout_s)
 
     mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
-    cores = int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     surroundings = Surroundings(
         mesh=mesh,
         connect=join,
@@ -230,15 +229,16 @@ def _console(launch: Launch) -> Console:
     return Console(highlight=False, force_terminal=False if launch.launcher == "openmpi" else None)
 
 
-def _share_cores(config: TrainConfig, launch: Launch) -> None:
-    """Divide this host's cores among its ranks, where nobody has done so already."""
+def _share_cores(config: TrainConfig, launch: Launch) -> int | None:
+    """Divide this host's cores among its ranks, where nobody has done so already; how many this rank has got."""
     from allhands.blas import available_cores, limit_cores
 
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
-        return
+        return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     cores = config.cores_per_rank or max(1, available_cores() // launch.local_size)
     if cores < available_cores():
         from allhands.cluster.guard import pin_cores
 
         pin_cores(launch.local_rank, cores)
         limit_cores(cores)
+    return cores
