@@ -44,8 +44,7 @@ def finetune(
     from rich.console import Console
 
     from allhands.cluster.environment import recognise
-    from allhands.cluster.join import join_group
-    from allhands.distributed.mesh import Mesh
+    from allhands.cluster.join import join_group, mesh_of
     from allhands.train.recipes import Surroundings, run_finetune
 
     chosen = build_config({"train": True, **options}, config)
@@ -57,7 +56,7 @@ def finetune(
             hint="start the script itself that often: mpirun -np N python script.py",
         )
 
-    mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
+    mesh = mesh_of(launch)
     console = Console(file=sys.stdout, highlight=False) if progress and mesh.is_main else None
     return run_finetune(
         chosen,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from allhands.cluster.environment import Launch, recognise
-from allhands.cluster.join import join_group
+from allhands.cluster.join import join_group, mesh_of
 from allhands.cluster.mpi import require_mpi, usable_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
@@ -196,7 +196,6 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     cores = _share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     from allhands.distributed.backend import Communicator
-    from allhands.distributed.mesh import Mesh
     from allhands.train.recipes import Surroundings, run_finetune
 
     console = _console(launch) if launch.rank == 0 else None
@@ -207,7 +206,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s)
 
-    mesh = Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
+    mesh = mesh_of(launch)
     surroundings = Surroundings(
         mesh=mesh,
         connect=join,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from allhands.cluster.environment import Launch, rendezvous
 from allhands.cluster.mpi import prepare_mpi_environment
+from allhands.distributed.mesh import Mesh
 
 if TYPE_CHECKING:
     from allhands.distributed.backend import Communicator
@@ -26,6 +27,11 @@ if not select.select([0], [], [], float(sys.argv[2]))[0]:
     sys.stderr.flush()
     os.kill(int(sys.argv[1]), {int(signal.SIGKILL)})
 """
+
+
+def mesh_of(launch: Launch) -> Mesh:
+    """This rank's place among the others, all taken to be equally fast."""
+    return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
 
 
 def join_group(launch: Launch, timeout_s: float) -> Communicator:
