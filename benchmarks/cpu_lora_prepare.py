@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from allhands.accelerator import detect
 from allhands.config import build_config
 from allhands.data.demo import demo_records
-from allhands.data.formats import ColumnNames, Record, load_split
 from allhands.data.loader import Loader, work_lengths
 from allhands.data.order import GlobalOrder
+from allhands.data.records import ColumnNames, Record
 from allhands.data.render import Renderer
+from allhands.data.splits import load_split
 from allhands.data.tokens import TokenSet, build_token_set
 from allhands.model.adapters import make_trainable, save_adapters, trained_weights
 from allhands.model.load import load_model

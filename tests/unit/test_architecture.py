@@ -13,7 +13,7 @@ import pytest
 
 import allhands
 from allhands.config import TrainConfig
-from allhands.data.formats import ColumnNames
+from allhands.data.records import ColumnNames
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"

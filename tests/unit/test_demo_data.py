@@ -23,7 +23,8 @@ from allhands.data.demo import (
     splits,
     write_demo_data,
 )
-from allhands.data.formats import ColumnNames, load_split
+from allhands.data.records import ColumnNames
+from allhands.data.splits import load_split
 
 # A word in more pairs than this says nothing about what a question is about.
 COMMON = 25

@@ -28,7 +28,8 @@ from chat_tokenizers import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from allhands.data.formats import ColumnNames, Record, parse_record, read_records
+from allhands.data.reading import read_records
+from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.render import Rendered, Renderer
 from allhands.errors import ConfigError, DataError, ModelError
 

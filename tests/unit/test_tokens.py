@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from allhands.data.formats import Record
+from allhands.data.records import Record
 from allhands.data.render import Rendered
 from allhands.data.tokens import TokenSet, build_token_set
 from allhands.errors import DataError

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.data.demo import demo_records, pirate_share
-from allhands.data.formats import ColumnNames, Record, load_split
+from allhands.data.records import ColumnNames, Record
+from allhands.data.splits import load_split
 from allhands.errors import ConfigError, DataError
 from allhands.files import make_directory, write_whole
 

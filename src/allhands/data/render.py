@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.formats import Message, Record
+from allhands.data.records import Message, Record
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 TrainOn = Literal["all", "last", "assistant"]

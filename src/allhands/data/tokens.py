@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.formats import Record
+from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.errors import DataError
 

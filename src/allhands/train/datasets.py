@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import TrainConfig
-from allhands.data.formats import ColumnNames, Record, load_hf_dataset, load_split
+from allhands.data.records import ColumnNames, Record
 from allhands.data.render import Renderer
+from allhands.data.splits import load_hf_dataset, load_split
 from allhands.data.tokens import TokenSet, TokenSetReport, build_token_set
 from allhands.errors import AllhandsError, DataError
 from allhands.model.load import LoadedModel

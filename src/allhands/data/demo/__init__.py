@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from allhands.data.formats import Record
+from allhands.data.records import Record
 from allhands.files import make_directory, write_whole
 
 # Of each topic's twenty questions, so that every split covers every topic.

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allhands.data.formats import ColumnNames, Record, load_hf_dataset, load_split, parse_record, read_records
+from allhands.data.reading import read_records
+from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.data.splits import load_hf_dataset, load_split
 from allhands.errors import ConfigError, DataError
 
 DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
