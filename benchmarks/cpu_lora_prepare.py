@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from allhands.accelerator import detect
 from allhands.config import build_config
 from allhands.data.demo import demo_records
-from allhands.data.loader import Loader, work_lengths
+from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.records import ColumnNames, Record
 from allhands.data.render import Renderer
 from allhands.data.splits import load_split
-from allhands.data.tokens import TokenSet, build_token_set
+from allhands.data.tokens import TokenSet
 from allhands.model.adapters import make_trainable, save_adapters, trained_weights
 from allhands.model.load import load_model
 
@@ -48,8 +48,9 @@ def main() -> None:
     records = read_records(options.data)
     renderer = Renderer(loaded.tokenizer, mask_prompt=options.mask_prompt, max_seq_length=10**6)
     chosen = choose(records, renderer, options.steps * options.batch_size, options.max_seq_length)
-    tokens, _ = build_token_set(chosen, renderer)
-    order = longest_first(work_lengths(tokens), options.batch_size)
+    rendered = [renderer.render(record) for record in chosen]
+    tokens = TokenSet.of_examples([(example.tokens, example.mask) for example in rendered])
+    order = longest_first(tokens.work, options.batch_size)
     batches = [order.batch(step) for step in range(options.steps)]
     padded = allhands_places(tokens, order, options.steps)
     steps = [describe(tokens, batch, places) for batch, places in zip(batches, padded, strict=True)]
@@ -93,7 +94,7 @@ def choose(records: list[Record], renderer: Renderer, count: int, max_tokens: in
     return [records[i] for i in by_length[np.linspace(0, len(by_length) - 1, count, dtype=int)]]
 
 
-def longest_first(lengths: NDArray[np.int64], batch_size: int) -> GlobalOrder:
+def longest_first(lengths: NDArray[Any], batch_size: int) -> GlobalOrder:
     """The order with the first seed that puts the longest example into the first batch.
 
     Memory is made by the longest batch: every peer must meet it, the one that makes few steps too.

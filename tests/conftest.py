@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tiny import write_chat_data, write_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Token stores of the tests, and of the processes that they start, go here instead of the person's cache."""
+    path = tmp_path_factory.mktemp("tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALLHANDS_TOKEN_CACHE", str(path))
+        yield path
 
 
 @pytest.fixture(scope="session")

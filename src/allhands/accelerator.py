@@ -20,8 +20,6 @@ from allhands.data.loader import Sizing
 # Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the cache
 # lets go stays in the process for any size: allhands.blas tells malloc to keep freed pages.
 CPU_CACHE_BYTES = 64 << 20
-# Compiled steps: few lengths, each at most a third longer than the one before.
-GPU_LADDER = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Accelerator:
         """How shares of a batch are cut and padded here; ``compiled`` steps should meet few shapes."""
         if self.kind == "cpu":
             return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
-        return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, ladder=GPU_LADDER if compiled else ())
+        return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
 
 
 def detect() -> Accelerator:

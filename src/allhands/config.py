@@ -38,6 +38,9 @@ ALIASES: dict[str, str] = {
     "n": "num_ranks",
     "early_stopping": "early_stopping_patience",
     "clip_grad_norm": "max_grad_norm",
+    "pack": "packing",
+    "packed": "packing",
+    "sample_packing": "packing",
 }
 # Names that cannot be taken over because they mean something else; each with what to do.
 ELSEWHERE: dict[str, str] = {
@@ -49,6 +52,7 @@ ELSEWHERE: dict[str, str] = {
     "load_in_4bit": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "resume_from_checkpoint": "use resume_adapter_file with the adapters.safetensors to go on from",
+    "neat_packing": "use packing with isolate_documents",
     "warmup_ratio": "use warmup_steps (optimizer updates)",
 }
 
@@ -180,6 +184,12 @@ class TrainConfig(_Strict):
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."
     )
+    packing: bool = Field(
+        False, description="Join all texts and cut them into rows of --max-seq-length: for pre-training."
+    )
+    isolate_documents: bool = Field(
+        False, description="With --packing: no attention, and no positions, across the texts of a row."
+    )
     lora_parameters: LoraParameters = Field(
         default_factory=lambda: LoraParameters.model_validate({}),
         description='Adapter shape as JSON: {"rank": 8, "scale": 20.0, "dropout": 0.0}.',
@@ -245,6 +255,10 @@ class TrainConfig(_Strict):
             raise ValueError("--iters and --epochs: give one of the two")
         if self.train_on != "assistant" and not self.mask_prompt:
             raise ValueError("--train-on has an effect only with --mask-prompt: add it")
+        if self.packing and self.mask_prompt:
+            raise ValueError("--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt")
+        if self.isolate_documents and not self.packing:
+            raise ValueError("--isolate-documents has an effect only with --packing: add it")
         if self.early_stopping_patience is not None and self.val_batches == 0:
             raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
         if self.test and self.test_batches == 0:

@@ -9,14 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.data.loader import Sizing, collate_share, work_lengths
-from allhands.data.order import divide
-from allhands.data.tokens import TokenSet
+from allhands.data.loader import Sizing, collate_share
+from allhands.data.order import Shuffle, divide
+from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
-from allhands.train.step import make_loss
+from allhands.train.step import batch_arrays, make_loss
 from allhands.trees import numbers
 
 
@@ -26,7 +26,7 @@ class Evaluator:
     def __init__(
         self,
         model: nn.Module,
-        tokens: TokenSet,
+        windows: Windows,
         communicator: Communicator,
         mesh: Mesh,
         sizing: Sizing,
@@ -38,17 +38,16 @@ class Evaluator:
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then."""
         self._model = model
-        self._tokens = tokens
+        self._windows = windows
         self._communicator = communicator
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
         self._sizing = sizing
         self._stop_requested = stop_requested
-        self._work = work_lengths(tokens)
-        wanted = len(tokens) if num_batches < 0 else min(len(tokens), num_batches * batch_size)
+        wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
-        chosen = np.random.Generator(np.random.Philox(key=0)).permutation(len(tokens))[:wanted]
-        self._share = divide(chosen.astype(np.int64), self._work, mesh.weights)[mesh.rank]
+        chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
+        self._share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
 
     def __call__(self) -> tuple[float, int]:
         """Mean loss a trained token and the number of those tokens, the same on every rank.
@@ -60,10 +59,10 @@ class Evaluator:
         """
         self._model.eval()
         loss, count, stop = mx.zeros(()), 0, False
-        for batch in collate_share(self._tokens, self._share, self._work, self._sizing):
+        for batch in collate_share(self._windows, self._share, self._sizing):
             if stop := bool(self._stop_requested()):
                 break
-            loss = loss + self._loss(mx.array(batch.inputs), mx.array(batch.positions), mx.array(batch.targets))
+            loss = loss + self._loss(*batch_arrays(batch))
             mx.eval(loss)
             count += batch.num_targets
         self._model.train()

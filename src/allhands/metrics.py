@@ -31,6 +31,8 @@ from allhands.errors import DataError, StorageError
 from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
 
 METRICS_FILE = "metrics.jsonl"
+# Share of a step that waiting for data may take before a person is told.
+WAIT_SHOWN_FROM = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -449,7 +451,13 @@ def train_line(report: TrainReport, total_steps: int, left_s: float) -> str:
     rate = f"{format_rate(report.tokens_per_s)} (trained {format_rate(report.trained_tokens_per_s)})"
     peak, left = format_memory(report.peak_memory_bytes), format_duration(left_s)
     loss = f"loss {report.loss:.3f}  lr {report.learning_rate:.1e}"
-    return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}  peak {peak}  left {left}"
+    return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}  peak {peak}  left {left}{_waiting(report)}"
+
+
+def _waiting(report: TrainReport) -> str:
+    """That the steps wait for data, if it is worth a word."""
+    share = report.data_wait_s / report.step_time_s if report.step_time_s else 0.0
+    return f"  waits for data {share:.0%} of the time" if share >= WAIT_SHOWN_FROM else ""
 
 
 def valid_line(report: ValidReport) -> str:

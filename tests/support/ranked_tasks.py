@@ -25,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from allhands.config import TrainConfig, build_config
-from allhands.data.loader import Loader, Sizing, work_lengths
+from allhands.data.loader import Loader, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
@@ -54,11 +54,11 @@ def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
     """The same model, data, shares and optimizer, but each rank's *mean* loss, averaged by MLX's own function."""
     config = build_config(flags)
     loaded = load_model(config.model)
-    tokens = load_data(config, loaded).train
+    tokens = load_data(config).train
     assert tokens is not None
     model: Any = loaded.model
     make_trainable(model, config)
-    order = GlobalOrder(work_lengths(tokens), config.batch_size, config.seed)
+    order = GlobalOrder(tokens.work, config.batch_size, config.seed)
     sizing = Sizing(max_tokens=2048)
     loader = Loader(tokens, order, sizing, communicator.rank, (1.0,) * communicator.size)
     optimizer = optim.Adam(config.learning_rate, **config.optimizer_config.get("adam", {}))

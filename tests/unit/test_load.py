@@ -23,7 +23,7 @@ from allhands.errors import ConfigError, ModelError, StorageError
 from allhands.model import sources
 from allhands.model.load import get_model, load_model
 from allhands.model.sources import resolve
-from allhands.model.staging import publish, staging
+from allhands.staging import publish, staging
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +346,7 @@ def test_full_disk_leaves_nothing(tiny: tuple[Path, dict[str, np.ndarray]], tmp_
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from allhands.model.staging import staging
+from allhands.staging import staging
 with staging(Path(sys.argv[1])) as staged:
     (staged / "half").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

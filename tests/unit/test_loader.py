@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data.loader import Loader, MicroBatch, Sizing, collate, pad_targets, work_lengths
+from allhands.data.loader import Loader, MicroBatch, Sizing, best_ladder, collate, pad_targets
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.distributed.backend import Alone
@@ -38,10 +40,7 @@ def examples(draw: st.DrawFn, most: int = 12) -> list[Example]:
 
 
 def token_set(content: Sequence[Example]) -> TokenSet:
-    offsets = np.cumsum([0, *(len(tokens) for tokens, _ in content)]).astype(np.int64)
-    tokens = np.concatenate([np.asarray(tokens, dtype=np.int32) for tokens, _ in content])
-    mask = np.concatenate([np.asarray(mask, dtype=np.bool_) for _, mask in content])
-    return TokenSet(tokens, mask, offsets)
+    return TokenSet.of_examples([(np.asarray(ids), np.asarray(mask, dtype=np.bool_)) for ids, mask in content])
 
 
 def naive_tasks(content: Sequence[Example]) -> Counter[Task]:
@@ -68,12 +67,12 @@ def naive_work(example: Example) -> int:
 @quick
 @given(examples())
 def test_work_is_everything_before_the_last_target(content: list[Example]) -> None:
-    assert work_lengths(token_set(content)).tolist() == [naive_work(example) for example in content]
+    assert token_set(content).work.tolist() == [naive_work(example) for example in content]
 
 
 def test_no_examples_are_no_work() -> None:
-    empty = TokenSet(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64))
-    assert work_lengths(empty).shape == (0,)
+    assert token_set([]).work.shape == (0,)
+    assert best_ladder(token_set([]).work, 4) == ()
 
 
 @quick
@@ -121,7 +120,7 @@ def test_padding_of_targets_is_bounded_and_meets_few_shapes(count: int) -> None:
 @given(
     examples(most=16),
     st.integers(1, 6),
-    st.lists(st.floats(0.2, 4.0), min_size=1, max_size=4),
+    st.lists(st.floats(0.2, 4.0), min_size=1, max_size=8),
     st.integers(1, 100),
     st.sampled_from([(), (4, 8, 16, 32), (8, 12)]),
     st.integers(0, 2**31),
@@ -130,8 +129,8 @@ def test_all_ranks_together_learn_exactly_the_batch(
     content: list[Example], batch_size: int, weights: list[float], max_tokens: int, ladder: tuple[int, ...], seed: int
 ) -> None:
     tokens = token_set(content)
-    order = GlobalOrder(work_lengths(tokens), batch_size, seed)
-    sizing = Sizing(max_tokens, overhead_tokens=4, ladder=ladder)
+    order = GlobalOrder(tokens.work, batch_size, seed)
+    sizing = Sizing(max_tokens, overhead_tokens=4, few_shapes=bool(ladder), ladder=ladder)
     loaders = [Loader(tokens, order, sizing, rank, weights) for rank in range(len(weights))]
     for iteration in range(order.batches_per_epoch):
         parts = [batch for loader in loaders for batch in loader.load(iteration)]
@@ -145,11 +144,36 @@ def test_all_ranks_together_learn_exactly_the_batch(
 
 
 def test_the_ladder_rounds_up_and_lets_longer_ones_be() -> None:
-    sizing = Sizing(1000, ladder=(32, 64, 128))
-    assert [sizing.padded(n) for n in (1, 32, 33, 64, 100, 128, 129, 500)] == [32, 32, 64, 64, 128, 128, 129, 500]
-    assert sizing.few_shapes
-    assert not Sizing(1000).few_shapes
-    assert Sizing(1000).padded(77) == 77
+    lengths = np.array([1, 32, 33, 64, 100, 128, 129, 500])
+    assert Sizing(1000, ladder=(32, 64, 128)).padded(lengths).tolist() == [32, 32, 64, 64, 128, 128, 129, 500]
+    assert Sizing(1000).padded(lengths).tolist() == lengths.tolist()
+
+
+@quick
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 5))
+def test_the_ladder_pads_least_of_all(lengths: list[int], num_rungs: int) -> None:
+    def padding(rungs: tuple[int, ...]) -> int:
+        return sum(min(rung for rung in rungs if rung >= length) - length for length in lengths)
+
+    distinct = sorted(set(lengths))
+    choices = [rungs for n in range(num_rungs) for rungs in itertools.combinations(distinct[:-1], n)]
+    found = best_ladder(np.array(lengths), num_rungs)
+    assert len(found) <= num_rungs
+    assert list(found) == sorted(set(found))
+    assert padding(found) == min(padding((*rungs, distinct[-1])) for rungs in choices)
+
+
+def test_long_and_many_lengths_make_a_ladder_quickly() -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 1.5, 200_000).astype(np.int64) + 1
+    started = time.process_time()
+    rungs = best_ladder(lengths, 48)
+    assert time.process_time() - started < 2.0
+    assert len(rungs) == 48
+    assert rungs[-1] >= lengths.max()
+    fitted = Sizing(10**6, few_shapes=True).fitted(lengths)
+    assert fitted.ladder == rungs
+    assert Sizing(10**6).fitted(lengths).ladder == ()
+    assert np.all(fitted.padded(lengths) >= lengths)
 
 
 class Recorder(nn.Module):
@@ -167,7 +191,7 @@ class Recorder(nn.Module):
 def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
     random = np.random.default_rng(3)
     content = [(random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1)) for n in random.integers(2, 60, 40)]
-    model, sizing = Recorder(), Sizing(200, overhead_tokens=100, ladder=(16, 32, 48, 64))
+    model, sizing = Recorder(), Sizing(200, overhead_tokens=100, few_shapes=True, ladder=(16, 32, 48, 64))
     evaluator = Evaluator(model, token_set(content), Alone(), Mesh(), sizing, batch_size=4, num_batches=-1, eager=True)
     loss, num_targets = evaluator()
     assert loss == pytest.approx(np.log(100), rel=1e-5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data.order import GlobalOrder, divide, micro_batches
+from allhands.data.order import GlobalOrder, Shuffle, divide, micro_batches
 
 quick = settings(max_examples=60, deadline=None, database=None)
 Lengths = st.lists(st.integers(1, 500), min_size=1, max_size=90)
@@ -66,15 +68,67 @@ def test_seeds_and_epochs_give_different_orders() -> None:
 def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     # Written down once: a resumed run, or a rank with another numpy, must find these very batches.
     order = order_of([5, 3, 8, 1, 9, 2, 7, 4, 6, 10], 3, 2024)
-    assert [order.batch(i).tolist() for i in range(4)] == [[9], [6, 2, 4], [3, 5, 1], [7, 0, 8]]
+    assert [order.batch(i).tolist() for i in range(5)] == [[7, 0, 8], [9], [6, 2, 4], [3, 5, 1], [7, 0, 8]]
 
 
 def test_batches_hold_similar_lengths_within_a_pool() -> None:
-    lengths = np.random.default_rng(0).integers(1, 1000, 256)
+    lengths = np.random.default_rng(0).integers(1, 1000, 512)
     order = GlobalOrder(lengths, 8, 0)
     spreads = [np.ptp(lengths[order.batch(i)]) for i in range(order.batches_per_epoch)]
-    # 256 sorted lengths over 1000 are 4 apart: 8 neighbours span about 28, at random about 780.
-    assert np.mean(spreads) < 60
+    # 512 sorted lengths over 1000 are 2 apart: 8 neighbours span about 14, at random about 780.
+    assert np.mean(spreads) < 30
+
+
+# --- shuffles ------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.integers(0, 9))
+def test_a_shuffle_is_a_permutation_wherever_it_is_asked(size: int, seed: int, epoch: int) -> None:
+    whole = Shuffle(size, seed, epoch).at(np.arange(size))
+    assert sorted(whole.tolist()) == list(range(size))
+    some = np.arange(size)[:: max(1, size // 7)][::-1]
+    assert Shuffle(size, seed, epoch).at(some).tolist() == whole[some].tolist()
+
+
+def test_shuffles_of_a_few_are_uniform() -> None:
+    # All 24 orders of 4, each about 250 times of 6000: chi-square with 23 degrees of freedom is below 49.7 in 99.9 %.
+    counts = Counter(tuple(Shuffle(4, seed, 5).at(np.arange(4)).tolist()) for seed in range(6000))
+    assert len(counts) == 24
+    assert sum((count - 250) ** 2 / 250 for count in counts.values()) < 49.7
+
+
+def test_shuffles_of_many_have_no_trend() -> None:
+    size, table = 1000, np.zeros((10, 10))
+    adjacent, correlations = [], []
+    for seed in range(300):
+        order = Shuffle(size, seed).at(np.arange(size))
+        table += np.histogram2d(np.arange(size), order, bins=10)[0]
+        adjacent.append(np.count_nonzero(np.diff(order) == 1))
+        correlations.append(np.corrcoef(np.arange(size), order)[0, 1])
+    expected = 300 * size / 100
+    # 81 degrees of freedom: below 125 in 99.9 %.
+    assert ((table - expected) ** 2 / expected).sum() < 125
+    # A random permutation has one rising neighbour on average, and correlations spread by 1 / sqrt(size).
+    assert np.mean(adjacent) == pytest.approx(1.0, abs=0.2)
+    assert np.std(correlations) == pytest.approx(size**-0.5, rel=0.15)
+
+
+def test_any_batch_of_a_large_set_costs_the_same() -> None:
+    lengths = np.random.default_rng(0).integers(1, 2000, 1_000_000, dtype=np.int32)
+    order = GlobalOrder(lengths, 8, 1)
+    far = order.batches_per_epoch * 1000 + 77
+
+    def time_s(iterations: range) -> float:
+        started = time.process_time()
+        for iteration in iterations:
+            GlobalOrder(lengths, 8, 1).batch(iteration)
+        return time.process_time() - started
+
+    near, distant = time_s(range(200)), time_s(range(far, far + 200))
+    # A fraction of a millisecond each, though a million examples are shuffled; nothing of an epoch is kept.
+    assert near < 0.4
+    assert distant < 3 * near + 0.1
 
 
 # --- division among ranks ----------------------------------------------------------------------------
@@ -196,7 +250,7 @@ def test_micro_batches_cost_the_least_of_all_partitions(lengths: list[int], max_
 
 
 def test_no_examples_make_no_micro_batch() -> None:
-    assert micro_batches(np.zeros(0, dtype=np.int64), np.array([3, 4]), 100, 8) == []
+    assert micro_batches(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 100, 8) == []
 
 
 def test_padding_on_real_chats_is_small_beside_random_batches(shared_data: Path) -> None:
@@ -211,7 +265,7 @@ def test_padding_on_real_chats_is_small_beside_random_batches(shared_data: Path)
         return 1 - sum(int(lengths[batch].sum()) for batch in batches) / padded
 
     sorted_batches = [order.batch(i) for i in range(order.batches_per_epoch)]
-    cut = [part for batch in sorted_batches for part in micro_batches(batch, lengths, 2048, 24)]
+    cut = [part for batch in sorted_batches for part in micro_batches(batch, lengths[batch], 2048, 24)]
     shuffled = np.random.default_rng(0).permutation(len(lengths))
     plain = [shuffled[i : i + 16] for i in range(0, len(shuffled), 16)]
     assert padding(plain) > 0.40

@@ -161,17 +161,18 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(role="assistant", content=True), "messages[1] is a boolean", "quotes"),
         (message(role="assistant", content={"text": "a"}), "an object", "quotes"),
         (message(content="a"), 'messages[1] has no role; its keys are "content"', '"role"'),
-        (
-            {"messages": [{"from": "gpt", "value": "a"}]},
-            'keys are "from", "value"',
-            '(here "from" and "value")',
-        ),
+        ({"messages": [{"value": "a"}]}, 'has no role; its keys are "content"', '"role" and "content"'),
         (message(role="gpt", content="a"), "unknown role 'gpt'", 'here "assistant"'),
         (message(role="narrator", content="a"), "unknown role 'narrator'", "user, assistant"),
         (message(role=["x"], content="a"), "unknown role ['x']", "user, assistant"),
         (message(role="assistant", content=[{"type": "image_url"}]), 'type "image_url"', "only text"),
         (message(role="assistant", content=[{"type": "text"}]), "a part of the content", "fill it in"),
         (message(role="assistant", content="a", tool_calls="x"), "tool_calls", "tools"),
+        (message(role="assistant", content="a", tool_calls=[{"id": "1"}]), "tool call 1 has no name", "function"),
+        (message(role="assistant", tool_calls=[{"name": "f", "arguments": 1}]), "tool call 1 are a number", "write"),
+        (message(role="assistant", content="a", name="\ud800"), "half a surrogate pair (\\ud800)", "remove"),
+        (message(role="assistant", content="a", weight=float("nan")), "JSON cannot write", "remove"),
+        ({"messages": [{"role": "tool", "content": "4"}, CHAT["messages"][1]]}, "no assistant message asked", "before"),
         ({**CHAT, "tools": "x"}, "not JSON", "JSON list"),
         ({**CHAT, "tools": {"a": 1}}, '"tools" must be a list', "JSON list"),
         ({"prompt": "p", "completion": ""}, '"completion" is empty', "delete"),
@@ -184,10 +185,15 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"prompt": "p"}, 'the keys are "prompt"', "completion"),
         ({"question": "q", "answer": "a"}, '"question", "answer"', "prompt_feature: question and completion"),
         ({"prompt": "q", "answer": "a"}, '"prompt", "answer"', "completion_feature: answer"),
-        ({"instruction": "i", "input": "x", "output": "o"}, "no known shape", 'join "input"'),
-        ({"conversations": []}, "no known shape", "chat_feature: conversations"),
+        ({"instruction": "i", "context": "x", "response": "o"}, "no known shape", 'join "context"'),
+        ({"instruction": "i", "output": " "}, '"output" is empty', "delete"),
+        ({"instruction": None, "output": "o"}, '"instruction" is null', "fill it in"),
+        ({"conversations": []}, '"conversations" has no message', "delete"),
+        ({"chat": []}, "no known shape", "chat_feature: chat"),
         ({"story": "s"}, "no known shape", "text_feature: story"),
-        ({"chosen": 1, "rejected": 2}, "no known shape", "preference"),
+        ({"chosen": 1, "rejected": 2}, "preference data", "`allhands data prepare`"),
+        ({**CHAT, "label": True}, "rated answers", "`allhands data prepare`"),
+        ({"prompt": "p", "completion": "c", "label": False}, "rated answers", "`allhands data prepare`"),
         ({"input_ids": [1]}, "no known shape", "already tokenized"),
     ],
 )
@@ -230,6 +236,78 @@ def test_precedence_is_mlx_lms_and_names_can_be_mapped() -> None:
     assert columns == ColumnNames(prompt_feature="q", completion_feature="a")
     record = parse_record({"q": "1+1", "a": "2", "text": "t"}, columns, source="f", line=1)
     assert (record.kind, record.prompt, record.completion) == ("completion", "1+1", "2")
+
+
+def test_alpaca_and_sharegpt_are_trained_on() -> None:
+    record = parse({"instruction": "Add.", "input": "1 and 1", "output": "2"})
+    assert (record.kind, record.prompt, record.completion) == ("completion", "Add.\n\n1 and 1", "2")
+    record = parse({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ahoy!"}]})
+    assert (record.kind, record.messages) == ("chat", tuple(CHAT["messages"]))
+
+
+def test_turns_are_the_whole_conversation() -> None:
+    user, answer = CHAT["messages"]
+    assert parse(CHAT).turns == [user, answer]
+    assert parse({"prompt": "Hi", "completion": "Ahoy!"}).turns == [user, answer]
+    assert parse({"prompt": [user, answer, user], "completion": "Ahoy!"}).turns == [user, answer, user, answer]
+    assert parse({"text": "Hi"}).turns == []
+
+
+def test_a_null_counts_only_where_nothing_else_is_there() -> None:
+    # As tables have it, where every row has every column.
+    assert parse({"messages": None, "prompt": None, "completion": None, "text": "t"}).text == "t"
+    with pytest.raises(DataError, match='"messages" is null'):
+        parse({"messages": None, "text": None})
+
+
+# Names of columns
+
+
+def test_a_mapped_column_wins_over_the_default_names() -> None:
+    row = {"prompt": "p", "completion": "c", "text": "t", **CHAT, "meta": {"body": "b", "a.b": {"c": "deep"}}}
+    for name, text in (("meta.body", "b"), ("meta.a.b.c", "deep")):
+        record = parse_record(row, ColumnNames(text_feature=name), source="f", line=1)
+        assert (record.kind, record.text) == ("text", text)
+    # The key itself comes before the path.
+    record = parse_record({**row, "meta.body": "key"}, ColumnNames(text_feature="meta.body"), source="f", line=1)
+    assert record.text == "key"
+    columns = ColumnNames(instruction_feature="text", output_feature="meta.body", system_feature="prompt")
+    record = parse_record(row, columns, source="f", line=1)
+    assert [m["content"] for m in record.turns] == ["p", "t", "b"]
+
+
+def test_a_mapped_system_column_goes_before_every_shape() -> None:
+    columns = ColumnNames(system_feature="rules")
+    for row in ({"prompt": "Hi", "completion": "Ahoy!"}, CHAT):
+        record = parse_record({**row, "rules": "Be brief."}, columns, source="f", line=1)
+        assert record.turns == [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
+        assert parse_record({**row, "rules": None}, columns, source="f", line=1).turns == CHAT["messages"]
+
+
+@pytest.mark.parametrize(
+    ("names", "row", "problem", "hint"),
+    [
+        (
+            {"prompt_feature": "qestion", "completion_feature": "Anser"},
+            {"question": "q", "answer": "a"},
+            '"Anser" (completion_feature), "qestion" (prompt_feature) are not there; the keys are "question", "answer"',
+            'the nearest: completion_feature: "answer", prompt_feature: "question"',
+        ),
+        ({"text_feature": "meta.bdy"}, {"meta": {"body": "b"}}, "is not there", 'text_feature: "meta.body"'),
+        # What the default names would give is not taken instead.
+        ({"text_feature": "body"}, CHAT, '"body" (text_feature) is not there; the keys are "messages"', "messages"),
+        ({"prompt_feature": "q"}, {"q": "1", "answer": "2", "text": "t"}, '"q" (prompt_feature) alone', "answer"),
+        ({"text_feature": "zzz"}, {}, "the keys are none", "text_feature"),
+        ({"label_feature": "good"}, CHAT, '"good" is null or missing', "true or false"),
+        ({"label_feature": "good"}, {**CHAT, "good": 7}, '"good" is a number', "true or false"),
+    ],
+)
+def test_a_mapping_that_fits_nothing(names: dict[str, str], row: Any, problem: str, hint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_record(row, ColumnNames(**names), source="f", line=1)
+    assert caught.value.where == "f:1"
+    assert problem in caught.value.message
+    assert hint in (caught.value.hint or "")
 
 
 # The folder
@@ -326,7 +404,10 @@ def test_hub_errors(hub: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch)
         ("bad-inputs/mixed-formats.jsonl", {"chat": 1, "text": 1, "completion": 1}, 3),
         ("bad-inputs/prompt-longer-than-max-seq.jsonl", {"completion": 1}, 1),
         ("bad-inputs/single-json-array.jsonl", {"chat": 2}, 14),
-        ("formats/kto_en_demo.json", {"chat": 300}, 5385),
+        ("formats/alpaca.json", {"completion": 2}, 7),
+        ("formats/alpaca_en_demo.json", {"completion": 999}, 4992),
+        ("formats/conversation.json", {"chat": 1}, 1),
+        ("formats/glaive_toolcall_en_demo.json", {"chat": 300}, 9137),
         ("formats/v1_sft_demo.jsonl", {"chat": 500}, 500),
         ("pirate-dolly/train.jsonl", {"chat": 5328}, 5328),
         ("tinystories/valid.jsonl", {"text": 105}, 105),
@@ -350,14 +431,11 @@ def test_real_files_that_are_read(name: str, kinds: dict[str, int], last_line: i
         ("bad-inputs/only-user.jsonl", 1, "no assistant message"),
         ("bad-inputs/truncated-last-line.jsonl", 3, "ends in the middle"),
         ("bad-inputs/unknown-keys.jsonl", 1, '"question", "answer"'),
-        ("formats/alpaca.json", 2, '"instruction", "input", "output"'),
-        ("formats/alpaca_en_demo.json", 2, '"instruction", "input", "output"'),
-        ("formats/conversation.json", 1, '"conversations"'),
-        ("formats/conversation.missingturns.json", 1, '"conversations"'),
+        ("formats/conversation.missingturns.json", 1, "conversations[1] is an empty answer"),
         ("formats/conversation.tokenized.json", 1, '"input_ids"'),
         ("formats/conversation.tokenized_llama2chat.json", 1, '"input_ids"'),
         ("formats/dpo_en_demo.json", 2, '"chosen"'),
-        ("formats/glaive_toolcall_en_demo.json", 2, '"conversations"'),
+        ("formats/kto_en_demo.json", 2, '"label" is true or false'),
     ],
 )
 def test_real_files_that_are_refused(name: str, line: int | None, message: str) -> None:

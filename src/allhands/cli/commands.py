@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from allhands.cli.check import check
 from allhands.cli.options import option_function
+from allhands.cli.prepare import prepare
+from allhands.cli.style import style
 
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[
@@ -37,6 +40,9 @@ def register(app: typer.Typer) -> None:
     model.command("get")(model_get)
     app.add_typer(model, name="model")
     data = typer.Typer(help="Training data.", no_args_is_help=True)
+    data.command("prepare")(prepare)
+    data.command("check")(check)
+    data.command("style")(style)
     data.command("demo")(data_demo)
     app.add_typer(data, name="data")
     app.command("version")(version)

@@ -211,6 +211,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         mesh=mesh,
         connect=join,
         started=worker.mark_started,
+        busy=worker.mark_busy,
         stop_requested=worker.stop_requested,
         console=console,
         cores_per_rank=cores,

@@ -38,6 +38,8 @@ def pin_cores(local_rank: int, cores: int) -> None:
     """
     if sys.platform == "linux":
         allowed = sorted(os.sched_getaffinity(0))
+        # For work that one rank does for all of them while they wait.
+        os.environ.setdefault("ALLHANDS_HOST_CORES", ",".join(map(str, allowed)))
         own = {allowed[(local_rank * cores + i) % len(allowed)] for i in range(cores)}
         os.sched_setaffinity(0, own)
 

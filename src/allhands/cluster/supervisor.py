@@ -190,8 +190,13 @@ class _Attempt:
             self._events(SupervisorEvent("started", "all processes have started"))
             return
         missing = [rank for rank in self._living() if rank in unmarked]
-        if missing and now > self._began + self._spec.start_deadline_s and not self._stop_signal:
+        if missing and now > self._last_busy(now) + self._spec.start_deadline_s and not self._stop_signal:
             self._raise_not_started(missing)
+
+    def _last_busy(self, now: float) -> float:
+        """When a rank last said that it was at work (tokenising, say); when the job began, if none has."""
+        ages = [time.time() - mark.stat().st_mtime for mark in self._run_dir.glob("rank-*.busy")]
+        return max([self._began, *(now - age for age in ages)])
 
     def _raise_not_started(self, missing: list[int]) -> NoReturn:
         """Name the ranks that have not even come to the point where they wait for the others, if there are any."""

@@ -57,6 +57,11 @@ class WorkerContext:
         if self._run_dir:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.ready", "")
 
+    def mark_busy(self) -> None:
+        """Tell the supervisor that this rank is at work on something that may take longer than a start should."""
+        if self._run_dir:
+            (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+
     def mark_started(self) -> None:
         """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
 

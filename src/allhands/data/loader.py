@@ -1,4 +1,4 @@
-"""From a token set to the padded arrays that a rank computes in one step.
+"""From a set of windows to the padded arrays that a rank computes in one step.
 
 The loader has no state but the batch number: everything follows from (seed, epoch, step), so it can be
 put at any step at once, and a run on another number of ranks sees the same global batches.
@@ -7,13 +7,19 @@ put at any step at once, and a run on another number of ranks sees the same glob
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.order import GlobalOrder, divide, micro_batches
-from allhands.data.tokens import TokenSet
+from allhands.data.tokens import Windows
+
+# Lengths that compiled steps may have. 48 keep padding under 3 % on real chats, for some hundred compiled shapes.
+NUM_RUNGS = 48
+# Distinct lengths that the choice of the rungs looks at.
+_CANDIDATES = 512
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,15 @@ class MicroBatch:
         positions: (N,) int32 places in the flattened (B * T) inputs whose next token is trained.
         targets: (N,) int32 the token that should follow each of them; -1 where N was padded.
         num_tokens: tokens of the examples (without padding): the work done.
+        documents: (B, T) int32 number of the document of each place; a place looks only at those of its own.
+            ``None`` where each row is one document or documents may see each other.
     """
 
     inputs: NDArray[np.int32]
     positions: NDArray[np.int32]
     targets: NDArray[np.int32]
     num_tokens: int
+    documents: NDArray[np.int32] | None = None
 
     @property
     def num_targets(self) -> int:
@@ -43,6 +52,12 @@ class MicroBatch:
         """Places of ``inputs`` that hold no example."""
         return self.inputs.size - self.num_tokens
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(B, T, N): a compiled step is traced once for each."""
+        rows, width = self.inputs.shape
+        return rows, width, len(self.targets)
+
 
 @dataclass(frozen=True)
 class Sizing:
@@ -51,88 +66,96 @@ class Sizing:
     Attributes:
         max_tokens: padded tokens a micro-batch at most.
         overhead_tokens: fixed cost of a further micro-batch, in tokens.
-        ladder: allowed padded lengths, ascending; empty means every length (where nothing is compiled).
+        few_shapes: whether lengths and numbers of trained places are rounded up, because every shape is compiled.
+        ladder: allowed padded lengths, ascending; a length above the last one, or every one if empty, stays.
     """
 
     max_tokens: int
     overhead_tokens: int = 32
+    few_shapes: bool = False
     ladder: tuple[int, ...] = ()
 
-    @property
-    def few_shapes(self) -> bool:
-        """Whether the number of trained places is padded too, because every shape is compiled."""
-        return bool(self.ladder)
+    def fitted(self, work: NDArray[Any]) -> Sizing:
+        """With the ladder that pads windows of these lengths least, where few shapes are wanted."""
+        return replace(self, ladder=best_ladder(work, NUM_RUNGS)) if self.few_shapes else self
 
-    def padded(self, length: int) -> int:
-        """The padded length for an example of ``length``."""
-        return next((step for step in self.ladder if step >= length), length)
+    def padded(self, lengths: NDArray[Any]) -> NDArray[np.int64]:
+        """The padded length for each of ``lengths``."""
+        rungs = np.asarray(self.ladder, dtype=np.int64)
+        place = np.searchsorted(rungs, lengths)
+        return np.where(place < len(rungs), np.append(rungs, 0)[place], lengths).astype(np.int64)
+
+
+def best_ladder(lengths: NDArray[Any], num_rungs: int) -> tuple[int, ...]:
+    """The ``num_rungs`` lengths to round up to that pad ``lengths`` least in all; exact up to a grain.
+
+    Dynamic programming over the distinct lengths, which are first rounded up so that no more than 512 remain.
+    """
+    if len(lengths) == 0:
+        return ()
+    grain = -(-int(lengths.max()) // _CANDIDATES)
+    values, counts = np.unique(-(-np.asarray(lengths, dtype=np.int64) // grain) * grain, return_counts=True)
+    until = np.concatenate([[0], np.cumsum(counts)])
+    cost = np.concatenate([[0.0], np.full(len(values), np.inf)])
+    cuts: list[NDArray[np.int64]] = []
+    for _ in range(min(num_rungs, len(values))):
+        # The last rung of the first `end` values is the largest of them; `start` values are below its reach.
+        table = cost[None, :] + values[:, None] * (until[1:, None] - until[None, :])
+        table[np.arange(len(values))[:, None] < np.arange(len(values) + 1)[None, :]] = np.inf
+        cuts.append(table.argmin(axis=1))
+        cost = np.concatenate([[np.inf], table.min(axis=1)])
+    rungs: list[int] = []
+    end = len(values)
+    for cut in reversed(cuts):
+        rungs.append(int(values[end - 1]))
+        end = int(cut[end - 1])
+    return tuple(rungs[::-1])
 
 
 class Loader:
     """Micro-batches of one rank for any batch of the run."""
 
     def __init__(
-        self, tokens: TokenSet, order: GlobalOrder, sizing: Sizing, rank: int, weights: Sequence[float]
+        self, windows: Windows, order: GlobalOrder, sizing: Sizing, rank: int, weights: Sequence[float]
     ) -> None:
         """``weights`` holds the relative speed of every rank, this one's at ``rank``."""
-        self._tokens = tokens
+        self._windows = windows
         self._order = order
         self._sizing = sizing
         self._rank = rank
         self._weights = tuple(weights)
-        self._work = work_lengths(tokens)
 
     def load(self, iteration: int) -> list[MicroBatch]:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
-        share = divide(self._order.batch(iteration), self._work, self._weights)[self._rank]
-        return list(collate_share(self._tokens, share, self._work, self._sizing))
+        share = divide(self._order.batch(iteration), self._windows.work, self._weights)[self._rank]
+        return list(collate_share(self._windows, share, self._sizing))
 
 
-def collate_share(
-    tokens: TokenSet, share: NDArray[np.int64], work: NDArray[np.int64], sizing: Sizing
-) -> Iterator[MicroBatch]:
-    """Cut a rank's ``share`` of examples into micro-batches as ``sizing`` says.
-
-    Args:
-        work: (num_examples,) of :func:`work_lengths`.
-    """
-    lengths = np.zeros(len(work), dtype=np.int64)
-    lengths[share] = [sizing.padded(int(n)) for n in work[share]]
-    for part in micro_batches(share, lengths, sizing.max_tokens, sizing.overhead_tokens):
-        batch = collate(tokens, part, int(lengths[part].max()))
+def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[MicroBatch]:
+    """Cut a rank's ``share`` of windows into micro-batches as ``sizing`` says."""
+    work = windows.work
+    for part in micro_batches(share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens):
+        batch = collate(windows, part, int(sizing.padded(work[part]).max()))
         yield pad_targets(batch) if sizing.few_shapes else batch
 
 
-def work_lengths(tokens: TokenSet) -> NDArray[np.int64]:
-    """(num_examples,) input tokens that must be computed: up to the one before the last trained token."""
-    if tokens.num_examples == 0:
-        return np.zeros(0, dtype=np.int64)
-    trained = np.flatnonzero(tokens.mask)
-    # The last trained place before each example's end; every example has at least one.
-    last = trained[np.searchsorted(trained, tokens.offsets[1:]) - 1]
-    return (last - tokens.offsets[:-1]).astype(np.int64)
-
-
-def collate(tokens: TokenSet, examples: NDArray[np.int64], length: int) -> MicroBatch:
-    """Pad ``examples`` to ``length`` inputs each."""
-    inputs = np.zeros((len(examples), length), dtype=np.int32)
-    positions: list[NDArray[np.int64]] = []
-    targets: list[NDArray[np.int32]] = []
-    work = 0
-    for row, example in enumerate(examples):
-        ids, mask = tokens.example(int(example))
-        trained = np.flatnonzero(mask)
-        end = int(trained[-1])
-        inputs[row, :end] = ids[:end]
-        # Token i is predicted from place i - 1.
-        positions.append(row * length + trained - 1)
-        targets.append(ids[trained])
-        work += end
+def collate(windows: Windows, chosen: NDArray[np.int64], length: int) -> MicroBatch:
+    """Pad the windows ``chosen`` to ``length`` inputs each."""
+    parts = [windows.window(int(i)) for i in chosen]
+    inputs = np.zeros((len(parts), length), dtype=np.int32)
+    isolated = any(part.documents is not None for part in parts)
+    # Padding is a document of its own: nothing looks at it, and it looks at nothing but itself.
+    documents = np.full((len(parts), length), -1, dtype=np.int32) if isolated else None
+    for row, part in enumerate(parts):
+        inputs[row, : len(part.inputs)] = part.inputs
+        if documents is not None:
+            documents[row, : len(part.inputs)] = 0 if part.documents is None else part.documents
     return MicroBatch(
         inputs,
-        np.concatenate(positions).astype(np.int32),
-        np.concatenate(targets).astype(np.int32),
-        work,
+        np.concatenate([row * length + part.positions for row, part in enumerate(parts)]).astype(np.int32),
+        np.concatenate([part.targets for part in parts]).astype(np.int32),
+        sum(len(part.inputs) for part in parts),
+        documents,
     )
 
 
@@ -141,9 +164,8 @@ def pad_targets(batch: MicroBatch) -> MicroBatch:
     count = len(batch.targets)
     grain = max(32, 1 << max(0, count.bit_length() - 3))
     missing = -count % grain
-    return MicroBatch(
-        batch.inputs,
-        np.pad(batch.positions, (0, missing)),
-        np.pad(batch.targets, (0, missing), constant_values=-1),
-        batch.num_tokens,
+    return replace(
+        batch,
+        positions=np.pad(batch.positions, (0, missing)),
+        targets=np.pad(batch.targets, (0, missing), constant_values=-1),
     )

@@ -1,52 +1,86 @@
 """One training example: its shape recognised and everything about it checked. Nothing here knows files or tokens.
 
 The shapes are those of mlx_lm: ``messages`` (with optional ``tools``), ``prompt`` + ``completion``, and
-``text``. Everything wrong is a :class:`DataError` that names file and line.
+``text``; and Alpaca and ShareGPT, which become one of them. Everything wrong is a :class:`DataError` that
+names file and line.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import islice
 from typing import Any, Literal, NoReturn, cast
 
-from allhands.errors import DataError
+from allhands.data.messages import (
+    DELETE,
+    Message,
+    Place,
+    asks_only,
+    check_message,
+    check_messages,
+    check_string,
+    check_tool_answers,
+    check_tools,
+    is_sharegpt,
+    key_list,
+    quoted,
+    require_answer,
+    type_name,
+)
 
-Message = dict[str, Any]
 RecordKind = Literal["chat", "completion", "text"]
+Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 SHORTEN = "shorten the number or the nesting that it names"
 
 _PROMPT_LIKE = ("question", "instruction", "input", "query", "problem", "user", "source")
 _COMPLETION_LIKE = ("answer", "output", "response", "target", "solution", "reply", "assistant")
-_CHAT_LIKE = ("conversations", "conversation", "chat", "dialogue", "turns")
+_CHAT_LIKE = ("chat", "dialogue", "dialog", "turns")
 _TEXT_LIKE = ("content", "body", "story", "document", "raw_content")
-_ROLE_LIKE = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-}
+_BY_COMMAND = "`allhands data prepare` writes it out for other programs"
 
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """The keys that hold each part of a record; the fields are named after mlx_lm's options."""
+    """The keys that hold each part of a record; the first four are named after mlx_lm's options.
+
+    A name with dots reaches into nested objects: ``meta.body`` is ``{"meta": {"body": ...}}``, unless the
+    record has the key ``"meta.body"`` itself. A column that is called other than by default is *mapped*; see
+    :func:`recognise` for what that means. Without a mapping, ``conversations`` and ``conversation`` hold a
+    ShareGPT conversation, and ``kto_tag`` is another name for ``label``.
+    """
 
     prompt_feature: str = "prompt"
     completion_feature: str = "completion"
     chat_feature: str = "messages"
     text_feature: str = "text"
+    instruction_feature: str = "instruction"
+    input_feature: str = "input"
+    output_feature: str = "output"
+    history_feature: str = "history"
+    system_feature: str = "system"
+    tools_feature: str = "tools"
+    chosen_feature: str = "chosen"
+    rejected_feature: str = "rejected"
+    label_feature: str = "label"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ColumnNames:
-        """Column names from a mapping that may carry any of the four keys; None means the default."""
+        """Column names from a mapping that may carry any of the keys; None means the default."""
         given = {name: options.get(name) for name in cls.__dataclass_fields__}
         return cls(**{name: str(value) for name, value in given.items() if value is not None})
+
+    @cached_property
+    def mapped(self) -> frozenset[str]:
+        """The parts ("prompt") whose columns are called other than by default."""
+        fields = self.__dataclass_fields__.items()
+        return frozenset(
+            name.removesuffix("_feature") for name, field in fields if getattr(self, name) != field.default
+        )
 
 
 @dataclass(frozen=True)
@@ -72,175 +106,368 @@ class Record:
         """``file:line``, as in error messages."""
         return f"{self.source}:{self.line}"
 
+    @property
+    def turns(self) -> list[Message]:
+        """The whole conversation of a chat or a completion; empty for a text."""
+        if self.kind == "text":
+            return []
+        head = as_turns(self.prompt, "user") if self.prompt is not None else list(self.messages or ())
+        return head + (as_turns(self.completion, "assistant") if self.completion is not None else [])
 
-@dataclass(frozen=True)
-class Place:
-    """Where a record begins, so that every check can raise with it."""
 
-    source: str
-    line: int
-
-    def fail(self, message: str, hint: str | None = None) -> NoReturn:
-        raise DataError(message, where=f"{self.source}:{self.line}", hint=hint)
+def as_turns(words: str | list[Message], role: str) -> list[Message]:
+    """A string as one message of ``role``; messages as they are."""
+    return [{"role": role, "content": words}] if isinstance(words, str) else list(words)
 
 
 def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) -> Record:
-    """Check one decoded JSON value and recognise its shape (mlx_lm's order of precedence).
+    """Check one decoded JSON value and recognise its shape; Alpaca and ShareGPT are converted.
+
+    Preferences and rated answers are refused: to train on them as they stand would teach what was rejected.
 
     Raises:
         DataError: with ``where="source:line"``.
     """
-    place = Place(source, line)
-    if not isinstance(value, dict):
-        place.fail(f"a record must be a JSON object, this is {_type_name(value)}", f"write {SHAPES}")
-    row = cast(dict[str, Any], value)
-    tools = _tools(row.get("tools"), place)
-    if columns.prompt_feature in row and columns.completion_feature in row:
-        prompt = _text_or_messages(row[columns.prompt_feature], columns.prompt_feature, place)
-        completion = _text_or_messages(row[columns.completion_feature], columns.completion_feature, place)
-        if isinstance(completion, str) and not completion.strip():
-            place.fail(f'"{columns.completion_feature}" is empty: there is nothing to learn', _DELETE)
-        if isinstance(completion, list):
-            _require_answer(completion, columns.completion_feature, place)
-            prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Record("completion", prompt=prompt, completion=completion, tools=tools, source=source, line=line)
-    if columns.chat_feature in row:
-        messages = _messages(row[columns.chat_feature], columns.chat_feature, place)
-        _require_answer(messages, columns.chat_feature, place)
-        return Record("chat", messages=tuple(messages), tools=tools, source=source, line=line)
-    if columns.text_feature in row:
-        text = _string(row[columns.text_feature], f'"{columns.text_feature}"', place)
-        if not text.strip():
-            place.fail(f'"{columns.text_feature}" is empty: there is nothing to learn', _DELETE)
-        return Record("text", text=text, source=source, line=line)
-    place.fail(f"no known shape; the keys are {_names(row)}", _column_hint(row, columns))
+    parts = Parts.of(value, columns, Place(source, line))
+    shape = recognise(parts)
+    if shape == "preference":
+        pair = f"{quoted(parts.name('chosen'))}, {quoted(parts.name('rejected'))}"
+        hint = f"keep the chosen answers as messages; {_BY_COMMAND}"
+        parts.place.fail(f"preference data ({pair}) cannot be trained on", hint)
+    if rating(parts, shape) is not None:
+        parts.place.fail(
+            f"rated answers ({quoted(parts.name('label'))} is true or false) cannot be trained on",
+            f"keep the good answers and remove {quoted(parts.name('label'))}; {_BY_COMMAND}",
+        )
+    return to_record(parts, shape)
 
 
-_DELETE = "fill it in or delete the record"
+# Parts of a record, wherever they stand
+
+_MISSING = object()
+# By default also known as; the first that is there counts.
+_OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
 
 
-def _type_name(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        type(None): "null or missing",
-    }
-    return names.get(type(value), "a number")
+@dataclass(frozen=True)
+class Parts:
+    """One JSON object that is asked for a part ("prompt") where the user may have named the column."""
+
+    values: Mapping[str, Any]
+    columns: ColumnNames
+    place: Place
+
+    @classmethod
+    def of(cls, value: Any, columns: ColumnNames, place: Place) -> Parts:
+        """The parts of a decoded JSON value.
+
+        Raises:
+            DataError: it is not an object.
+        """
+        if not isinstance(value, dict):
+            place.fail(f"a record must be a JSON object, this is {type_name(value)}", f"write {SHAPES}")
+        return cls(cast(dict[str, Any], value), columns, place)
+
+    def name(self, part: str) -> str:
+        """The key, or dotted path, of a part in this record."""
+        if part in _OTHER_NAMES and not self.mapped(part):
+            names = _OTHER_NAMES[part]
+            return next((name for name in names if self.values.get(name) is not None), names[0])
+        return getattr(self.columns, f"{part}_feature")
+
+    def get(self, part: str) -> Any:
+        """The value of a part; None if it is null or not there."""
+        found = _reach(self.values, self.name(part))
+        return None if found is _MISSING else found
+
+    def has(self, part: str) -> bool:
+        """Whether the part is there and not null. Tables give every row every column, null where it has none."""
+        return self.get(part) is not None
+
+    def names_it(self, part: str) -> bool:
+        """Whether the part is there, be it null."""
+        return _reach(self.values, self.name(part)) is not _MISSING
+
+    def mapped(self, part: str) -> bool:
+        """Whether the user has named this column, other than by default."""
+        return part in self.columns.mapped
 
 
-def _names(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(f'"{name}"' for name in list(names)[:12]) or "none"
+def _reach(values: Mapping[str, Any], name: str) -> Any:
+    """The value at a key, or at a dotted path through nested objects; ``_MISSING`` if there is none."""
+    if name in values:
+        return values[name]
+    for end in (index for index, letter in enumerate(name) if letter == "."):
+        inner = values.get(name[:end])
+        found = _reach(cast(dict[str, Any], inner), name[end + 1 :]) if isinstance(inner, dict) else _MISSING
+        if found is not _MISSING:
+            return found
+    return _MISSING
 
 
-def _column_hint(row: Mapping[str, Any], columns: ColumnNames) -> str:
+# Recognising the shape
+
+# What makes a shape, in order of precedence; and the parts that may hold the question of a preference.
+NEEDS: dict[Shape, tuple[str, ...]] = {
+    "completion": ("prompt", "completion"),
+    "chat": ("chat",),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "alpaca": ("instruction", "output"),
+    "sharegpt": ("conversation",),
+}
+_SHAPING = frozenset(part for needs in NEEDS.values() for part in needs)
+_QUESTIONS = ("prompt", "chat", "instruction")
+
+
+def recognise(parts: Parts) -> Shape:
+    """The shape of a record, by the columns that it has.
+
+    mlx_lm's own come first, in its order: prompt and completion, messages, text. Then a preference (chosen and
+    rejected), Alpaca (instruction and output), ShareGPT (conversations). Messages that do not end with an
+    answer, beside chosen and rejected ones, are the question of a preference; those with from and value are
+    ShareGPT. A column that is null counts only if no other shape is there.
+
+    If the user has mapped a column that makes a shape, a mapped one must be part of the shape that is chosen:
+    mapped columns win over everything that the default names would give, and a record that has none of them
+    is an error, not something else.
+
+    Raises:
+        DataError: no shape, or none with a mapped column.
+    """
+    mapped = parts.columns.mapped & _SHAPING
+    for there in (parts.has, parts.names_it):
+        for shape, needs in NEEDS.items():
+            used = (*needs, *_QUESTIONS) if shape == "preference" else needs
+            if all(there(part) for part in needs) and (not mapped or any(p in mapped and there(p) for p in used)):
+                return _by_messages(parts) if shape == "chat" else shape
+    if mapped:
+        _fail_on_mapping(parts, sorted(mapped))
+    parts.place.fail(f"no known shape; the keys are {key_list(parts.values)}", _column_hint(parts))
+
+
+def _by_messages(parts: Parts) -> Shape:
+    """What a record with messages is, by those messages."""
+    if parts.has("chosen") and parts.has("rejected") and asks_only(parts.get("chat")):
+        return "preference"
+    return "sharegpt" if is_sharegpt(parts.get("chat")) else "chat"
+
+
+def rating(parts: Parts, shape: Shape) -> bool | None:
+    """Whether an answer was rated good or bad; None if it was not rated.
+
+    A rating is a boolean, or as tables write it "true" or "false". What else stands under ``label`` is no
+    rating (a class, say), unless the user has mapped the column, which then may be 0 or 1 but not missing.
+
+    Raises:
+        DataError: a mapped label is no rating; a text is labelled false, which cannot be kept as a rated answer.
+    """
+    value, mapped = parts.get("label"), parts.mapped("label")
+    if shape == "preference" or (value is None and not mapped):
+        return None
+    name = quoted(parts.name("label"))
+    label = _truth(value, numbers=mapped)
+    if label is None and mapped:
+        hint = "write true or false in every record, or do not name a label_feature"
+        parts.place.fail(f"{name} is {type_name(value)}, it must be true or false", hint)
+    if shape != "text":
+        return label
+    if label is False:
+        hint = f"delete the record; or, if {name} does not rate the text, remove {name}"
+        parts.place.fail(f"{name} is false for a text: a text that is rated bad cannot be trained on", hint)
+    return None
+
+
+def _truth(value: Any, *, numbers: bool) -> bool | None:
+    """True or false, also as a word or, if allowed, as 1 or 0; None for anything else."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower() if isinstance(value, str | int) else ""
+    truths = {"true": True, "false": False} | ({"1": True, "0": False} if numbers else {})
+    return truths.get(word)
+
+
+# Errors about columns
+
+
+def _fail_on_mapping(parts: Parts, mapped: list[str]) -> NoReturn:
+    """A record without the columns that were mapped: name its keys, and the key that was probably meant."""
+    absent = [part for part in mapped if not parts.names_it(part)]
+    paths = {path.lower(): path for path in islice(_paths(parts.values), 300)}
+    near: list[str] = []
+    for part in absent:
+        close = get_close_matches(parts.name(part).lower(), paths, n=1, cutoff=0.4)
+        near += [f"{part}_feature: {quoted(paths[match])}" for match in close]
+    keys = key_list(parts.values)
+    names = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in absent)
+    if not names:
+        present = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in mapped)
+        parts.place.fail(f"{present} alone makes no shape; the keys are {keys}", _column_hint(parts))
+    hint = f"the nearest: {', '.join(near)}" if near else _column_hint(parts)
+    parts.place.fail(f"{names} {'are' if len(absent) > 1 else 'is'} not there; the keys are {keys}", hint)
+
+
+def _paths(values: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
+    """Keys, and dotted paths to the keys of nested objects."""
+    for name, value in values.items():
+        yield str(name)
+        if isinstance(value, dict) and depth > 1:
+            yield from (f"{name}.{path}" for path in _paths(cast(dict[str, Any], value), depth - 1))
+
+
+def _column_hint(parts: Parts) -> str:
     """What to do about a record of unknown shape: a column mapping if its keys suggest one."""
-    if "chosen" in row and "rejected" in row:
-        return "preference data (chosen, rejected) cannot be trained on: keep the chosen answers as messages"
+    row = parts.values
     if "input_ids" in row:
         return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
 
-    def found(candidates: tuple[str, ...]) -> str | None:
-        return next((name for name in candidates if name in row), None)
+    def found(part: str, candidates: tuple[str, ...]) -> str | None:
+        return parts.name(part) if parts.names_it(part) else next((name for name in candidates if name in row), None)
 
-    completion = columns.completion_feature if columns.completion_feature in row else found(_COMPLETION_LIKE)
-    prompt = columns.prompt_feature if columns.prompt_feature in row else found(_PROMPT_LIKE)
+    completion, prompt = found("completion", _COMPLETION_LIKE), found("prompt", _PROMPT_LIKE)
     if completion and prompt:
-        unused = '; join "input" to it first, or it is ignored' if prompt == "instruction" and row.get("input") else ""
+        other = next((name for name in ("input", "context") if row.get(name)), None)
+        unused = f'; join "{other}" to it first, or it is ignored' if prompt == "instruction" and other else ""
         return f"name the columns: prompt_feature: {prompt} and completion_feature: {completion}{unused}"
-    if chat := found(_CHAT_LIKE):
+    if chat := found("chat", _CHAT_LIKE):
         return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"
-    if text := found(_TEXT_LIKE):
+    if text := found("text", _TEXT_LIKE):
         return f"name the column: text_feature: {text}"
     return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
 
 
-def _string(value: Any, what: str, place: Place) -> str:
-    if not isinstance(value, str):
-        repair = "fill it in or delete the record" if value is None else "write it as a string, in quotes"
-        place.fail(f"{what} is {_type_name(value)}, it must be a string", repair)
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            bad = f"\\u{ord(value[error.start]):04x}"
-            place.fail(f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it")
-    return value
+# Converting
 
 
-def _content(value: Any, what: str, place: Place) -> str:
-    """A message's content as one string; a list of text parts is joined."""
-    if not isinstance(value, list):
-        return _string(value, what, place)
-    parts: list[str] = []
-    for part in cast(list[Any], value):
-        fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
-        kind = fields.get("type", "text")
-        if kind not in ("text", "input_text", "output_text"):
-            place.fail(f'{what} has a part of type "{kind}"', "only text can be trained on: remove the part")
-        parts.append(_string(fields.get("text", fields.get("value")), f"a part of {what}", place))
-    return "".join(parts)
+def to_record(parts: Parts, shape: Shape) -> Record:
+    """The record of a recognised shape, checked. A mapped system column is put before any shape's messages.
+
+    Raises:
+        DataError: a part is missing or broken.
+    """
+    place = parts.place
+    if shape == "text":
+        text = string_part(parts, "text")
+        if not text.strip():
+            place.fail(f"{quoted(parts.name('text'))} is empty: there is nothing to learn", DELETE)
+        return Record("text", text=text, source=place.source, line=place.line)
+    tools = check_tools(parts.get("tools"), parts.name("tools"), place)
+    record = _completion(parts) if shape == "completion" else _chat_or_question(parts, shape)
+    check_tool_answers(record.turns, parts.name(NEEDS[shape][-1]), place)
+    return Record(
+        record.kind, record.messages, tools, record.prompt, record.completion, source=place.source, line=place.line
+    )
 
 
-def _text_or_messages(value: Any, name: str, place: Place) -> str | list[Message]:
-    return _messages(value, name, place) if isinstance(value, list) else _string(value, f'"{name}"', place)
+def _completion(parts: Parts) -> Record:
+    name = parts.name("completion")
+    prompt, completion = text_or_messages(parts, "prompt"), text_or_messages(parts, "completion")
+    if isinstance(completion, str) and not completion.strip():
+        parts.place.fail(f"{quoted(name)} is empty: there is nothing to learn", DELETE)
+    if parts.mapped("system"):
+        prompt = system_message(parts) + as_turns(prompt, "user") if parts.has("system") else prompt
+    if isinstance(completion, list):
+        require_answer(completion, name, parts.place)
+        prompt = as_turns(prompt, "user")
+    return Record("completion", prompt=prompt, completion=completion)
 
 
-def _messages(value: Any, name: str, place: Place) -> list[Message]:
-    if not isinstance(value, list):
-        place.fail(
-            f'"{name}" is {_type_name(value)}, it must be a list of messages',
-            'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-        )
-    items = cast(list[Any], value)
-    if not items:
-        place.fail(f'"{name}" has no message', _DELETE)
-    return [_message(item, f"{name}[{index}]", place) for index, item in enumerate(items)]
+def _chat_or_question(parts: Parts, shape: Shape) -> Record:
+    if shape == "alpaca":
+        return _alpaca(parts)
+    part = "chat" if shape == "chat" or is_sharegpt(parts.get("chat")) else "conversation"
+    messages = conversation_part(parts, part, sharegpt=shape == "sharegpt")
+    require_answer(messages, parts.name(part), parts.place)
+    if shape != "chat" or parts.mapped("system"):
+        messages = with_system(parts, messages)
+    return Record("chat", messages=tuple(messages))
 
 
-def _message(value: Any, what: str, place: Place) -> Message:
-    """One message with a known role and string content; keys that are null are dropped."""
-    if not isinstance(value, dict):
-        place.fail(f"{what} is {_type_name(value)}, it must be an object", "give it a role and a content")
-    message = {key: item for key, item in cast(Message, value).items() if item is not None}
-    role = message.get("role")
-    if role is None:
-        renamed = ' (here "from" and "value")' if "from" in message else ""
-        place.fail(
-            f"{what} has no role; its keys are {_names(message)}",
-            f'name the keys "role" and "content"{renamed}',
-        )
-    if role not in ROLES:
-        meant = f'; here "{_ROLE_LIKE[role]}"' if str(role) in _ROLE_LIKE else ""
-        place.fail(f"{what} has the unknown role {role!r}", f"a role is one of {', '.join(ROLES)}{meant}")
-    calls = message.get("tool_calls")
-    if calls is not None and not _is_list_of_objects(calls):
-        place.fail(f"{what}: tool_calls must be a list of objects", "see the chat format with tools")
-    # An answer that only calls tools has no words; every template takes "" but not every one takes null.
-    content = "" if calls and message.get("content") is None else message.get("content")
-    message["content"] = _content(content, f"the content of {what}", place)
-    if role == "assistant" and not calls and not message["content"].strip():
-        place.fail(f"{what} is an empty answer: there is nothing to learn", _DELETE)
-    return message
+def _alpaca(parts: Parts) -> Record:
+    """One question is a completion; a system message or earlier questions make it a chat."""
+    question, output = alpaca_question(parts), string_part(parts, "output")
+    if not output.strip():
+        parts.place.fail(f"{quoted(parts.name('output'))} is empty: there is nothing to learn", DELETE)
+    before = [*system_message(parts), *history(parts)]
+    if not before:
+        return Record("completion", prompt=question, completion=output)
+    return Record("chat", messages=(*before, *as_turns(question, "user"), *as_turns(output, "assistant")))
 
 
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in cast(list[Any], value))
+def alpaca_question(parts: Parts) -> str:
+    """The instruction, and after a blank line the input if there is one.
+
+    Raises:
+        DataError: one of them is not a string.
+    """
+    instruction = string_part(parts, "instruction")
+    more = string_part(parts, "input") if parts.has("input") else ""
+    return "\n\n".join(text for text in (instruction, more) if text.strip())
 
 
-def _require_answer(messages: Sequence[Message], name: str, place: Place) -> None:
-    if not any(message["role"] == "assistant" for message in messages):
-        place.fail(f'"{name}" has no assistant message: there is nothing to learn', _DELETE)
+def history(parts: Parts) -> list[Message]:
+    """Alpaca's earlier turns, a list of [question, answer] pairs, as messages.
+
+    Raises:
+        DataError: it is something else, or an answer is empty.
+    """
+    pairs, name = parts.get("history"), parts.name("history")
+    if pairs is None or pairs == "":
+        return []
+    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in cast(list[Any], pairs)):
+        parts.place.fail(f"{quoted(name)} must be a list of pairs", 'write [["question", "answer"], ...]')
+    return [
+        check_message({"role": role, "content": words}, f"{name}[{index}][{side}]", parts.place)
+        for index, pair in enumerate(cast(list[list[Any]], pairs))
+        for side, (role, words) in enumerate(zip(("user", "assistant"), pair, strict=True))
+    ]
 
 
-def _tools(value: Any, place: Place) -> list[Any] | None:
-    """The tools of a record: a list of objects, or the same as a JSON string, as some data sets have it."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError as error:
-            place.fail(f'"tools" is a string that is not JSON: {error}', "write the tools as a JSON list")
-    if value is not None and not _is_list_of_objects(value):
-        place.fail(f'"tools" must be a list of objects, this is {_type_name(value)}', "write a JSON list")
-    return value or None
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(cast(list[Any], value)) == 2
+
+
+def system_message(parts: Parts) -> list[Message]:
+    """The system column as a list of one message; empty if the column is absent, null or blank.
+
+    Raises:
+        DataError: it is not a string.
+    """
+    text = string_part(parts, "system") if parts.has("system") else ""
+    return [{"role": "system", "content": text}] if text.strip() else []
+
+
+def with_system(parts: Parts, messages: list[Message]) -> list[Message]:
+    """Messages after the system column, unless they begin with the same system message."""
+    system = system_message(parts)
+    return messages if messages[:1] == system else system + messages
+
+
+def conversation_part(parts: Parts, part: str, *, sharegpt: bool) -> list[Message]:
+    """The checked messages of a chat column; under another name than mlx_lm's, or with ``sharegpt``, the
+    names of roles may be ShareGPT's.
+
+    Raises:
+        DataError: they are broken.
+    """
+    sharegpt = sharegpt or parts.mapped(part)
+    return check_messages(parts.get(part), parts.name(part), parts.place, sharegpt=sharegpt)
+
+
+def string_part(parts: Parts, part: str) -> str:
+    """A part that must be a string.
+
+    Raises:
+        DataError: it is not.
+    """
+    return check_string(parts.get(part), quoted(parts.name(part)), parts.place)
+
+
+def text_or_messages(parts: Parts, part: str) -> str | list[Message]:
+    """A part that is a string or a list of messages.
+
+    Raises:
+        DataError: it is neither.
+    """
+    value = parts.get(part)
+    return check_messages(value, parts.name(part), parts.place) if isinstance(value, list) else string_part(parts, part)

@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from allhands.data.reading import read_records
 from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.data.store import input_hash
 from allhands.errors import ConfigError, DataError
 
 
-def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:
-    """All records of ``data_dir/{split}.jsonl`` (or ``.json``); [] if it is absent and not required.
+@dataclass(frozen=True)
+class RecordSource:
+    """The records of one split, not yet read.
+
+    Attributes:
+        identity: JSON values that change whenever the records do; cheap to compute.
+        records: reads them, from the beginning at each call.
+    """
+
+    identity: Callable[[], Any]
+    records: Callable[[], Iterator[Record]]
+
+
+def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> RecordSource | None:
+    """The records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not required.
 
     Args:
         split: "train", "valid" or "test".
 
     Raises:
-        DataError: the folder, or a required file, is missing or unreadable, or a record is malformed.
+        DataError: the folder, or a required file, is missing or unreadable. Reading raises it for a record.
     """
+    names = _entries(data_dir)
+    for name in (f"{split}.jsonl", f"{split}.json"):
+        if name in names:
+            return _source_of_file(data_dir / name, columns)
+    if not required:
+        return None
+    there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
+    raise DataError(
+        f"{split}.jsonl is missing; the folder holds {there}",
+        where=str(data_dir),
+        hint=f"name the file {split}.jsonl, or check --data; `allhands data prepare` makes such a folder",
+    )
+
+
+def _source_of_file(path: Path, columns: ColumnNames) -> RecordSource:
+    return RecordSource(
+        lambda: {"sha256": _hash(path), "columns": asdict(columns)}, lambda: read_records(path, columns)
+    )
+
+
+def _entries(data_dir: Path) -> list[str]:
     try:
         if data_dir.is_file():
             hint = f"give the folder that holds train.jsonl: --data {data_dir.parent}"
@@ -27,21 +65,28 @@ def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bo
         if not data_dir.exists():
             hint = "check --data; it takes a folder with train.jsonl and perhaps valid.jsonl, test.jsonl"
             raise DataError("the data folder does not exist", where=str(data_dir), hint=hint)
-        names = sorted(entry.name for entry in data_dir.iterdir())
+        return sorted(entry.name for entry in data_dir.iterdir())
     except OSError as error:
         hint = "give yourself permission to read the folder: chmod u+rx FOLDER"
         raise DataError(f"cannot read the folder: {error.strerror}", where=str(data_dir), hint=hint) from error
-    for name in (f"{split}.jsonl", f"{split}.json"):
-        if name in names:
-            return list(read_records(data_dir / name, columns))
-    if not required:
-        return []
-    there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
-    raise DataError(
-        f"{split}.jsonl is missing; the folder holds {there}",
-        where=str(data_dir),
-        hint=f"name the file {split}.jsonl, or check --data",
-    )
+
+
+def _hash(path: Path) -> str:
+    try:
+        return input_hash(path)
+    except OSError as error:
+        hint = "give yourself permission to read it: chmod u+r FILE"
+        raise DataError(f"cannot read the file: {error.strerror}", where=str(path), hint=hint) from error
+
+
+def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:
+    """All records of :func:`split_of_folder`; [] if it is absent and not required.
+
+    Raises:
+        DataError: the folder, or a required file, is missing or unreadable, or a record is malformed.
+    """
+    source = split_of_folder(data_dir, split, columns, required=required)
+    return [] if source is None else list(source.records())
 
 
 # mlx_lm's defaults for the keys of `hf_dataset`.
@@ -54,20 +99,37 @@ _HF_KEYS = {
 }
 
 
-def load_hf_dataset(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str) -> list[Record]:
+def split_of_hub(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str) -> RecordSource | None:
     """One split ("train", "valid" or "test") of the dataset or datasets that ``hf_dataset`` describes.
 
-    Several datasets follow each other. A split set to None gives no records.
+    Several datasets follow each other. None if the split is set to None in all of them.
 
     Raises:
         ConfigError: a key is unknown, or ``path`` is missing.
-        DataError: the library is not installed, the dataset cannot be loaded, or a record is malformed.
+        DataError: the dataset cannot be loaded. Reading raises it for a malformed record.
     """
     specs = [spec] if isinstance(spec, Mapping) else spec
-    return [record for one in specs for record in _load_one_hf(one, split)]
+    parts = [part for one in specs if (part := _hub_part(one, split)) is not None]
+    if not parts:
+        return None
+    return RecordSource(
+        lambda: [part.identity() for part in parts],
+        lambda: (record for part in parts for record in part.records()),
+    )
 
 
-def _load_one_hf(spec: Mapping[str, Any], split: str) -> list[Record]:
+def load_hf_dataset(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str) -> list[Record]:
+    """All records of :func:`split_of_hub`; [] for a split that is set to None.
+
+    Raises:
+        ConfigError: a key is unknown, or ``path`` is missing.
+        DataError: the dataset cannot be loaded, or a record is malformed.
+    """
+    source = split_of_hub(spec, split)
+    return [] if source is None else list(source.records())
+
+
+def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
     if unknown := sorted(set(spec) - set(_HF_KEYS)):
         raise ConfigError(
             f"unknown keys {', '.join(unknown)}",
@@ -79,11 +141,27 @@ def _load_one_hf(spec: Mapping[str, Any], split: str) -> list[Record]:
         raise ConfigError("path is missing", where="hf_dataset", hint="name the dataset: path: OWNER/NAME")
     part = spec.get(f"{split}_split", _DEFAULT_SPLITS[split])
     if part is None:
-        return []
+        return None
     columns = ColumnNames.from_options(spec)
     rows = _hf_rows(path, part, dict(spec.get("config") or {}))
     source = f"{path}[{part}]"
-    return [parse_record(dict(row), columns, source=source, line=n) for n, row in enumerate(rows, start=1)]
+
+    def records() -> Iterator[Record]:
+        return (parse_record(dict(row), columns, source=source, line=n) for n, row in enumerate(rows, start=1))
+
+    def identity() -> Any:
+        # The library's own hash of the rows and of all that was done to them.
+        known = getattr(rows, "_fingerprint", None)
+        return [known if isinstance(known, str) else _hash_of_rows(rows), asdict(columns)]
+
+    return RecordSource(identity, records)
+
+
+def _hash_of_rows(rows: Any) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(dict(row), sort_keys=True, default=repr).encode())
+    return digest.hexdigest()
 
 
 def _hf_rows(path: str, part: str, options: dict[str, Any]) -> Any:

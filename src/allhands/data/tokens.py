@@ -1,47 +1,112 @@
-"""A set of tokenized examples as three flat arrays, so that it can be stored, memory-mapped and hashed."""
+"""Tokenised examples as flat arrays, in memory or mapped from a file, and the two ways to train on them.
+
+:class:`TokenSet` holds the arrays. What a run trains on is either its examples one by one (:class:`TokenSet`
+itself) or, for pre-training, the documents joined and cut into rows of equal length (:class:`PackedRows`).
+Both are read through :class:`Windows`, so nothing behind them knows the difference.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.records import Record
-from allhands.data.render import Renderer
-from allhands.errors import DataError
+Bits = NDArray[np.uint8]
+# The largest vocabulary whose ids fit into two bytes.
+SMALL_VOCABULARY = 1 << 16
 
 
 @dataclass(frozen=True)
-class TokenSet:
-    """Examples one after the other.
+class Window:
+    """What the model computes for one example or row, without padding.
 
     Attributes:
-        tokens: (num_tokens,) int32.
-        mask: (num_tokens,) bool, True where the token is a target of the loss; never on the first token of
-            an example. Every example of :func:`build_token_set` has at least one target.
-        offsets: (num_examples + 1,) int64; example ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
+        inputs: (W,) token ids.
+        positions: (N,) places in ``inputs`` whose next token is trained.
+        targets: (N,) the tokens that should follow.
+        documents: (W,) number of the document that each place belongs to, from 0; ``None`` where the places
+            may look at all before them.
     """
 
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
+    inputs: NDArray[Any]
+    positions: NDArray[np.int64]
+    targets: NDArray[Any]
+    documents: NDArray[np.int32] | None = None
+
+
+class Windows(Protocol):
+    """A set of windows with random access."""
+
+    def __len__(self) -> int: ...
+    @property
+    def work(self) -> NDArray[Any]:
+        """(len(self),) inputs of each window: the tokens that must be computed."""
+        ...
+
+    def window(self, i: int) -> Window: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSet:
+    """Examples one after the other; the arrays may be mapped from files that several processes share.
+
+    Attributes:
+        tokens: (num_tokens,) uint16 or int32.
+        mask_bits: (ceil(num_tokens / 8),) uint8, a bit a token, lowest first: 1 where the token is a target of
+            the loss; never on the first token of an example.
+        offsets: (num_examples + 1,) int64; example ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
+        work: (num_examples,) int32 input tokens that must be computed: up to the one before the last target.
+        num_targets: (num_examples,) int32 tokens of each example that the loss is computed on.
+        largest_token: the largest token id; -1 in an empty set.
+    """
+
+    tokens: NDArray[Any]
+    mask_bits: Bits
     offsets: NDArray[np.int64]
+    work: NDArray[np.int32]
+    num_targets: NDArray[np.int32]
+    largest_token: int
 
     def __post_init__(self) -> None:
-        assert self.tokens.dtype == np.int32, self.tokens.dtype
-        assert self.mask.dtype == np.bool_, self.mask.dtype
+        assert self.tokens.dtype in (np.uint16, np.int32), self.tokens.dtype
         assert self.offsets.dtype == np.int64, self.offsets.dtype
-        assert self.tokens.shape == self.mask.shape == (self.offsets[-1],)
+        assert self.tokens.shape == (self.offsets[-1],)
+        assert self.mask_bits.shape == (-(-len(self.tokens) // 8),)
+        assert self.work.shape == self.num_targets.shape == (len(self.offsets) - 1,)
+
+    @classmethod
+    def of(cls, tokens: NDArray[Any], mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> TokenSet:
+        """A set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
+        assert mask.shape == tokens.shape
+        until = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        counts = until[offsets[1:]] - until[offsets[:-1]]
+        trained = np.flatnonzero(mask)
+        # The last trained place before each example's end.
+        last = trained[np.maximum(until[offsets[1:]] - 1, 0)] if len(trained) else offsets[:-1]
+        work = np.where(counts > 0, last - offsets[:-1], 0)
+        largest = int(tokens.max(initial=-1))
+        return cls(tokens, pack_mask(mask), offsets, work.astype(np.int32), counts.astype(np.int32), largest)
+
+    @classmethod
+    def of_examples(cls, examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]) -> TokenSet:
+        """A set in memory from (tokens, mask) of each example."""
+        lengths = [len(tokens) for tokens, _ in examples]
+        tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for tokens, _ in examples)])
+        mask = np.concatenate([np.zeros(0, dtype=np.bool_), *(mask for _, mask in examples)])
+        return cls.of(tokens.astype(np.int32), mask, np.cumsum([0, *lengths], dtype=np.int64))
 
     def __len__(self) -> int:
-        return self.num_examples
+        return len(self.offsets) - 1
 
     @property
     def num_examples(self) -> int:
         """Number of examples."""
-        return len(self.offsets) - 1
+        return len(self)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -49,84 +114,96 @@ class TokenSet:
         return np.diff(self.offsets)
 
     @property
-    def num_targets(self) -> NDArray[np.int64]:
-        """(num_examples,) tokens of each example that the loss is computed on."""
-        until = np.concatenate([[0], np.cumsum(self.mask, dtype=np.int64)])
-        return np.diff(until[self.offsets])
+    def mask(self) -> NDArray[np.bool_]:
+        """(num_tokens,) bool, made anew: for small sets."""
+        return self.mask_of(0, len(self.tokens))
 
-    def example(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Tokens and mask of example ``i``, each (length,), as views."""
-        place = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        return self.tokens[place], self.mask[place]
+    def mask_of(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """(stop - start,) bool: which of ``tokens[start:stop]`` are targets."""
+        first = start // 8
+        bits = np.unpackbits(self.mask_bits[first : -(-stop // 8)], bitorder="little")
+        return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
+
+    def example(self, i: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Tokens (a view) and mask of example ``i``, each (length,)."""
+        start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
+        return self.tokens[start:stop], self.mask_of(start, stop)
+
+    def window(self, i: int) -> Window:
+        """Example ``i``, without what follows its last target."""
+        ids, mask = self.example(i)
+        trained = np.flatnonzero(mask)
+        # Token i is predicted from place i - 1.
+        return Window(ids[: self.work[i]], trained - 1, ids[trained])
 
     def fingerprint(self) -> str:
-        """SHA-256 of the three arrays, in hexadecimal: equal if and only if the data are."""
-        digest = hashlib.sha256()
-        for array in (self.offsets, self.tokens, self.mask):
-            # Little-endian, so that the fingerprint is the same on every computer.
-            digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data)
-        return digest.hexdigest()
+        """SHA-256 in hexadecimal: equal if and only if the tokens, the masks and the division into examples are."""
+        return joined_fingerprint([array_fingerprint(array) for array in (self.tokens, self.mask_bits, self.offsets)])
 
 
-@dataclass(frozen=True)
-class TokenSetReport:
-    """What became of the records.
+def pack_mask(mask: NDArray[np.bool_]) -> Bits:
+    """Eight flags a byte, the first one lowest."""
+    return np.packbits(mask, bitorder="little")
+
+
+def array_fingerprint(array: NDArray[Any]) -> str:
+    """SHA-256 of the array's bytes, little-endian, so that it is the same on every computer."""
+    return hashlib.sha256(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data).hexdigest()
+
+
+def joined_fingerprint(parts: list[str]) -> str:
+    """One fingerprint of several."""
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The documents of a set joined and cut into rows of ``block`` inputs: no padding, nothing lost.
+
+    Row ``r`` has the inputs ``stream[r * block : (r + 1) * block]`` and as targets the same one place on, where
+    ``stream`` is the tokens of all documents, each with its end-of-text token. Every token but the first of the
+    stream is a target once. The last row is what remains and may be shorter.
 
     Attributes:
-        num_examples: examples in the set.
-        num_truncated: examples (kept ones) that lost tokens to the length limit.
-        num_truncated_tokens: tokens that those lost.
-        dropped: ``file:line`` of each record left out because no trained token remained.
-        num_tokens: tokens in the set.
-        num_trained_tokens: tokens in the set that the loss is computed on.
+        source: the documents.
+        block: inputs a row.
+        isolate: whether documents are kept apart: a row's window carries document numbers, and the first
+            token of a document, which nothing of the document predicts, is no target.
     """
 
-    num_examples: int
-    num_truncated: int
-    num_truncated_tokens: int
-    dropped: tuple[str, ...]
-    num_tokens: int
-    num_trained_tokens: int
+    source: TokenSet
+    block: int
+    isolate: bool
 
+    def __len__(self) -> int:
+        return -(-(len(self.source.tokens) - 1) // self.block)
 
-def build_token_set(
-    records: Iterable[Record], renderer: Renderer, *, report: Callable[[int], None] | None = None
-) -> tuple[TokenSet, TokenSetReport]:
-    """Render every record; records without a trained token are left out and reported.
+    @property
+    def work(self) -> NDArray[Any]:
+        """(num_rows,) inputs of each row: all ``block`` but the last row's."""
+        return self._work
 
-    Args:
-        report: called after each record with the number of records done, for a progress display.
+    @cached_property
+    def _work(self) -> NDArray[np.int32]:
+        work = np.full(len(self), self.block, dtype=np.int32)
+        if len(work):
+            work[-1] = len(self.source.tokens) - 1 - (len(work) - 1) * self.block
+        return work
 
-    Raises:
-        DataError: no record has a trained token, or one cannot be rendered.
-    """
-    tokens: list[NDArray[np.int32]] = []
-    masks: list[NDArray[np.bool_]] = []
-    cut: list[int] = []
-    dropped: list[str] = []
-    for done, record in enumerate(records, start=1):
-        rendered = renderer.render(record)
-        if rendered.mask.any():
-            tokens.append(rendered.tokens)
-            masks.append(rendered.mask)
-            cut.append(rendered.truncated)
-        else:
-            dropped.append(record.where)
-        if report is not None:
-            report(done)
-    if not tokens:
-        raise DataError(
-            f"none of the {len(dropped)} examples has a token to train on",
-            where=dropped[0] if dropped else None,
-            hint="raise --max-seq-length (long prompts push answers out), and check that the answers exist",
-        )
-    offsets = np.concatenate([[0], np.cumsum([len(t) for t in tokens])]).astype(np.int64)
-    result = TokenSet(np.concatenate(tokens), np.concatenate(masks), offsets)
-    return result, TokenSetReport(
-        num_examples=len(tokens),
-        num_truncated=sum(n > 0 for n in cut),
-        num_truncated_tokens=sum(cut),
-        dropped=tuple(dropped),
-        num_tokens=len(result.tokens),
-        num_trained_tokens=int(result.mask.sum()),
-    )
+    def window(self, i: int) -> Window:
+        """Row ``i``."""
+        start = i * self.block
+        stop = start + int(self.work[i])
+        ids = self.source.tokens[start : stop + 1]
+        targets = self.source.mask_of(start + 1, stop + 1)
+        first, last = np.searchsorted(self.source.offsets, [start + 1, stop + 1])
+        begins = np.asarray(self.source.offsets[first:last]) - start
+        if not self.isolate:
+            # Begins of documents are predicted from the end-of-text token before them.
+            targets[begins - 1] = True
+        positions = np.flatnonzero(targets)
+        if not self.isolate:
+            return Window(ids[:-1], positions, ids[positions + 1])
+        documents = np.zeros(stop - start, dtype=np.int32)
+        documents[begins[begins < stop - start]] = 1
+        return Window(ids[:-1], positions, ids[positions + 1], np.cumsum(documents, dtype=np.int32))

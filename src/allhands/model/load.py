@@ -28,7 +28,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from allhands.errors import ConfigError, ModelError
 from allhands.files import storage_error
 from allhands.model.sources import Report, first_line, resolve, silent
-from allhands.model.staging import publish, same_files, staging
+from allhands.staging import publish, same_files, staging
 
 Json = dict[str, Any]
 
@@ -77,13 +77,42 @@ def fingerprint(path: Path) -> str:
 # --- loading ----------------------------------------------------------------------------------------
 
 
-def load_model(path_or_repo: str, *, trust_remote_code: bool = False, dtype: str | None = None) -> LoadedModel:
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A model's tokenizer, and the model's directory."""
+
+    tokenizer: TokenizerWrapper
+    path: Path
+
+
+def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> LoadedTokenizer:
+    """Load a model's tokenizer without its weights.
+
+    Args:
+        path_or_repo: ``demo``, a directory or a Hub repository id.
+        trust_remote_code: let the tokenizer run the Python files that it carries.
+
+    Raises:
+        ModelError: the model or its tokenizer is missing or torn.
+    """
+    path = resolve(path_or_repo)
+    return LoadedTokenizer(_tokenizer(path, _read_config(path), trust_remote_code), path)
+
+
+def load_model(
+    path_or_repo: str,
+    *,
+    trust_remote_code: bool = False,
+    dtype: str | None = None,
+    tokenizer: TokenizerWrapper | None = None,
+) -> LoadedModel:
     """Load a model and its tokenizer, the parameters evaluated, in evaluation mode.
 
     Args:
         path_or_repo: ``demo``, a directory or a Hub repository id.
         trust_remote_code: let the model run the Python files that it carries.
         dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
+        tokenizer: the model's, if it has been loaded already.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
@@ -95,7 +124,7 @@ def load_model(path_or_repo: str, *, trust_remote_code: bool = False, dtype: str
     if dtype is not None:
         _cast(model, dtype, path)
     mx.eval(model.parameters())
-    return LoadedModel(model, _tokenizer(path, config, trust_remote_code), config, path)
+    return LoadedModel(model, tokenizer or _tokenizer(path, config, trust_remote_code), config, path)
 
 
 def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:

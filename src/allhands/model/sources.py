@@ -20,7 +20,7 @@ from allhands.blas import cache_dir
 from allhands.errors import ModelError
 from allhands.files import storage_error
 from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
-from allhands.model.staging import locked, publish, staging
+from allhands.staging import locked, publish, staging
 
 Report = Callable[[str], None]
 

@@ -19,12 +19,14 @@ class SplitModel:
     """A model whose logits are exactly ``body(tokens) @ head_weight().T``.
 
     Attributes:
-        body: (B, T) token ids -> (B, T, D) hidden states after the final norm.
+        body: (B, T) token ids, and perhaps ``cache`` -> (B, T, D) hidden states after the final norm.
         head: the module whose dense (V, D) weight makes the logits.
+        num_layers: blocks of the body.
     """
 
-    body: Callable[[mx.array], mx.array]
+    body: Callable[..., mx.array]
     head: nn.Module
+    num_layers: int
 
     def head_weight(self) -> mx.array:
         """Dense (V, D) weight of the head, dequantised if need be, differentiable if trainable."""
@@ -67,7 +69,7 @@ def split(model: nn.Module) -> SplitModel | None:
     if not callable(body) or type(head) not in plain or (head is not None and "bias" in head):
         return None
     assert head is not None
-    parts = SplitModel(cast("Any", body), head)
+    parts = SplitModel(cast("Any", body), head, len(getattr(model, "layers", ())))
     training = model.training
     model.eval()  # dropout would make two passes differ
     try:

@@ -1,81 +1,191 @@
-"""The splits that a run needs: records first, without a model, then tokens."""
+"""The splits that a run needs, as tokens: opened if they were tokenised before, made otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import TrainConfig
-from allhands.data.records import ColumnNames, Record
-from allhands.data.render import Renderer
-from allhands.data.splits import load_hf_dataset, load_split
-from allhands.data.tokens import TokenSet, TokenSetReport, build_token_set
+from allhands.data.records import ColumnNames
+from allhands.data.splits import RecordSource, split_of_folder, split_of_hub
+from allhands.data.store import StoredTokens, TokenSetReport, open_store, store_key
+from allhands.data.tokenise import Rendering, fill_store, vocabulary_of
+from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import AllhandsError, DataError
-from allhands.model.load import LoadedModel
+from allhands.formatting import format_count, format_duration
+from allhands.model.load import LoadedTokenizer, load_tokenizer
+
+# Shorter work is not worth a line.
+_TOLD_FROM_S = 2.0
+
+# (split, records done, tokens done)
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(_split: str, _records: int, _tokens: int) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenised splits; ``valid`` and ``test`` may be absent."""
+    """Tokenised splits; ``valid`` and ``test`` may be absent.
 
-    train: TokenSet | None
-    valid: TokenSet | None
-    test: TokenSet | None
+    Attributes:
+        stored: every split that the run needs, by name, mapped from its store.
+        packing: how the splits are read.
+        notes: what a person should know about them.
+    """
+
+    stored: dict[str, StoredTokens]
+    packing: Packing | None
     notes: tuple[str, ...]
+
+    @property
+    def train(self) -> Windows | None:
+        """What to train on."""
+        return self._windows("train")
+
+    @property
+    def valid(self) -> Windows | None:
+        """What to validate on."""
+        return self._windows("valid")
+
+    @property
+    def test(self) -> Windows | None:
+        """What to test on."""
+        return self._windows("test")
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id of all."""
+        return max(one.tokens.largest_token for one in self.stored.values())
+
+    def _windows(self, split: str) -> Windows | None:
+        if split not in self.stored:
+            return None
+        tokens = self.stored[split].tokens
+        return self.packing.rows(tokens) if self.packing else tokens
 
     def fingerprints(self) -> dict[str, str | None]:
         """sha256 of each split's tokens and masks."""
-        splits = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {name: tokens.fingerprint() if tokens else None for name, tokens in splits.items()}
+        return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
 
 
-def load_data(config: TrainConfig, loaded: LoadedModel) -> Datasets:
-    """:func:`read_splits`, then :func:`tokenised`."""
-    return tokenised(config, read_splits(config), loaded)
+SPLITS = ("train", "valid", "test")
 
 
-def read_splits(config: TrainConfig) -> dict[str, list[Record]]:
-    """The records of the splits that ``config`` needs, by name; an optional split that is absent is left out.
+@dataclass(frozen=True)
+class Packing:
+    """Documents joined and cut into rows of ``block`` tokens, kept apart or not."""
 
-    Raises:
-        DataError: missing, malformed or empty data.
-    """
-    splits: dict[str, list[Record]] = {}
-    if config.train:
-        splits["train"] = _records(config, "train", True)
-    if config.train and config.val_batches != 0:
-        splits["valid"] = _records(config, "valid", False)
-        if not splits["valid"] and config.early_stopping_patience is not None:
-            raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
-    if config.test:
-        splits["test"] = _records(config, "test", True)
-    return {name: records for name, records in splits.items() if records}
+    block: int
+    isolate: bool
+
+    def rows(self, tokens: TokenSet) -> PackedRows:
+        """The rows of a set."""
+        return PackedRows(tokens, self.block, self.isolate)
 
 
-def tokenised(config: TrainConfig, splits: Mapping[str, list[Record]], loaded: LoadedModel) -> Datasets:
-    """Render and tokenise ``splits``.
+def open_data(config: TrainConfig, tokenizer: LoadedTokenizer, progress: Progress = no_progress) -> Datasets:
+    """The splits that ``config`` needs, an optional one that is absent left out; tokenised now if need be.
 
     Raises:
-        DataError: nothing to train on in one of them, or a record that cannot be rendered.
+        DataError: missing, malformed or empty data, nothing to train on, or a record that cannot be rendered.
+        StorageError: the tokens cannot be stored.
     """
-    renderer = Renderer(
-        cast("Any", loaded.tokenizer),
-        mask_prompt=config.mask_prompt,
-        max_seq_length=config.max_seq_length,
-        train_on=config.train_on,
-    )
+    sources = find_splits(config)
+    rendering = rendering_of(config, tokenizer)
     notes: list[str] = []
-    sets: dict[str, TokenSet] = {}
-    for split, records in splits.items():
+    stored: dict[str, StoredTokens] = {}
+    facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
+    for split, source in sources.items():
         with _full_places(config, split):
-            sets[split], report = build_token_set(records, renderer)
-        notes.extend(_data_notes(split, report, config.max_seq_length))
-    if config.train and config.val_batches != 0 and "valid" not in sets:
+            stored[split] = _open_split(split, source, rendering, (facts, vocabulary), progress)
+        notes.extend(_data_notes(split, stored[split], config))
+    if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append("no valid.jsonl: training goes on without validation")
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes))
+    packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
+    return Datasets(stored, packing, tuple(notes))
+
+
+def load_data(config: TrainConfig) -> Datasets:
+    """:func:`open_data` with the tokenizer of ``config.model``."""
+    return open_data(config, load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+
+
+def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
+    """How ``config`` makes tokens of records."""
+    return Rendering(
+        cast("Any", tokenizer.tokenizer),
+        mask_prompt=config.mask_prompt,
+        train_on=config.train_on,
+        max_seq_length=None if config.packing else config.max_seq_length,
+        reload=(_reload, (str(tokenizer.path), config.trust_remote_code)),
+    )
+
+
+def _reload(path: str, trust_remote_code: bool) -> Any:
+    """In another process: the same tokenizer once more."""
+    return load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
+
+
+def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
+    """Where the records of the splits that ``config`` needs come from; an optional one that is absent is left out.
+
+    Raises:
+        DataError: the data, or a split that is needed, is missing.
+    """
+    wanted: dict[str, bool] = {}
+    if config.train:
+        wanted["train"] = True
+    if config.train and config.val_batches != 0:
+        wanted["valid"] = False
+    if config.test:
+        wanted["test"] = True
+    found: dict[str, RecordSource] = {}
+    for split, required in wanted.items():
+        with _full_places(config, split):
+            source = _source(config, split, required)
+        if source is not None:
+            found[split] = source
+    if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
+        raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
+    return found
+
+
+def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | None:
+    columns = ColumnNames.from_options(config.model_dump())
+    if config.hf_dataset is not None:
+        specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
+        return split_of_hub([spec.model_dump(exclude_none=True) for spec in specs], split)
+    if config.data == "demo":
+        from allhands.data.demo import demo_source
+
+        return demo_source(split)
+    path = Path(config.data).expanduser()
+    if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
+        try:
+            return split_of_hub({"path": config.data}, split)
+        except DataError as error:
+            message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
+            raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
+    return split_of_folder(path, split, columns, required=required)
+
+
+def _open_split(
+    split: str, source: RecordSource, rendering: Rendering, facts: tuple[Any, int], progress: Progress
+) -> StoredTokens:
+    rendering_facts, vocabulary = facts
+    return open_store(
+        store_key({"records": source.identity(), "rendering": rendering_facts}),
+        vocabulary,
+        lambda writer: fill_store(
+            source.records(), rendering, writer, lambda records, tokens: progress(split, records, tokens)
+        ),
+    )
 
 
 @contextmanager
@@ -89,38 +199,24 @@ def _full_places(config: TrainConfig, split: str) -> Generator[None, None, None]
         raise
 
 
-def _records(config: TrainConfig, split: str, required: bool) -> list[Record]:
-    with _full_places(config, split):
-        return _unplaced_records(config, split, required)
-
-
-def _unplaced_records(config: TrainConfig, split: str, required: bool) -> list[Record]:
-    columns = ColumnNames.from_options(config.model_dump())
-    if config.hf_dataset is not None:
-        specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
-        return load_hf_dataset([spec.model_dump(exclude_none=True) for spec in specs], split)
-    if config.data == "demo":
-        from allhands.data.demo import demo_records
-
-        return demo_records(split)
-    path = Path(config.data).expanduser()
-    if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
-        try:
-            return load_hf_dataset({"path": config.data}, split)
-        except DataError as error:
-            message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
-            raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
-    return load_split(path, split, columns, required=required)
-
-
-def _data_notes(split: str, report: TokenSetReport, limit: int) -> list[str]:
+def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:
+    report, limit = stored.report, config.max_seq_length
     notes: list[str] = []
+    if stored.built and report.build_s >= _TOLD_FROM_S:
+        notes.append(
+            f"{split}: {report.num_examples} examples tokenised in {format_duration(report.build_s)} "
+            f"({format_count(report.num_tokens)} tokens), kept for the next run in {stored.path}"
+        )
     if report.num_truncated:
         notes.append(
             f"{split}: {report.num_truncated} of {report.num_examples} examples are longer than {limit} tokens "
             f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
         )
-    if report.dropped:
-        shown = ", ".join(report.dropped[:3]) + (", ..." if len(report.dropped) > 3 else "")
-        notes.append(f"{split}: {len(report.dropped)} examples left out, no token of them is trained: {shown}")
+    if report.num_dropped:
+        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {_first(report)}")
     return notes
+
+
+def _first(report: TokenSetReport) -> str:
+    shown = report.dropped[:3]
+    return ", ".join(shown) + (", ..." if report.num_dropped > len(shown) else "")

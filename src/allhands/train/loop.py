@@ -14,7 +14,7 @@ import numpy as np
 
 from allhands.accelerator import Accelerator, peak_memory_bytes
 from allhands.config import TrainConfig
-from allhands.data.loader import Loader
+from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import barrier
@@ -35,6 +35,7 @@ class LoopParts:
     """Everything the loop drives; assembled by ``train/recipes.py``.
 
     Attributes:
+        load: this rank's micro-batches of a batch, by its number; usually made ahead.
         save: writes the trained weights and returns the path of what it wrote.
         stop_requested: the signal that asked this rank to stop, or 0.
         learning_rate: of the last update.
@@ -43,7 +44,7 @@ class LoopParts:
 
     config: TrainConfig
     order: GlobalOrder
-    loader: Loader
+    load: Callable[[int], list[MicroBatch]]
     step: TrainStep
     evaluator: Evaluator | None
     communicator: Communicator
@@ -168,7 +169,7 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     """One optimizer update over ``grad_accumulation_steps`` batches (fewer at the end)."""
     begun = time.perf_counter()
     end = min(state.iteration + parts.config.grad_accumulation_steps, parts.total)
-    micro_batches = [batch for i in range(state.iteration, end) for batch in parts.loader.load(i)]
+    micro_batches = [batch for i in range(state.iteration, end) for batch in parts.load(i)]
     loaded = time.perf_counter()
     # Dropout is a function of (seed, batch, rank) too, so that nothing of it need be saved.
     entropy = [parts.config.seed, state.iteration, parts.communicator.rank]

@@ -18,9 +18,10 @@ from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
 from allhands.config import TrainConfig
-from allhands.data.loader import Loader, work_lengths
+from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
-from allhands.data.tokens import TokenSet
+from allhands.data.prefetch import Prefetcher
+from allhands.data.tokens import Windows
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
@@ -28,6 +29,7 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, ConfigError, Interrupted, ModelError, NumericsError
 from allhands.evaluate import Evaluator
 from allhands.files import claimed, make_directory
+from allhands.formatting import format_count
 from allhands.metrics import (
     METRICS_FILE,
     ConsoleSink,
@@ -49,11 +51,12 @@ from allhands.model.adapters import (
     trained_weights,
 )
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
+from allhands.model.documents import require_isolation
+from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
-from allhands.train.datasets import Datasets, read_splits, tokenised
+from allhands.train.datasets import Datasets, Progress, find_splits, open_data
 from allhands.train.explain import choices
 from allhands.train.loop import LoopParts, LoopState, SaveKind, train_loop
 from allhands.train.optim import make_optimizer
@@ -63,6 +66,7 @@ from allhands.trees import number
 BEST_DIRECTORY = "best"
 # Compiling costs 10 to 40 s at the start on a GPU and saves about a sixth of each step.
 COMPILE_FROM_BATCHES = 400
+TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Surroundings:
     Attributes:
         connect: joins the group; called after data and model are known to be good.
         started: called once when this rank is ready to train.
+        busy: called now and then while the data are tokenised, which may take longer than a start should.
         stop_requested: the signal that asked this process to stop, or 0.
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
@@ -82,6 +87,7 @@ class Surroundings:
     mesh: Mesh = field(default_factory=Mesh)
     connect: Callable[[], Communicator] = Alone
     started: Callable[[], None] = lambda: None
+    busy: Callable[[], None] = lambda: None
     stop_requested: Callable[[], int] = lambda: 0
     console: Console | None = None
     cores_per_rank: int | None = None
@@ -135,12 +141,11 @@ def _prepare(
     mesh = surroundings.mesh
     accelerator = detect()
     # The data first, because mistakes in them are frequent and a model takes long to load.
-    records = read_splits(config)
-    loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
-    data = tokenised(config, records, loaded)
-    for tokens in (data.train, data.valid, data.test):
-        if tokens is not None:
-            require_in_vocabulary(loaded, int(tokens.tokens.max()))
+    find_splits(config)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    data = open_data(config, tokenizer, _tell_progress(surroundings))
+    loaded = load_model(str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer)
+    require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = make_trainable(model, config)
@@ -149,11 +154,28 @@ def _prepare(
         load_trained(model, start)
     if config.grad_checkpoint:
         checkpoint_layers(model.layers)
+    if config.isolate_documents:
+        require_isolation(model, loaded.config["model_type"])
     communicator = surroundings.connect()
     if communicator.size > 1:
         agree(communicator, run_facts(config, loaded, data, start))
     surroundings.started()
     return _Run(config, mesh, accelerator, communicator, data, loaded, trainable, directory, surroundings, callbacks)
+
+
+def _tell_progress(surroundings: Surroundings) -> Progress:
+    """Keep the supervisor patient and, from time to time, a person informed."""
+    told = time.monotonic()
+
+    def tell(split: str, records: int, tokens: int) -> None:
+        nonlocal told
+        surroundings.busy()
+        if surroundings.console is not None and time.monotonic() > told + TELL_EVERY_S:
+            told = time.monotonic()
+            line = f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far"
+            surroundings.console.print(line, highlight=False, markup=False)
+
+    return tell
 
 
 @dataclass(frozen=True)
@@ -199,14 +221,14 @@ class _Run:
         return plot_losses([read_metrics(self.directory)], self.directory / "loss.png")
 
     def _train(self, sink: Sink) -> RunEnded:
-        config, tokens = self.config, self.data.train
-        assert tokens is not None
-        order = GlobalOrder(work_lengths(tokens), config.batch_size, config.seed)
+        config, windows = self.config, self.data.train
+        assert windows is not None
+        order = GlobalOrder(windows.work, config.batch_size, config.seed)
         total = config.iters or (math.ceil(config.epochs * order.batches_per_epoch) if config.epochs else 1000)
         optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
         state = LoopState()
         compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
-        sizing = self.accelerator.sizing(config.micro_batch_tokens, compiled=compiled)
+        sizing = self.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
         # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
         self.loaded.model.train()
         step = TrainStep(
@@ -224,10 +246,24 @@ class _Run:
             self._say(
                 choices(config, self.loaded.model, self.accelerator, self.communicator, sizing, compiled=compiled)
             )
-        parts = LoopParts(
+        loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights)
+        with Prefetcher(loader.load, end=total) as prefetcher:
+            return train_loop(self._parts(step, order, prefetcher.get, sink, optimizer, total), state)
+
+    def _parts(
+        self,
+        step: TrainStep,
+        order: GlobalOrder,
+        load: Callable[[int], list[MicroBatch]],
+        sink: Sink,
+        optimizer: Any,
+        total: int,
+    ) -> LoopParts:
+        config = self.config
+        return LoopParts(
             config=config,
             order=order,
-            loader=Loader(tokens, order, sizing, self.mesh.rank, self.mesh.weights),
+            load=load,
             step=step,
             evaluator=self._evaluator(self.data.valid, config.val_batches),
             communicator=self.communicator,
@@ -239,7 +275,6 @@ class _Run:
             learning_rate=lambda: number(optimizer.learning_rate),
             total=total,
         )
-        return train_loop(parts, state)
 
     def _after_backward(self, state: LoopState) -> Callable[[Any], None]:
         def call(gradients: Any) -> None:
@@ -248,12 +283,12 @@ class _Run:
 
         return call
 
-    def _evaluator(self, tokens: TokenSet | None, num_batches: int) -> Evaluator | None:
-        if tokens is None or num_batches == 0:
+    def _evaluator(self, windows: Windows | None, num_batches: int) -> Evaluator | None:
+        if windows is None or num_batches == 0:
             return None
         return Evaluator(
             self.loaded.model,
-            tokens,
+            windows,
             self.communicator,
             self.mesh,
             self.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
@@ -285,7 +320,7 @@ class _Run:
         return place / "adapters.safetensors"
 
     def _started(self, total: int) -> RunStarted:
-        config, tokens = self.config, self.data.train
+        config, windows = self.config, self.data.train
         return RunStarted(
             name=self.directory.name,
             model=config.model,
@@ -296,7 +331,7 @@ class _Run:
             total_steps=total,
             trainable_params=self.trainable.parameters,
             total_params=self.trainable.total_parameters,
-            num_train_examples=len(tokens) if tokens else 0,
+            num_train_examples=len(windows) if windows else 0,
             cores_per_rank=self.surroundings.cores_per_rank,
             versions=versions(),
             time=time.time(),

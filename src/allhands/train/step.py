@@ -19,14 +19,21 @@ from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.errors import NumericsError
+from allhands.model.documents import caches_for
 from allhands.model.split import SplitModel, split
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
 from allhands.train.optim import clip
 from allhands.trees import flatten, number, numbers, unflatten
 
-# (inputs, positions, targets) -> loss sum; with gradients: -> (loss sum, tree of gradients).
-LossFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
-GradFunction = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, Any]]
+# (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients).
+LossFunction = Callable[..., mx.array]
+GradFunction = Callable[..., tuple[mx.array, Any]]
+
+
+def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
+    """The arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
+    arrays = (batch.inputs, batch.positions, batch.targets)
+    return tuple(map(mx.array, arrays if batch.documents is None else (*arrays, batch.documents)))
 
 
 @dataclass(frozen=True)
@@ -64,27 +71,41 @@ def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunctio
     return partial(_eager_loss, parts) if eager else partial(_split_loss, parts, with_grad)
 
 
-def _plain_loss(model: Any, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
-    logits = model(inputs)
+def _plain_loss(
+    model: Any, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
+) -> mx.array:
+    logits = model(inputs) if documents is None else model(inputs, **_kept_apart(len(model.layers), documents))
     return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
 
 
-def _rows(parts: SplitModel, inputs: mx.array, positions: mx.array) -> mx.array:
+def _kept_apart(num_layers: int, documents: mx.array | None) -> dict[str, Any]:
+    """Further arguments of a model for rows of several documents."""
+    return {} if documents is None else {"cache": caches_for(num_layers, documents)}
+
+
+def _rows(parts: SplitModel, inputs: mx.array, positions: mx.array, documents: mx.array | None) -> mx.array:
     """(N, D) hidden states at the trained places."""
-    hidden = parts.body(inputs)
+    hidden = parts.body(inputs, **_kept_apart(parts.num_layers, documents))
     return hidden.reshape(-1, hidden.shape[-1])[positions]
 
 
 def _split_loss(
-    parts: SplitModel, with_grad: bool, inputs: mx.array, positions: mx.array, targets: mx.array
+    parts: SplitModel,
+    with_grad: bool,
+    inputs: mx.array,
+    positions: mx.array,
+    targets: mx.array,
+    documents: mx.array | None = None,
 ) -> mx.array:
-    rows = _rows(parts, inputs, positions)
+    rows = _rows(parts, inputs, positions, documents)
     weight = parts.head_weight().astype(rows.dtype)
     return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
 
 
-def _eager_loss(parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array) -> mx.array:
-    rows = _rows(parts, inputs, positions)
+def _eager_loss(
+    parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
+) -> mx.array:
+    rows = _rows(parts, inputs, positions, documents)
     weight = parts.head_weight().astype(rows.dtype)
     return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
 
@@ -102,9 +123,9 @@ def make_gradient(model: nn.Module, *, eager: bool, compiled: bool = True) -> Gr
         return function
     fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
 
-    def gradient(inputs: mx.array, positions: mx.array, targets: mx.array) -> tuple[mx.array, Any]:
+    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
         weights = model.trainable_parameters()
-        result = fused(inputs, positions, targets)
+        result = fused(*arrays)
         # Tracing a new shape has left its placeholders in the model.
         model.update(weights)
         return result
@@ -113,7 +134,12 @@ def make_gradient(model: nn.Module, *, eager: bool, compiled: bool = True) -> Gr
 
 
 def _eager_gradient(
-    model: nn.Module, parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array
+    model: nn.Module,
+    parts: SplitModel,
+    inputs: mx.array,
+    positions: mx.array,
+    targets: mx.array,
+    documents: mx.array | None = None,
 ) -> tuple[mx.array, Any]:
     """Forward through the body, loss and its gradient at the head, then backward through the body.
 
@@ -125,7 +151,7 @@ def _eager_gradient(
 
     def body(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
-        return _rows(parts, inputs, positions)
+        return _rows(parts, inputs, positions, documents)
 
     weight = parts.head_weight().astype(mx.float32)
     grad_rows = mx.zeros((len(positions), weight.shape[-1]))
@@ -209,8 +235,7 @@ class TrainStep:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
         total, grads = mx.zeros(()), None
         for batch in micro_batches:
-            arrays = (mx.array(batch.inputs), mx.array(batch.positions), mx.array(batch.targets))
-            loss, new = self._gradient(*arrays)
+            loss, new = self._gradient(*batch_arrays(batch))
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
             total, grads = total + loss, new

@@ -10,12 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 from allhands.data.records import Record
+from allhands.data.splits import RecordSource
 from allhands.files import make_directory, write_whole
 
 # Of each topic's twenty questions, so that every split covers every topic.
@@ -89,6 +90,11 @@ def pirate_share(texts: Iterable[str]) -> float:
     """Share of the words of ``texts`` that are pirate speech, 0 to 1; 0 where there are no words."""
     words = [word for text in texts for word in re.findall(r"[a-z'][a-z'-]*", text.lower().replace("’", "'"))]
     return sum(map(is_pirate_word, words)) / len(words) if words else 0.0
+
+
+def demo_source(split: str) -> RecordSource:
+    """The shipped pairs of one split as :func:`demo_records`, with the identity that a token store needs."""
+    return RecordSource(lambda: [asdict(pair) for pair in splits()[split]], lambda: iter(demo_records(split)))
 
 
 def demo_records(split: str) -> list[Record]:

@@ -1,0 +1,500 @@
+"""``allhands data check``: the options, the words for what was found, and the screen."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from allhands.cli.options import option_function
+from allhands.config import TrainConfig, build_config
+from allhands.data.records import ColumnNames
+from allhands.errors import AllhandsError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from allhands.data.check import CheckOptions, Finding, SplitReport
+    from allhands.data.explained import Explained
+    from allhands.data.lengths import LengthSummary
+    from allhands.data.records import Record
+    from allhands.data.shapes import Example
+
+SPLITS = ("train", "valid", "test")
+# Options of training that decide what it sees.
+_SHARED = (
+    *("model", "max_seq_length", "mask_prompt", "train_on", "batch_size", "packing", "isolate_documents", "seed"),
+    *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
+    *("hf_dataset", "trust_remote_code", "config"),
+)
+# Texts of each split that are searched for near duplicates: some seconds, and 70 MB at most.
+NEAR_LIMIT = 20_000
+# Characters of a run that are shown at its beginning and at its end.
+_SHOWN_CHARACTERS = 600
+
+_HELP = """Tell what training would see of a data set, before a run is spent on it.
+
+DIR is what allhands train takes as --data: a folder, 'demo' or a Hub dataset. Options and defaults are those of
+training, and so is the YAML file (-c).
+"""
+
+# What is said about a finding; errors bring their own words.
+MESSAGES = {
+    "answers-lost": "nothing of the answer is left within {limit} tokens",
+    "answers-cut": "the answer is cut off at {limit} tokens",
+    "cut": "cut off at {limit} tokens; {cut_tokens} tokens are lost",
+    "nothing-trained": "left out, because no token is trained",
+    "no-end-of-turn": "no end-of-turn token is trained, so the model does not learn to stop",
+    "end-not-eos": "the answer ends with {end}, at which generation does not stop",
+    "empty-answers": "the answer has no words",
+    "bos-twice": "the begin-of-text token stands twice",
+    "special-text": "special tokens are spelled out in the words: {special}",
+    "vocabulary": "token ids up to {largest}, but the model has {vocab_size}",
+    "short-answers": "the answer has only one or two tokens",
+    "repeats": "word for word an earlier one of the split",
+    "in-train": "also in the training set, so the loss here says little",
+    "near-train": "nearly the same as one in the training set",
+    "same-answer": "the answer is one and the same",
+    "no-examples": "no example can be trained on",
+    "no-split": "there is no {split} set",
+    "few-examples": "{examples} examples for batches of {batch_size}: every batch is the whole set",
+    "mask-prompt-off": "prompts are trained too; {share:.0%} of the trained tokens are theirs",
+    "no-generation-prompt": "the chat template does not open an answer with {header!r} when asked for a prompt",
+    "other-generation-prompt": "the chat template opens generated answers with {header!r}, the trained ones do not",
+    "no-row": "no record that can be shown begins in line {rows}",
+}
+# What to do about it.
+REMEDIES = {
+    "answers-lost": "raise --max-seq-length (the longest has {longest} tokens), or shorten the prompts",
+    "answers-cut": "raise --max-seq-length (the longest has {longest} tokens), or split these records",
+    "cut": "raise --max-seq-length (the longest has {longest} tokens), split the texts, or pack (--packing)",
+    "nothing-trained": "look at one with --row LINE",
+    "no-end-of-turn": "use a model whose chat template ends each answer with a special token",
+    "end-not-eos": "add that token to eos_token_id in the model's config.json",
+    "empty-answers": "fill it in or delete the record",
+    "bos-twice": "take it out of the data: it is added to each example",
+    "special-text": "take them out of the data: they open or end turns, and the template writes its own",
+    "vocabulary": "use the tokenizer that belongs to the model",
+    "short-answers": "right for labels; for conversation, check that the answers are whole",
+    "repeats": "allhands data prepare --dedupe exact drops them",
+    "in-train": "take them out of one of the two, or let allhands data prepare split the data",
+    "near-train": "look at them; allhands data prepare keeps what is alike in one split",
+    "same-answer": "right for labels; else thin these records out",
+    "no-examples": "see the other findings",
+    "no-split": "allhands data prepare makes one of a part of the data",
+    "few-examples": "lower --batch-size, or add examples",
+    "mask-prompt-off": "add --mask-prompt to train on the answers only",
+    "no-generation-prompt": "repair add_generation_prompt in the model's chat template",
+    "other-generation-prompt": "begin the data's answers with it, or generate with a template that does not write it",
+    "no-row": "look at the file, and at the rows that are bad",
+}
+_SEVERITIES = {"ruins": "ruins the run", "harms": "harms the run", "note": "good to know"}
+_COLOURS = {"ruins": "bold red", "harms": "yellow", "note": "cyan"}
+
+
+def message_of(finding: Finding) -> str:
+    """What was found, in a sentence that begins with its count."""
+    if "message" in finding.details:
+        return f"{finding.count} {'row' if finding.count == 1 else 'rows'}: {finding.details['message']}"
+    details = {name: ", ".join(v) if isinstance(v, list) else v for name, v in finding.details.items()}
+    text = MESSAGES[finding.code].format(split=finding.split, **details)
+    return f"{finding.count} of {finding.total} examples: {text}" if finding.count else text
+
+
+def remedy_of(finding: Finding) -> str:
+    """What to do about it; empty if that is not known."""
+    if "message" in finding.details:
+        return finding.details["hint"] or ""
+    return REMEDIES[finding.code].format(split=finding.split, **finding.details)
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def _option(kind: Any, name: str, words: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(name, help=words, **more)]
+
+
+def _command() -> Callable[..., None]:
+    def check(
+        data: str | None, show: int, row: list[int] | None, split: str | None, strict: bool, as_json: bool, **flags: Any
+    ) -> None:
+        given = {name: value for name, value in {**flags, "data": data}.items() if value is not None}
+        config = build_config(given, flags.get("config"))
+        sample = Sample(show, row or ())
+        if run_check(config, _chosen_splits(split), sample, as_json=as_json) and strict:
+            raise typer.Exit(DataError.exit_code)
+
+    place = typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)
+    own: dict[str, tuple[Any, Any]] = {
+        "data": (Annotated[str | None, place], None),
+        "show": (
+            _option(int, "--show", "Examples to print as training sees them.", min=0, metavar="N", show_default=False),
+            0,
+        ),
+        "row": (
+            _option(list[int] | None, "--row", "Print the example of this line. Repeatable.", min=1, metavar="LINE"),
+            None,
+        ),
+        "split": (_option(str | None, "--split", "Only train, valid or test. [all]", metavar="NAME"), None),
+        "strict": (_option(bool, "--strict", "Exit code 3 if anything ruins the run."), False),
+        "as_json": (_option(bool, "--json", "Print numbers and findings as JSON."), False),
+    }
+    kind = inspect.Parameter.KEYWORD_ONLY
+    training = inspect.signature(option_function(lambda _: None, "")).parameters
+    parameters = [inspect.Parameter(name, kind, default=value, annotation=a) for name, (a, value) in own.items()]
+    parameters[1:1] = [training[name] for name in _SHARED]
+    check.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    check.__doc__ = _HELP
+    return check
+
+
+check = _command()
+
+
+def _chosen_splits(name: str | None) -> tuple[str, ...]:
+    if name is not None and name not in SPLITS:
+        raise ConfigError(f"{name!r} is not a split", where="--split", hint=f"write {', '.join(SPLITS)}")
+    return SPLITS if name is None else (name,)
+
+
+def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_json: bool = False) -> bool:
+    """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined."""
+    from allhands.data.check import Examiner, Finding, template_findings
+    from allhands.data.check import check as look
+    from allhands.model.load import load_tokenizer
+
+    # Missing data are found before the model is fetched.
+    splits = _sources(config, names)
+    loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
+    splits[names[0]] = sample.watch(splits[names[0]])
+    with _progress() as progress:
+        reports, found = look(splits, examiner, report=progress)
+    if any(set(report.shapes) - {"text"} for report in reports):
+        found += template_findings(loaded.tokenizer)
+    shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
+    if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
+        found.append(Finding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))
+    order = list(_SEVERITIES)
+    found.sort(key=lambda finding: order.index(finding.severity))
+    if as_json:
+        print(json.dumps(to_json(reports, found, shown), ensure_ascii=False, indent=2))
+    else:
+        _print_all(config, reports, found, shown, list(examiner.special.values()))
+    return any(finding.severity == "ruins" for finding in found)
+
+
+def _options(config: TrainConfig, model: Path) -> CheckOptions:
+    from allhands.accelerator import detect
+    from allhands.data.check import CheckOptions
+
+    return CheckOptions(
+        max_seq_length=config.max_seq_length,
+        mask_prompt=config.mask_prompt,
+        train_on=config.train_on,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        packing=config.packing,
+        vocab_size=vocabulary_of(model),
+        sizing=detect().sizing(config.micro_batch_tokens, compiled=config.compile != "off"),
+        near_limit=NEAR_LIMIT,
+    )
+
+
+def vocabulary_of(model: Path) -> int | None:
+    """Rows of the embedding of the model in this directory; None if its config does not say."""
+    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    for place in (values, values.get("text_config")):
+        if isinstance(place, dict) and isinstance(size := cast("dict[str, Any]", place).get("vocab_size"), int):
+            return size
+    return None
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[str, int], None], None, None]:
+    """A line on standard error that counts, if that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("reading") as status:
+
+        def report(split: str, done: int) -> None:
+            if done % 100 == 0:
+                status.update(f"{split}: {done} rows")
+
+        yield report
+
+
+# --- what is read ------------------------------------------------------------------------------------
+
+
+def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Example | DataError]]:
+    """The rows of the splits ``names`` as training would read them, and the errors at which it would stop."""
+    from allhands.train.datasets import find_splits
+
+    wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
+    chosen = config.model_copy(update={**wanted, "val_batches": -1})
+    try:
+        found = find_splits(chosen)
+    except DataError:
+        if len(names) == 1:
+            raise
+        found = find_splits(chosen.model_copy(update={"test": False}))
+    folder = Path(config.data).expanduser()
+    splits: dict[str, Iterator[Example | DataError]] = {}
+    for name in names:
+        files = [file for end in ("jsonl", "json") if (file := folder / f"{name}.{end}").is_file()]
+        if name not in found:
+            splits[name] = iter(())
+        elif files and config.hf_dataset is None and config.data != "demo":
+            splits[name] = _of_file(files[0], ColumnNames.from_options(config.model_dump()))
+        else:
+            splits[name] = _of_records(found[name].records())
+    return splits
+
+
+def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
+    from allhands.data.shapes import Example
+
+    try:
+        for record in records:
+            yield Example(record.kind, record, None)
+    except DataError as error:
+        yield error
+
+
+def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
+    from allhands.data.reading import Problem, read_rows
+    from allhands.data.records import parse_record
+    from allhands.data.shapes import parse_example
+
+    for row in read_rows(file):
+        if isinstance(row, Problem):
+            yield row.error()
+            continue
+        try:
+            example = parse_example(row.value, columns, source=row.source, line=row.line)
+            if example.record is None:
+                # It says why training refuses preference data.
+                parse_record(row.value, columns, source=row.source, line=row.line)
+        except DataError as error:
+            yield error
+        else:
+            yield example
+
+
+class Sample:
+    """Records spread evenly over a stream of unknown length, and those of chosen lines; few are kept."""
+
+    def __init__(self, number: int, lines: Sequence[int]) -> None:
+        self._number, self.lines = number, lines
+        self._seen, self._stride = 0, 1
+        self._spread: list[Record] = []
+        self._asked: list[Record] = []
+
+    def watch(self, items: Iterable[Example | DataError]) -> Iterator[Example | DataError]:
+        """The same items, looked at in passing."""
+        for item in items:
+            if not isinstance(item, DataError) and item.record is not None:
+                self._add(item.record)
+            yield item
+
+    def _add(self, record: Record) -> None:
+        if record.line in self.lines:
+            self._asked.append(record)
+        if self._number and self._seen % self._stride == 0:
+            self._spread.append(record)
+            if len(self._spread) > 2 * self._number:
+                self._spread, self._stride = self._spread[::2], 2 * self._stride
+        self._seen += 1
+
+    def chosen(self) -> list[Record]:
+        """The asked ones, then the spread ones, in order."""
+        last = len(self._spread) - 1
+        steps = max(1, self._number - 1)
+        places = sorted({round(i * last / steps) for i in range(self._number)}) if self._spread else []
+        return self._asked + [self._spread[i] for i in places]
+
+
+def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained | AllhandsError:
+    from allhands.data.check import WHOLE
+    from allhands.data.render import Renderer
+
+    limit = WHOLE if config.packing else config.max_seq_length
+    renderer = Renderer(tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on)
+    try:
+        return renderer.explain(record)
+    except AllhandsError as error:
+        return error
+
+
+# --- the screen --------------------------------------------------------------------------------------
+
+ShownRecord = tuple["Record", "Explained | AllhandsError"]
+Kind = Literal["trained", "masked", "cut"]
+STYLES: dict[Kind, str] = {"trained": "bold green", "masked": "", "cut": "dim strike"}
+# Without colours: the signs of wdiff.
+SIGNS: dict[Kind, tuple[str, str]] = {"trained": ("{+", "+}"), "masked": ("", ""), "cut": ("[-", "-]")}
+
+
+def to_json(
+    reports: Sequence[SplitReport], findings: Sequence[Finding], shown: Sequence[ShownRecord]
+) -> dict[str, Any]:
+    """Everything as plain JSON values."""
+    return {
+        "splits": {report.name: asdict(report) | {"trained_share": report.trained_share} for report in reports},
+        "findings": [
+            asdict(finding) | {"message": message_of(finding), "remedy": remedy_of(finding)} for finding in findings
+        ],
+        "ruined": any(finding.severity == "ruins" for finding in findings),
+        "shown": [
+            {"where": record.where, "runs": [{"kind": kind, "text": text} for kind, text in runs_of(explained)]}
+            for record, explained in shown
+            if not isinstance(explained, AllhandsError)
+        ],
+    }
+
+
+def runs_of(explained: Explained) -> list[tuple[Kind, str]]:
+    """The rendered example in stretches that are trained, masked or cut off, in order."""
+    runs: list[tuple[Kind, str]] = [("trained" if trained else "masked", text) for text, trained in explained.runs()]
+    runs.append(("cut", explained.cut))
+    return [run for run in runs if run[1]]
+
+
+def _print_all(
+    config: TrainConfig,
+    reports: Sequence[SplitReport],
+    findings: Sequence[Finding],
+    shown: Sequence[ShownRecord],
+    special: Sequence[str],
+) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for report in reports:
+        if report.lengths.max or report.bad_rows or report.name == "train":
+            _print_split(console, report, config)
+    if shown:
+        _print_shown(console, shown, special)
+    _print_findings(console, findings)
+
+
+def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> None:
+    shapes = ", ".join(f"{shape} {number:,}" for shape, number in report.shapes.items())
+    console.print(f"{report.name}: {report.examples:,} examples" + (f" ({shapes})" if shapes else ""), style="bold")
+    if report.lengths.count:
+        console.print(f"  {'':15}{'min':>8}{'median':>9}{'mean':>9}{'max':>9}{'total':>13}", style="dim")
+        console.print(_spread("tokens", report.lengths))
+        console.print(_spread("trained tokens", report.trained) + f"  {report.trained_share:>4.0%} of all")
+    for name, words in _lines(report, config):
+        console.print(f"  {name:15}  {words}")
+    console.print()
+
+
+def _spread(name: str, spread: LengthSummary) -> str:
+    return f"  {name:15}{spread.min:>8,}{spread.median:>9,.1f}{spread.mean:>9,.1f}{spread.max:>9,}{spread.total:>13,}"
+
+
+def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """The other numbers of a split."""
+    masked = f"{report.tokens - report.trained.total:,} of {report.tokens:,} tokens"
+    if report.examples:
+        yield "masked", masked + ("" if config.mask_prompt else ": the first of each (no --mask-prompt)")
+    if over := report.lengths.over_limit:
+        lost, limit = report.lengths.lost_tokens, config.max_seq_length
+        yield "cut off", f"{lost:,} tokens beyond {limit:,}, in {over:,} of {report.lengths.count:,} examples"
+        if set(report.shapes) != {"text"}:
+            part, whole = (report.counts.get(f"answers-{how}", 0) for how in ("cut", "lost"))
+            yield "", f"answers: {part:,} lose a part, {whole:,} all"
+    elif report.examples and not config.packing:
+        yield "cut off", f"nothing, at {config.max_seq_length:,} tokens"
+    if report.left_out:
+        yield "left out", f"{report.left_out:,} of {report.lengths.count:,} examples, without a trained token"
+    if report.bad_rows:
+        yield "bad rows", f"{report.bad_rows:,}; training stops at the first"
+    if report.name == "train" and report.examples:
+        yield from _epoch(report, config)
+
+
+def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
+    padding = report.padding
+    if padding.rows is None:
+        yield "padding", f"{padding.share:.0%} of what is computed (in random batches: {padding.random_share:.0%})"
+    else:
+        yield "padding", f"none: {padding.rows:,} rows of {config.max_seq_length:,} tokens"
+    iters = config.iters or (1000 if config.epochs is None else None)
+    passes = f"; {iters:,} (--iters) are {iters / padding.batches_per_epoch:.1f} epochs" if iters else ""
+    yield "an epoch", f"{padding.batches_per_epoch:,} batches of {config.batch_size}{passes}"
+
+
+def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    if not findings:
+        console.print("nothing to object to", style="green")
+    for severity, title in _SEVERITIES.items():
+        group = [finding for finding in findings if finding.severity == severity]
+        if group:
+            console.print(title, style=_COLOURS[severity])
+        for finding in group:
+            split = f"{finding.split}: " if finding.split else ""
+            _say(console, split + message_of(finding), 2)
+            if finding.places:
+                more = ", ..." if finding.count > len(finding.places) else ""
+                _say(console, ", ".join(finding.places) + more, 6, "dim")
+            if remedy := remedy_of(finding):
+                _say(console, f"what to do: {remedy}", 6)
+
+
+def _say(console: Console, words: str, indent: int, style: str = "") -> None:
+    """A paragraph; its further lines are indented by six."""
+    wrapper = textwrap.TextWrapper(console.width - 1, " " * indent, " " * 6, break_on_hyphens=False)
+    console.print(wrapper.fill(words), style=style, soft_wrap=True)
+
+
+def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequence[str]) -> None:
+    from rich.text import Text
+
+    coloured = console.color_system is not None and not console.no_color
+    legend = Text("legend: ")
+    for kind in STYLES:
+        legend.append_text(run_text(kind, {"cut": "cut off"}.get(kind, kind), special, coloured=coloured)).append("  ")
+    console.print(legend)
+    for record, explained in shown:
+        console.print()
+        if isinstance(explained, AllhandsError):
+            console.print(f"--- {explained}", style="dim")
+            continue
+        total = len(explained.tokens) + explained.truncated
+        trained = int(explained.mask.sum())
+        console.print(f"--- {record.where}: {total:,} tokens, {trained:,} trained", style="dim")
+        text = Text()
+        for kind, words in runs_of(explained):
+            text.append_text(run_text(kind, words, special, coloured=coloured))
+        console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
+    console.print()
+
+
+def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
+    """A stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
+    from rich.text import Text
+
+    if len(words) > 3 * _SHOWN_CHARACTERS:
+        left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "
+        words = words[:_SHOWN_CHARACTERS] + left_out + words[-_SHOWN_CHARACTERS:]
+    if not coloured:
+        opening, closing = SIGNS[kind]
+        return Text(f"{opening}{words}{closing}")
+    text = Text(words, style=STYLES[kind])
+    if special:
+        text.highlight_regex("|".join(map(re.escape, special)), "underline" if kind == "trained" else "magenta")
+    return text

@@ -1,0 +1,438 @@
+"""``allhands data prepare``: the options, and what is said on the screen."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shlex
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from allhands.data.records import ColumnNames, Record
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allhands.data.intake import Measure, PrepareOptions, Progress
+    from allhands.data.outcome import Outcome, Reason
+    from allhands.data.sources import SourceOptions
+
+# Longer than any example: the renderer then cuts nothing.
+_WHOLE = 1 << 40
+_MAX_SEQ_LENGTH = 2048
+_NAME_WIDTH = 31
+_MANY = 12
+_UPDATE_EVERY = 100
+_BARS_WIDTH = 76
+
+
+_PARTS = {
+    "prompt_feature": "the prompt",
+    "completion_feature": "the answer to it",
+    "chat_feature": "a list of messages",
+    "text_feature": "plain text",
+    "instruction_feature": "Alpaca's instruction",
+    "input_feature": "Alpaca's input",
+    "output_feature": "Alpaca's answer",
+    "history_feature": "earlier questions and answers",
+    "system_feature": "a system message",
+    "tools_feature": "tools that may be called",
+    "chosen_feature": "the preferred answer",
+    "rejected_feature": "the rejected answer",
+    "label_feature": "a rating, true or false",
+}
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """The options as they were typed; help and defaults of the command line are made from the fields."""
+
+    sources: Annotated[
+        list[str], typer.Argument(help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE...")
+    ]
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
+    model: Annotated[
+        str | None, typer.Option("--model", help="Count lengths in this model's tokens, through its chat template.")
+    ] = None
+    max_seq_length: Annotated[
+        int | None,
+        typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="With --model: where training cuts. [2048]"),
+    ] = None
+    column: Annotated[
+        list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
+    ] = None
+    valid: Annotated[
+        str | None, typer.Option("--valid", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
+    ] = None
+    test: Annotated[
+        str | None, typer.Option("--test", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
+    ] = None
+    split_by: Annotated[
+        str | None,
+        typer.Option("--split-by", metavar="COLUMN", help="Rows alike in it stay in one split; 'source': the file."),
+    ] = None
+    resplit: Annotated[bool, typer.Option("--resplit", help="Split anew what has splits already.")] = False
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
+    ] = True
+    dedupe: Annotated[
+        str, typer.Option("--dedupe", metavar="off|exact|near", help="Which repeated rows to drop; all are reported.")
+    ] = "off"
+    near_threshold: Annotated[
+        float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
+    ] = 0.8
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
+    documents: Annotated[
+        str,
+        typer.Option(
+            "--documents", metavar="HOW", help="What a text file is cut at: file, line, blank-line or a string."
+        ),
+    ] = "auto"
+    hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
+    hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
+    streaming: Annotated[bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")] = False
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
+    ] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")] = False
+
+
+_HELP = """Turn files of any usual shape into a training folder.
+
+Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised. Rows that cannot be used
+are left out and listed with file and line.
+
+Splits that are cut here have no content in common, near duplicates included.
+The directory is whole or absent, and every row is in it or listed as left out.
+"""
+
+
+def _signature() -> inspect.Signature:
+    """The parameters: the fields of :class:`_Flags`, and a flag for each column name."""
+    from typing import get_type_hints
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(_Flags, include_extras=True)
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(
+            flag.name,
+            kind,
+            default=empty if flag.name in ("sources", "out") else flag.default,
+            annotation=hints[flag.name],
+        )
+        for flag in fields(_Flags)
+    ]
+    for column in fields(ColumnNames):
+        part = column.name.removesuffix("_feature").replace("_", " ")
+        default = f" [{column.default}]" if isinstance(column.default, str) else ""
+        option = typer.Option(
+            f"--{column.name.replace('_', '-')}", metavar="NAME", help=f"Column of the {part}.{default}"
+        )
+        parameters.append(inspect.Parameter(column.name, kind, default=None, annotation=Annotated[str | None, option]))
+    return inspect.Signature(parameters)
+
+
+def _command() -> Callable[..., None]:
+    def prepare(**flags: Any) -> None:
+        names = {field.name for field in fields(_Flags)}
+        features = {name: value for name, value in flags.items() if name not in names and value is not None}
+        _run(_Flags(**{name: value for name, value in flags.items() if name in names}), features)
+
+    prepare.__signature__ = _signature()  # type: ignore[attr-defined]
+    prepare.__doc__ = _HELP
+    return prepare
+
+
+prepare = _command()
+
+
+# --- from flags to options --------------------------------------------------------------------------
+
+
+def _run(flags: _Flags, features: Mapping[str, str]) -> None:
+    from rich.console import Console
+
+    from allhands.data.prepare import NothingLeft, check_output
+    from allhands.data.prepare import prepare as run_prepare
+    from allhands.data.sources import find_sources
+
+    options = _options(flags, features)
+    check_output(flags.out, flags.sources, options.force)
+    console = Console(highlight=False)
+    sources = find_sources(flags.sources, _source_options(flags))
+    measure = _measure(flags.model, flags.trust_remote_code) if flags.model else None
+    try:
+        with _progress() as progress:
+            outcome = run_prepare(sources, flags.out, options, measure=measure, progress=progress)
+    except NothingLeft as error:
+        _Screen(console, error.outcome).left_out(None)
+        raise
+    _Screen(console, outcome).everything(flags)
+
+
+def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
+    from allhands.data.intake import PrepareOptions
+    from allhands.data.splitting import Share
+
+    if flags.dedupe not in ("off", "exact", "near"):
+        raise ConfigError(f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near")
+    if flags.max_seq_length is not None and flags.model is None:
+        hint = "add --model: without it, lengths are in characters"
+        raise ConfigError(
+            "it is a number of tokens, and there is no model to count them", where="--max-seq-length", hint=hint
+        )
+    return PrepareOptions(
+        columns={**_short_columns(flags.column or ()), **features},
+        valid=Share.parse(flags.valid, "--valid") if flags.valid is not None else None,
+        test=Share.parse(flags.test, "--test") if flags.test is not None else None,
+        split_by=flags.split_by,
+        resplit=flags.resplit,
+        seed=flags.seed,
+        shuffle=flags.shuffle,
+        dedupe=cast("Any", flags.dedupe),
+        near_threshold=flags.near_threshold,
+        max_seq_length=flags.max_seq_length or _MAX_SEQ_LENGTH,
+        strict=flags.strict,
+        force=flags.force,
+    )
+
+
+def _short_columns(given: Sequence[str]) -> dict[str, str]:
+    """``["prompt=question"]`` as ``{"prompt_feature": "question"}``."""
+    known = {field.name.removesuffix("_feature"): field.name for field in fields(ColumnNames)}
+    known["messages"] = "chat_feature"
+    columns: dict[str, str] = {}
+    for text in given:
+        part, equals, name = text.partition("=")
+        if not equals or not name or part.strip() not in known:
+            raise ConfigError(
+                f"{text!r} is not PART=NAME with a known part",
+                where="--column",
+                hint=f"for example --column prompt=question; parts: {', '.join(known)}",
+            )
+        columns[known[part.strip()]] = name
+    return columns
+
+
+def _source_options(flags: _Flags) -> SourceOptions:
+    from allhands.data.sources import SourceOptions
+
+    return SourceOptions(
+        documents=flags.documents,
+        hub_split=flags.hub_split,
+        hub_config=flags.hub_config,
+        streaming=flags.streaming,
+        limit=flags.limit,
+    )
+
+
+def _measure(model: str, trust_remote_code: bool) -> Measure:
+    """Tokens of a record for the tokenizer of ``model``."""
+    from allhands.data.render import Renderer
+    from allhands.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code).tokenizer
+    renderer = Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE)
+
+    def measure(record: Record) -> int:
+        return len(renderer.render(record).tokens)
+
+    return measure
+
+
+@contextmanager
+def _progress() -> Generator[Progress, None, None]:
+    """A line on standard error that counts, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            if done % _UPDATE_EVERY and done != total:
+                return
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield progress
+
+
+# --- the screen -------------------------------------------------------------------------------------
+
+
+class _Screen:
+    """What became of the rows, for a terminal of 80 columns."""
+
+    def __init__(self, console: Console, outcome: Outcome) -> None:
+        self._console = console
+        self._outcome = outcome
+        self._folder = _common_folder([source.name for source in outcome.sources])
+
+    def everything(self, flags: _Flags) -> None:
+        """All sections, in order."""
+        self._sources()
+        self._splits()
+        self._duplicates()
+        self.left_out(flags.out)
+        self._warnings()
+        self._lengths(flags)
+        self._next(flags)
+
+    def _title(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print()
+        self._console.print(Text(text, style="bold"))
+
+    def _say(self, text: str, indent: int = 2) -> None:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        self._console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+
+    def _table(self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for number, name in enumerate(names):
+            widest = max(len(row[number]) for row in rows) if number == 0 else None
+            table.add_column(name, justify="right" if number in right else "left", min_width=widest)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+    def _short(self, name: str) -> str:
+        """The end of a long name, which says more than its beginning; without the folder that all have in common."""
+        name = name.removeprefix(self._folder)
+        return name if len(name) <= _NAME_WIDTH else "…" + name[-_NAME_WIDTH + 1 :]
+
+    def _sources(self) -> None:
+        outcome = self._outcome
+        self._title(f"read: {_rows(outcome.rows_read)}")
+        if self._folder:
+            self._say(f"names are those in {self._folder}")
+        any_split = any(source.split for source in outcome.sources)
+        shown = [
+            (
+                self._short(source.name),
+                f"{source.rows}",
+                f"{source.left_out}",
+                *([source.split or "-"] if any_split else []),
+                "\n".join(f"{shape} {count}" for shape, count in source.shapes.items()) or "-",
+            )
+            for source in outcome.sources[:_MANY]
+        ]
+        self._table(("source", "rows", "left out", *(["split"] if any_split else []), "recognised"), shown, (1, 2))
+        if len(outcome.sources) > _MANY:
+            self._say(f"and {len(outcome.sources) - _MANY} more, in report.json")
+
+    def _splits(self) -> None:
+        outcome = self._outcome
+        self._title(f"kept: {_rows(outcome.num_kept)}")
+        rows = [(name, f"{outcome.kept[name]}", f"{outcome.preference[name]}") for name in outcome.kept]
+        with_preference = any(outcome.preference.values())
+        names = ("split", "rows", "preference") if with_preference else ("split", "rows")
+        self._table(names, [row[: len(names)] for row in rows], (1, 2))
+        for note in outcome.notes:
+            self._say(note)
+
+    def _duplicates(self) -> None:
+        found = self._outcome.duplicates
+        if not found.exact + found.near:
+            return
+        self._title(f"duplicates: {found.exact} exact, {found.near} near, {found.removed} removed")
+        for pair, count in found.across.items():
+            own, other = pair.split(", ")
+            self._say(f"{_rows(count)} of {own} {'is' if count == 1 else 'are'} also in {other}")
+        for twin in found.examples:
+            like = "repeats" if twin.similarity >= 1 else f"is {twin.similarity:.0%} like"
+            self._say(f"{self._short(twin.row)} {like} {self._short(twin.of)}")
+        if not found.removed:
+            self._say("--dedupe exact or --dedupe near drops them")
+
+    def left_out(self, out: Path | None) -> None:
+        """The rows that were left out, by reason; ``out`` holds the list of all."""
+        if not self._outcome.reasons:
+            return
+        unread = sum(source.unread for source in self._outcome.sources)
+        files = f" and {unread} file{'s' * (unread != 1)}" if unread else ""
+        self._title(f"left out: {_rows(self._outcome.left_out)}{files}")
+        self._reasons(self._outcome.reasons)
+        if out is not None:
+            self._say(f"all of them: {out / 'left-out.jsonl'}")
+
+    def _warnings(self) -> None:
+        if self._outcome.warnings:
+            self._title("warnings")
+            self._reasons(self._outcome.warnings)
+
+    def _reasons(self, reasons: Sequence[Reason]) -> None:
+        for reason in reasons[:_MANY]:
+            self._say(f"{reason.count} x {reason.message}")
+            more = ", ..." if reason.count > len(reason.places) else ""
+            self._say(", ".join(map(self._short, reason.places)) + more, 6)
+            if reason.hint:
+                self._say(f"what to do: {reason.hint}", 6)
+        if len(reasons) > _MANY:
+            self._say(f"and {len(reasons) - _MANY} more reasons")
+
+    def _lengths(self, flags: _Flags) -> None:
+        import numpy as np
+
+        from allhands.data.lengths import bars
+
+        lengths = self._outcome.lengths
+        if lengths is None or not lengths.count:
+            return
+        self._title(f"lengths in {lengths.unit}")
+        self._say(lengths.sentence())
+        unicode = (self._console.encoding or "").lower().startswith("utf")
+        values = np.concatenate([*self._outcome.row_lengths.values()])
+        for line in bars(values, lengths.limit, width=_BARS_WIDTH, ascii=not unicode):
+            self._console.print(f"  {line}", markup=False, no_wrap=True)
+        if lengths.unit == "characters":
+            self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
+        self._say(f"drawn in {flags.out / 'lengths.png'}")
+
+    def _next(self, flags: _Flags) -> None:
+        from rich.text import Text
+
+        self._title("next")
+        model, out = flags.model or "MODEL", str(flags.out)
+        check = ["allhands", "data", "check", out, "--model", model]
+        train = ["allhands", "train", "--train", "--model", model, "--data", out]
+        for command in (check, train) if self._outcome.kept["train"] else ():
+            self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)
+        if any(self._outcome.preference.values()):
+            self._say(f"preference data, for methods that learn from it: {flags.out / 'preference'}")
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count != 1)}"
+
+
+def _common_folder(names: Sequence[str]) -> str:
+    """The folder that all files lie in, with the slash; empty if there is none, or something is not a file."""
+    if not all(os.path.exists(name) for name in names):
+        return ""
+    try:
+        folder = os.path.commonpath([os.path.dirname(name) for name in names])
+    except ValueError:  # absolute and relative names
+        return ""
+    return folder.rstrip(os.sep) + os.sep if folder.strip(os.sep) else ""

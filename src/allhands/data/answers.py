@@ -1,0 +1,301 @@
+"""Where in the output of a chat template the answers are.
+
+Chat templates are programs: they trim, drop the thinking of earlier turns, move the system message, so
+rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole conversation is
+rendered once as it is, and once for every answer with a marker in that answer's place. The text before the
+marker must be a prefix of the real text and the text after it a suffix; what lies between is the answer. A span
+that fails this is an error, never a guess.
+
+Most conversations do not need the second rendering: a probe shows once how the template writes an answer
+(:class:`Pattern`), and where the text has exactly that, once for every answer and nowhere else, the spans
+are read off it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from allhands.data.encoding import Span
+from allhands.data.records import Message
+from allhands.errors import DataError
+
+# Private-use characters at both ends: they cannot begin or end what a template writes around them.
+_MARKER = "\ue0a1answer\ue0a2"
+
+
+class RenderText(Protocol):
+    """A chat template as a function; raises DataError where it rejects the conversation."""
+
+    def __call__(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str: ...
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How a template writes a plain answer.
+
+    Attributes:
+        header: text before every answer, from the end of the question on.
+        leads: what may stand between header and words, and is part of the answer (an empty thinking block).
+        ending: blanks and end-of-turn token after the words; never empty.
+        extra: headers after the last answer (a template that always asks for another).
+    """
+
+    header: str
+    leads: tuple[str, ...]
+    ending: str
+    extra: int
+
+    def spans(self, text: str, messages: Sequence[Message]) -> dict[int, Span]:
+        """Where in ``text`` the answers of ``messages`` are, by index, without those that call tools.
+
+        Empty if any of them is not plain to see.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if text.count(self.header) != len(answers) + self.extra:
+            return {}
+        spans: dict[int, Span] = {}
+        done = 0
+        for i in answers:
+            at = text.find(self.header, done)
+            if at < 0:
+                return {}
+            start = done = at + len(self.header)
+            if not messages[i].get("tool_calls"):
+                done = self._end_of_words(text, start, messages[i])
+                if done < 0:
+                    return {}
+                spans[i] = start, done + len(self.ending)
+        return spans
+
+    def _end_of_words(self, text: str, start: int, answer: Message) -> int:
+        """Where the words of an answer end that begins at ``start``; -1 if something else stands there."""
+        words: str = answer["content"]
+        for lead in self.leads:
+            for form in (words, words.strip()):
+                if text.startswith(form + self.ending, start + len(lead)) and text.startswith(lead, start):
+                    return start + len(lead) + len(form)
+        return -1
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A conversation rendered with the real answer (None if rejected), and around a marker in its place."""
+
+    real: str | None
+    before: str
+    after: str
+
+
+class AnswerFinder:
+    """Finds answers in what one chat template makes of a conversation.
+
+    Args:
+        render: the template.
+        eos_token: the tokenizer's end-of-text token, which may end an answer.
+        added_tokens: strings that are tokens of their own.
+    """
+
+    def __init__(self, render: RenderText, *, eos_token: str | None, added_tokens: Sequence[str]) -> None:
+        self._render = render
+        self._eos_token = eos_token or ""
+        self._added_tokens = added_tokens
+
+    def spans(
+        self, text: str, messages: list[Message], tools: list[Any] | None, wanted: Sequence[int]
+    ) -> tuple[Span, ...]:
+        """Character ranges in ``text``, which is the conversation rendered, of ``messages[i] for i in wanted``.
+
+        A range begins after the header of the turn and ends after its end-of-turn token.
+
+        Raises:
+            DataError: an answer cannot be located beyond doubt.
+        """
+        known = self.pattern.spans(text, messages) if self.pattern else {}
+        return self.careful_spans(text, messages, tools, wanted, known)
+
+    def careful_spans(
+        self,
+        text: str,
+        messages: list[Message],
+        tools: list[Any] | None,
+        wanted: Sequence[int],
+        known: Mapping[int, Span],
+    ) -> tuple[Span, ...]:
+        """As :meth:`spans`, by rendering the conversation again for every answer that is not ``known``."""
+        spans: list[Span] = []
+        floor = 0
+        # Those before a wanted one are located too: it begins after their ends, whatever words they have.
+        for index in [i for i in range(max(wanted, default=-1) + 1) if messages[i]["role"] == "assistant"]:
+            span = known.get(index) or self._with_ending(text, self._locate(text, messages, tools, index, floor))
+            if span is None and index in wanted:
+                raise DataError(
+                    f"messages[{index}]: the answer cannot be located in what the chat template makes of it",
+                    hint="leave out --mask-prompt, simplify that message (thinking tags, tool calls), or use "
+                    "a model whose template renders it",
+                )
+            floor = span[1] if span else floor
+            spans += [span] if span and index in wanted else []
+        return tuple(spans)
+
+    def _with_ending(self, text: str, span: Span | None) -> Span | None:
+        """The span and the end-of-turn token after it."""
+        ending = self.end_of_turn.match(text, span[1]) if span else None
+        return (span[0], ending.end()) if span and ending else span
+
+    def _locate(
+        self, text: str, messages: list[Message], tools: list[Any] | None, index: int, floor: int
+    ) -> Span | None:
+        """Where in ``text``, not before ``floor``, answer ``index`` is, without its end; None if in doubt."""
+        trials: list[_Trial] = []
+        for trial in self._trials(text, messages, tools, index):
+            trials.append(trial)
+            openings = [
+                opening
+                for known in trials
+                for opening in self._openings(known.before)
+                if len(opening) >= floor and text.startswith(opening)
+            ]
+            for words, ending in (reading for known in trials for reading in self._readings(known)):
+                for opening in openings:
+                    start, end = len(opening), len(opening) + len(words)
+                    if text.startswith(words + ending, start) and _names_tools(words, messages[index]):
+                        return start, end
+        return None
+
+    def _trials(self, text: str, messages: list[Message], tools: list[Any] | None, index: int) -> Iterator[_Trial]:
+        """The conversation with a marker as the answer, whole and then shortened.
+
+        The first is enough but for tool calls: a template may reject a tool's output after anything but a
+        call, so the messages up to the next user's, or all that follow, are left out then.
+        """
+        head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
+        bare = {"role": "assistant", "content": _MARKER}
+        with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | bare
+        next_user = next((i for i, message in enumerate(rest) if message["role"] == "user"), len(rest))
+        for cut in sorted({0, next_user, len(rest)}):
+            tail = rest[cut:]
+            real = text if cut == 0 else self._text_or_none([*head, answer, *tail], tools)
+            for stand_in in [bare] if with_extras == bare else [bare, with_extras]:
+                marked = self._text_or_none([*head, stand_in, *tail], tools) or ""
+                before, found, after = marked.partition(_MARKER)
+                if found and _MARKER not in after:
+                    yield _Trial(real, before, after)
+
+    def _text_or_none(self, messages: Sequence[Message], tools: list[Any] | None) -> str | None:
+        try:
+            return self._render(messages, tools)
+        except DataError:
+            return None
+
+    def _openings(self, before: str) -> Iterator[str]:
+        """What may stand before the answer, given what stands before the marker, the likeliest first.
+
+        What a template puts between header and words (an empty thinking block) belongs to the answer, since
+        the model has to write it. Without a header the answer begins at the marker, or at the blanks before
+        it that a prompt does not have.
+        """
+        if self.header and self.header in before:
+            yield before[: before.rindex(self.header) + len(self.header)]
+        yield before.removesuffix(self._lead)
+        yield before
+        yield before.rstrip()
+
+    def _readings(self, trial: _Trial) -> Iterator[tuple[str, str]]:
+        """What the answer may have become, and the end-of-turn text that must follow it."""
+        if trial.real is None or not trial.real.endswith(trial.after):
+            return
+        end = len(trial.real) - len(trial.after)
+        ending = self.end_of_turn.match(trial.after)
+        for opening in self._openings(trial.before):
+            if len(opening) <= end and trial.real.startswith(opening):
+                yield trial.real[len(opening) : end], ending[0] if ending else ""
+
+    @cached_property
+    def header(self) -> str:
+        """What ``add_generation_prompt`` adds; empty if the template writes answers right after questions."""
+        question: list[Message] = [{"role": "user", "content": "a"}]
+        prompted = self._render(question, None, prompt=True)
+        return prompted[_common_length(prompted, self._render(question, None)) :]
+
+    @cached_property
+    def _lead(self) -> str:
+        """Blanks between the end of a prompt and the words of the answer (Llama 2 has one)."""
+        question: list[Message] = [{"role": "user", "content": "a"}]
+        prompted = self._render(question, None, prompt=True)
+        before = self._render([*question, {"role": "assistant", "content": _MARKER}], None).partition(_MARKER)[0]
+        lead = before.removeprefix(prompted)
+        return "" if lead.strip() else lead
+
+    @cached_property
+    def ending(self) -> str:
+        """The end-of-turn token, or whatever else the template writes after every answer, without blanks."""
+        probe = [("user", "a"), ("assistant", _MARKER), ("user", "a"), ("assistant", _MARKER)]
+        text = self._render([{"role": role, "content": content} for role, content in probe], None)
+        parts = text.split(_MARKER)
+        # Both turns end alike; then one goes on with the next user's header.
+        middle, last = parts[1:] if len(parts) == 3 else ("", "")
+        ending = last[: _common_length(middle, last)]
+        token = re.match(r"\s*(" + _any_of(self._added_tokens) + ")", ending) if self._added_tokens else None
+        return token[1] if token else ending.strip()
+
+    @cached_property
+    def end_of_turn(self) -> re.Pattern[str]:
+        """Matches the blanks and the end-of-turn token right after an answer (or nothing)."""
+        markers = {self.ending, self._eos_token} - {""}
+        return re.compile(r"\s*(?:" + _any_of(markers) + ")" if markers else "")
+
+    @cached_property
+    def pattern(self) -> Pattern | None:
+        """How the template writes an answer, read off a probe; None if two answers are not written alike."""
+        questions, replies = ("Ask", "Question"), ("first reply", "The other")
+        probe = [
+            message
+            for question, reply in zip(questions, replies, strict=True)
+            for message in ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
+        ]
+        try:
+            text = self._render(probe, None)
+            spans = self.careful_spans(text, probe, None, [1, 3], {})
+        except DataError:
+            return None
+        answers = [text[start:end] for start, end in spans]
+        if any(answer.count(reply) != 1 for answer, reply in zip(answers, replies, strict=True)):
+            return None
+        leads, endings = zip(*map(str.split, answers, replies), strict=True)
+        header = _common_ending(*(text[:start] for start, _ in spans)).lstrip()
+        if not header or _overlaps_itself(header) or not endings[0] or endings[0] != endings[1]:
+            return None
+        return Pattern(header, tuple(dict.fromkeys(leads)), endings[0], text.count(header) - 2)
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _common_ending(a: str, b: str) -> str:
+    return a[len(a) - _common_length(a[::-1], b[::-1]) :]
+
+
+def _overlaps_itself(text: str) -> bool:
+    """Whether an end of ``text`` is a beginning of it, so that two copies could share characters."""
+    return any(text.startswith(text[i:]) for i in range(1, len(text)))
+
+
+def _any_of(strings: Any) -> str:
+    return "|".join(re.escape(string) for string in sorted(strings, key=len, reverse=True))
+
+
+def tool_function(call: Message) -> Message:
+    """The name and arguments of a tool call, which may stand in it or under ``function``."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call
+
+
+def _names_tools(words: str, message: Message) -> bool:
+    """Whether the tools that the message calls are named in the text; a template may drop them silently."""
+    return all(str(tool_function(call).get("name", "")) in words for call in message.get("tool_calls") or ())

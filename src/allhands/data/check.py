@@ -1,0 +1,498 @@
+"""What training would see of a data set, before a run is spent on it: counts, losses, padding, and what ruins runs.
+
+Records are rendered one by one, whole; of each only numbers are kept. The limit on the length is applied here, so
+that what it takes away can be counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.data.duplicates import DuplicateFinder
+from allhands.data.lengths import LengthSummary
+from allhands.data.loader import Sizing
+from allhands.data.order import GlobalOrder, micro_batches
+from allhands.data.records import Record
+from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template
+from allhands.data.shapes import Example
+from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
+
+Severity = Literal["ruins", "harms", "note"]
+
+# Longer than any example: the renderer then cuts nothing.
+WHOLE = 1 << 40
+_PLACES = 3
+_SHORT_TOKENS = 3
+# Padding is estimated on so many batches of the first epoch: they are a random sample of it.
+_SAMPLED_BATCHES = 500
+# An answer is conspicuous if so many records, and this share of them, have it.
+_SAME_ANSWERS, _SAME_ANSWER_SHARE = 5, 0.2
+_FIRST_ANSWERS = 1000
+_MARKER = "\ue0a1answer\ue0a2"
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """The part of a run's options that decides what it sees.
+
+    Attributes:
+        sizing: how the device cuts and pads batches.
+        vocab_size: rows of the model's embedding; None if unknown, which leaves the check of token ids out.
+        packing: examples are joined and cut into rows of ``max_seq_length`` tokens, instead of cut off.
+        near_limit: texts of each split that are searched for near duplicates; 0 searches none.
+    """
+
+    max_seq_length: int = 2048
+    mask_prompt: bool = False
+    train_on: TrainOn = "assistant"
+    batch_size: int = 4
+    seed: int = 0
+    packing: bool = False
+    vocab_size: int | None = None
+    sizing: Sizing = field(default_factory=lambda: Sizing(2048))
+    near_limit: int = 0
+
+    @property
+    def limit(self) -> int:
+        """Tokens after which an example is cut."""
+        return WHOLE if self.packing else self.max_seq_length
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that ruins or harms a run, or is good to know. Its words are the command line's.
+
+    Attributes:
+        code: stable name.
+        severity: "ruins": training would stop, or its result would be of no use.
+        split: where it was found; None: in the model.
+        count: examples concerned (0 if it is not about examples), of ``total`` that were rendered.
+        places: ``file:line`` of the first of them.
+        details: what else its words need.
+    """
+
+    code: str
+    severity: Severity
+    split: str | None
+    count: int = 0
+    total: int = 0
+    places: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What an epoch costs on one process.
+
+    Attributes:
+        batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last one included.
+        share: of the computed places, those that hold padding, 0 to 1; estimated on some hundred batches.
+        random_share: the same if examples were put into batches at random, each padded to its longest.
+        rows: rows of an epoch with packing; None without.
+    """
+
+    batches_per_epoch: int
+    share: float
+    random_share: float
+    rows: int | None
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """The numbers of one split. Tokens are counted after the cut, in the examples that are trained on.
+
+    Attributes:
+        examples: examples that training gets.
+        shapes: rows by the shape in which they are written, the left-out ones included.
+        bad_rows: rows that cannot be read or rendered.
+        left_out: examples without a trained token.
+        lengths: tokens of each rendered example before the cut, and how many the limit takes away.
+        tokens: tokens of all examples after the cut.
+        trained: trained tokens of each example.
+        counts: examples by the code of what was found of them, such as "answers-cut", however few they are.
+    """
+
+    name: str
+    examples: int
+    shapes: dict[str, int]
+    bad_rows: int
+    left_out: int
+    lengths: LengthSummary
+    tokens: int
+    trained: LengthSummary
+    counts: dict[str, int]
+    padding: Padding
+
+    @property
+    def trained_share(self) -> float:
+        """Of the tokens, those that are trained, 0 to 1."""
+        return self.trained.total / self.tokens if self.tokens else 0.0
+
+
+def check(
+    splits: Mapping[str, Iterable[Example | DataError]],
+    examiner: Examiner,
+    *,
+    report: Callable[[str, int], None] | None = None,
+) -> tuple[list[SplitReport], list[Finding]]:
+    """Look at every record of ``splits`` as training would.
+
+    Args:
+        splits: by name, "train" first, records and the errors of the rows that are none. A split without any is
+            one that is missing.
+        report: called after each record with the split and the records done in it.
+    """
+    overlap = _Overlap(examiner.options.near_limit)
+    tallies = {name: _Tally(name, examiner, overlap) for name in splits}
+    for name, tally in tallies.items():
+        for done, item in enumerate(splits[name], start=1):
+            tally.add(item)
+            if report is not None:
+                report(name, done)
+    findings = [finding for tally in tallies.values() for finding in tally.findings()]
+    return [tally.report() for tally in tallies.values()], findings
+
+
+# --- one example -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """One example before the cut.
+
+    Attributes:
+        tokens: (L,) ids.
+        trained: (L,) bool, the targets of the loss.
+        answer: (L,) bool, the answers with their ends; None where they cannot be told from the rest.
+    """
+
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    answer: NDArray[np.bool_] | None
+
+
+class Examiner:
+    """Renders records and knows which tokens are special."""
+
+    def __init__(self, tokenizer: Any, options: CheckOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self._renderer = Renderer(
+            tokenizer, mask_prompt=options.mask_prompt, max_seq_length=WHOLE, train_on=options.train_on
+        )
+        self._answers = Renderer(tokenizer, mask_prompt=True, max_seq_length=WHOLE)
+        stops = getattr(tokenizer, "eos_token_ids", None)  # a set, or of a bare tokenizer the one token
+        self.stops: set[int] = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
+        # Where it is the end-of-text token too, two of them say nothing.
+        self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
+        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special: dict[int, str] = {i: str(t) for i, t in added.items() if getattr(t, "special", True)}
+        self.special_ids = np.array(sorted({*self.special, *self.stops}), dtype=np.int64)
+        names = sorted((re.escape(text) for text in self.special.values() if text), key=len, reverse=True)
+        self._special_text = re.compile("|".join(names)) if names else None
+
+    def view(self, record: Record) -> View:
+        """What training makes of ``record`` before the cut.
+
+        Raises:
+            AllhandsError: the renderer's own.
+        """
+        rendered = self._renderer.render(record)
+        if record.kind == "text" or (self.options.mask_prompt and self.options.train_on != "all"):
+            return View(rendered.tokens, rendered.mask, rendered.mask)
+        try:
+            alone = self._answers.render(record)
+        except AllhandsError:  # prompts are trained too, so training does not mind
+            return View(rendered.tokens, rendered.mask, None)
+        same = np.array_equal(alone.tokens, rendered.tokens)
+        return View(rendered.tokens, rendered.mask, alone.mask if same else None)
+
+    def special_text(self, words: str) -> list[str]:
+        """Special tokens that are written in ``words``."""
+        return self._special_text.findall(words) if self._special_text else []
+
+
+def template_findings(tokenizer: Any) -> list[Finding]:
+    """Whether an answer begins in generation as it did in training."""
+    question: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    template = ChatTemplate(tokenizer)
+    if not has_chat_template(tokenizer):
+        return []
+    try:
+        plain, prompt = template.text(question, None), template.text(question, None, prompt=True)
+        trained = template.text([*question, {"role": "assistant", "content": _MARKER}], None)
+    except DataError:
+        return []  # the records that are rejected say it better
+    opening = trained.partition(_MARKER)[0]
+    header = opening.removeprefix(plain).strip()
+    if prompt == plain:
+        return [Finding("no-generation-prompt", "harms", None, details={"header": header})] if header else []
+    if opening.startswith(prompt.rstrip()):
+        return []
+    same = next((i for i, (a, b) in enumerate(zip(prompt, opening, strict=False)) if a != b), len(opening))
+    return [Finding("other-generation-prompt", "harms", None, details={"header": prompt[same:].strip()})]
+
+
+def answer_text(record: Record) -> str:
+    """The last answer of a chat or completion."""
+    said = record.completion if record.completion is not None else record.messages or ()
+    answers = [said] if isinstance(said, str) else [m["content"] for m in said if m["role"] == "assistant"]
+    return answers[-1].strip() if answers else ""
+
+
+# --- one split ---------------------------------------------------------------------------------------
+
+# What it means that a record is not rendered.
+_REFUSALS: dict[type, str] = {ConfigError: "text-with-mask-prompt", ModelError: "model-cannot"}
+# Findings that are counted example by example: how grave, from which share of the examples on they are told, and
+# from which share on they ruin the run.
+_RULES: dict[str, tuple[Severity, float, float]] = {
+    "answers-lost": ("harms", 0.0, 0.1),
+    "answers-cut": ("harms", 0.0, 0.1),
+    "cut": ("harms", 0.0, 2.0),
+    "nothing-trained": ("harms", 0.0, 0.1),
+    "no-end-of-turn": ("harms", 0.0, 0.1),
+    "end-not-eos": ("harms", 0.0, 2.0),
+    "empty-answers": ("harms", 0.0, 2.0),
+    "bos-twice": ("harms", 0.0, 2.0),
+    "special-text": ("harms", 0.0, 2.0),
+    "vocabulary": ("ruins", 0.0, 0.0),
+    "short-answers": ("note", 0.1, 2.0),
+    "repeats": ("note", 0.05, 2.0),
+    "in-train": ("harms", 0.0, 0.1),
+    "near-train": ("note", 0.0, 2.0),
+}
+
+
+@dataclass
+class _Hits:
+    """How often something was found, and where first."""
+
+    count: int = 0
+    places: list[str] = field(default_factory=list[str])
+
+    def add(self, where: str) -> None:
+        self.count += 1
+        if len(self.places) < _PLACES:
+            self.places.append(where)
+
+
+class _Overlap:
+    """Which texts repeat one of their split or of the training set; near duplicates among the first texts only."""
+
+    def __init__(self, near_limit: int) -> None:
+        self._limit = near_limit
+        self._exact, self._near = DuplicateFinder(near=False), DuplicateFinder()
+        # Which split each text of a finder is from.
+        self._exact_splits: list[str] = []
+        self._near_splits: list[str] = []
+        self._searched: Counter[str] = Counter()
+
+    def add(self, split: str, text: str) -> str | None:
+        """The code of what was found."""
+        self._exact_splits.append(split)
+        if same := self._exact.add(text):
+            other = self._exact_splits[same.of]
+            return "repeats" if other == split else "in-train" if other == "train" else None
+        self._searched[split] += 1
+        if self._searched[split] > self._limit:
+            return None
+        self._near_splits.append(split)
+        alike = self._near.add(text)
+        return "near-train" if alike and self._near_splits[alike.of] == "train" != split else None
+
+
+class _Tally:
+    """Adds up one split."""
+
+    def __init__(self, name: str, examiner: Examiner, overlap: _Overlap) -> None:
+        self.name = name
+        self._examiner, self._options, self._overlap = examiner, examiner.options, overlap
+        self._shapes: Counter[str] = Counter()
+        self._numbers = {key: array("q") for key in ("length", "kept", "trained", "work")}
+        self._hits: defaultdict[str, _Hits] = defaultdict(_Hits)
+        self._errors: dict[tuple[str, str | None], tuple[str, _Hits]] = {}
+        self._answers: Counter[bytes] = Counter()
+        self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
+        self._texts: dict[str, Counter[str]] = {"special": Counter(), "end": Counter()}
+        self._largest, self._trained_prompt = -1, 0
+
+    def add(self, item: Example | DataError) -> None:
+        """Count one row."""
+        if isinstance(item, DataError):
+            self._fail(item, "empty-rows" if "nothing to learn" in item.message else "bad-rows", item.where or "")
+            return
+        record, words = item.record, item.texts()
+        assert record is not None, "preference data is refused where it is read"
+        self._shapes[item.shape] += 1
+        try:
+            view = self._examiner.view(record)
+        except AllhandsError as error:
+            self._fail(error, _REFUSALS.get(type(error), "cannot-render"), record.where)
+            return
+        self._measure(record, view)
+        for code in [*self._cuts(record, view), *self._contents(record, view, words)]:
+            self._hits[code].add(record.where)
+        if code := self._overlap.add(self.name, words):
+            self._hits[code].add(record.where)
+
+    def _fail(self, error: AllhandsError, code: str, where: str) -> None:
+        self._errors.setdefault((code, error.hint), (error.message, _Hits()))[1].add(where)
+
+    def _measure(self, record: Record, view: View) -> None:
+        kept = np.flatnonzero(view.trained[: self._options.limit])
+        self._numbers["length"].append(len(view.tokens))
+        if len(kept):
+            self._numbers["kept"].append(min(len(view.tokens), self._options.limit))
+            self._numbers["trained"].append(len(kept))
+            self._numbers["work"].append(int(kept[-1]))
+        self._largest = max(self._largest, int(view.tokens.max(initial=-1)))
+        if record.kind != "text":
+            if view.answer is not None:
+                self._trained_prompt += int((view.trained & ~view.answer)[: self._options.limit].sum())
+            self._remember_answer(record)
+
+    def _remember_answer(self, record: Record) -> None:
+        key = hashlib.blake2b(answer_text(record).encode(), digest_size=8).digest()
+        self._answers[key] += 1
+        # An answer that many share comes early; only of those, places are kept.
+        if key in self._answer_places or len(self._answer_places) < _FIRST_ANSWERS:
+            self._answer_places[key].add(record.where)
+
+    def _cuts(self, record: Record, view: View) -> Iterator[str]:
+        limit = self._options.limit
+        if len(view.tokens) > limit:
+            if record.kind == "text" or view.answer is None:
+                yield "cut"
+            elif not view.answer[:limit].any():
+                yield "answers-lost"
+            elif view.answer[limit:].any():
+                yield "answers-cut"
+        elif not view.trained.any():
+            yield "nothing-trained"
+
+    def _contents(self, record: Record, view: View, text: str) -> Iterator[str]:
+        examiner, tokens = self._examiner, view.tokens
+        if code := self._ending(view):
+            yield code
+        if (bos := examiner.bos) is not None and np.any((tokens[1:] == bos) & (tokens[:-1] == bos)):
+            yield "bos-twice"
+        if self._options.vocab_size is not None and tokens.max(initial=-1) >= self._options.vocab_size:
+            yield "vocabulary"
+        if record.kind != "text" and (found := examiner.special_text(text)):
+            self._texts["special"].update(found)
+            yield "special-text"
+        if record.kind != "text" and view.answer is not None:
+            words = int((view.answer & ~np.isin(tokens, examiner.special_ids)).sum())
+            if words < _SHORT_TOKENS:
+                yield "short-answers" if words else "empty-answers"
+
+    def _ending(self, view: View) -> str | None:
+        """What is wrong with the end of the last answer."""
+        examiner = self._examiner
+        if view.answer is None:
+            return None if examiner.stops.intersection(view.tokens.tolist()) else "no-end-of-turn"
+        places = np.flatnonzero(view.answer)
+        last = int(view.tokens[places[-1]]) if len(places) else None
+        if last is None or last in examiner.stops:
+            return None
+        if last not in examiner.special:
+            return "no-end-of-turn"
+        self._texts["end"][examiner.special[last]] += 1
+        return "end-not-eos"
+
+    def report(self) -> SplitReport:
+        """The numbers."""
+        lengths, kept, trained, work = (np.array(numbers, dtype=np.int64) for numbers in self._numbers.values())
+        return SplitReport(
+            name=self.name,
+            examples=len(kept),
+            shapes=dict(self._shapes.most_common()),
+            bad_rows=sum(hits.count for _, hits in self._errors.values()),
+            left_out=len(lengths) - len(kept),
+            lengths=LengthSummary.of(lengths, None if self._options.packing else self._options.limit),
+            tokens=int(kept.sum()),
+            trained=LengthSummary.of(trained),
+            counts={code: hits.count for code, hits in self._hits.items()},
+            padding=estimate_padding(work, int(kept.sum()), self._options),
+        )
+
+    def findings(self) -> Iterator[Finding]:
+        """What there is to say about the split."""
+        for (code, hint), (message, hits) in self._errors.items():
+            yield self._finding(code, "ruins", hits, message=message, hint=hint)
+        total, details = len(self._numbers["length"]), self._facts()
+        for code, (severity, told_from, ruins_from) in _RULES.items():
+            hits = self._hits.get(code)
+            if hits and hits.count >= told_from * total:
+                yield self._finding(code, "ruins" if hits.count >= ruins_from * total else severity, hits, **details)
+        yield from self._about_the_whole()
+
+    def _finding(self, code: str, severity: Severity, hits: _Hits, **details: Any) -> Finding:
+        total = len(self._numbers["length"])
+        return Finding(code, severity, self.name, hits.count, total, tuple(hits.places), details)
+
+    def _facts(self) -> dict[str, Any]:
+        limit, lengths = self._options.max_seq_length, np.array(self._numbers["length"], dtype=np.int64)
+        return {
+            "limit": limit,
+            "longest": int(lengths.max(initial=0)),
+            "cut_tokens": int(np.maximum(lengths - limit, 0).sum()),
+            "largest": self._largest,
+            "vocab_size": self._options.vocab_size,
+            **{name: [text for text, _ in found.most_common(3)] for name, found in self._texts.items()},
+        }
+
+    def _about_the_whole(self) -> Iterator[Finding]:
+        """Findings that are not counted example by example."""
+        options, number, total = self._options, len(self._numbers["kept"]), len(self._numbers["length"])
+        missing = self.name != "train" and not total and not self._errors
+        if number == 0 and not missing:
+            yield self._finding("no-examples", "ruins", _Hits())
+        elif missing and self.name == "valid":
+            yield self._finding("no-split", "note", _Hits())
+        elif self.name == "train" and number < options.batch_size:
+            yield self._finding("few-examples", "harms", _Hits(), examples=number, batch_size=options.batch_size)
+        key, count = self._answers.most_common(1)[0] if self._answers else (b"", 0)
+        if count >= _SAME_ANSWERS and count > _SAME_ANSWER_SHARE * total:
+            yield self._finding("same-answer", "harms", _Hits(count, self._answer_places[key].places))
+        if self._trained_prompt and not options.mask_prompt and self.name == "train":
+            share = self._trained_prompt / sum(self._numbers["trained"])
+            yield self._finding("mask-prompt-off", "note", _Hits(), share=share)
+
+
+def estimate_padding(work: NDArray[np.int64], tokens: int, options: CheckOptions) -> Padding:
+    """Padding and batches of an epoch on one process.
+
+    Args:
+        work: (num_examples,) inputs that must be computed for each example.
+        tokens: of all examples.
+    """
+    size = options.batch_size
+    if options.packing:
+        rows = max(0, -(-(tokens - 1) // options.max_seq_length))
+        return Padding(-(-rows // size), 0.0, 0.0, rows)
+    order = GlobalOrder(work, size, options.seed)
+    total = order.batches_per_epoch
+    sizing = options.sizing.fitted(work)
+    padded = sizing.padded(work)
+    batches = [order.batch(i) for i in range(min(total, _SAMPLED_BATCHES))]
+    parts = [p for b in batches for p in micro_batches(b, padded[b], sizing.max_tokens, sizing.overhead_tokens)]
+    shuffled = np.random.default_rng(options.seed).permutation(len(work))
+    random = [shuffled[i * size : (i + 1) * size] for i in range(len(batches))]
+    return Padding(total, _padding(work, padded, parts), _padding(work, work, random), None)
+
+
+def _padding(work: NDArray[np.int64], padded: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
+    """Share of the places of ``parts`` that hold no example."""
+    places = sum(int(padded[part].max()) * len(part) for part in parts)
+    return 1 - sum(int(work[part].sum()) for part in parts) / places if places else 0.0

@@ -1,0 +1,313 @@
+"""From one text to tokens, and from places in the text to a mask over its tokens."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.errors import AllhandsError, DataError, ModelError
+
+Span = tuple[int, int]
+
+# Letters, digits, blanks, line ends, characters of several bytes; it begins with a letter and is in NFC.
+_PROBE = "Ahoy, 12 matie's.\n\n  \tcafé;\n漢字 🏴\u200d☠️ \n "
+
+
+class Tokenizer(Protocol):
+    """What is used of an mlx_lm TokenizerWrapper or a Hugging Face fast tokenizer.
+
+    ``backend_tokenizer`` (offsets, batches), ``added_tokens_decoder``, ``has_chat_template`` or
+    ``chat_template`` are looked for as well.
+    """
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def eos_token(self) -> str | None: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An example that is a text already, and not yet tokens.
+
+    Attributes:
+        text: what is encoded.
+        framed: the tokenizer adds its special tokens, and an end-of-text token closes it. False for the
+            output of a chat template, which has written all of them.
+        spans: the character ranges that are targets, in order; None if all of it is.
+    """
+
+    text: str
+    framed: bool
+    spans: tuple[Span, ...] | None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a draft, framed, and (if asked for) where they lie.
+
+    Attributes:
+        tokens: (L,) int32.
+        offsets: (L', 2) character range of each token with L' == L, or L - 1 if ``closed``; None if not asked for.
+        closed: whether an end-of-text token was put after what the tokenizer made of the text.
+    """
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int64] | None
+    closed: bool
+
+
+_NOTHING = Encoded(np.empty(0, dtype=np.int32), None, closed=False)
+
+
+class Encoder:
+    """Encodes drafts with one tokenizer, one at a time or many at once on all cores; the result is the same."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    def encode(self, draft: Draft, *, offsets: bool) -> Encoded:
+        """Tokens of one draft.
+
+        Raises:
+            DataError: the text is no valid Unicode.
+            ModelError: offsets are wanted and the tokenizer has none.
+        """
+        try:
+            if offsets:
+                return self._framed(draft, self._with_offsets().encode(draft.text, add_special_tokens=draft.framed))
+            return self._framed(draft, self._tokenizer.encode(draft.text, add_special_tokens=draft.framed))
+        except (TypeError, UnicodeError) as error:
+            raise _not_text(draft.text, error) from error
+
+    def encode_many(self, drafts: Sequence[Draft], *, offsets: bool) -> list[Encoded | AllhandsError]:
+        """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
+        if self._backend is None or not (offsets or self._backend_is_all):
+            return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
+        results: list[Encoded | AllhandsError] = [_NOTHING] * len(drafts)
+        for framed in (False, True):
+            places = [i for i, draft in enumerate(drafts) if draft.framed == framed]
+            encoded = self._batch([drafts[i] for i in places], framed, offsets)
+            for i, result in zip(places, encoded, strict=True):
+                results[i] = result
+        return results
+
+    def _batch(self, drafts: Sequence[Draft], framed: bool, offsets: bool) -> list[Encoded | AllhandsError]:
+        if not drafts:
+            return []
+        backend = self._with_offsets()
+        counted = None if framed or not offsets else self._byte_counts
+        run = backend.encode_batch if offsets and counted is None else backend.encode_batch_fast
+        try:
+            encodings = run([draft.text for draft in drafts], add_special_tokens=framed)
+        except (TypeError, UnicodeError):  # one of them is no text; which one shows when they come one by one
+            return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
+        results: list[Encoded | AllhandsError] = []
+        for draft, encoding in zip(drafts, encodings, strict=True):
+            if counted is None:
+                results.append(self._framed(draft, encoding if offsets else encoding.ids))
+            else:
+                tokens = np.asarray(encoding.ids, dtype=np.int32)
+                places = counted.offsets(draft.text, tokens)
+                results.append(
+                    self._encoded_or_error(draft, offsets=True) if places is None else Encoded(tokens, places, False)
+                )
+        return results
+
+    @cached_property
+    def _byte_counts(self) -> ByteCounts | None:
+        return byte_counts(self._with_offsets())
+
+    def _encoded_or_error(self, draft: Draft, *, offsets: bool) -> Encoded | AllhandsError:
+        try:
+            return self.encode(draft, offsets=offsets)
+        except AllhandsError as error:
+            return error
+
+    def _with_offsets(self) -> Any:
+        """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""
+        if self._backend is None:
+            raise ModelError(
+                "this tokenizer does not tell where in the text its tokens lie, so the prompt cannot be masked",
+                hint="use a model with a tokenizer.json, or leave out --mask-prompt",
+            )
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        return self._backend
+
+    @cached_property
+    def _backend_is_all(self) -> bool:
+        """Whether the Rust tokenizer alone gives what the tokenizer's own ``encode`` gives (a probe)."""
+        text = _PROBE + "cafe\u0301" + (self._tokenizer.eos_token or "")
+        backend = self._with_offsets()
+        return all(
+            backend.encode(text, add_special_tokens=added).ids
+            == list(self._tokenizer.encode(text, add_special_tokens=added))
+            for added in (False, True)
+        )
+
+    def _framed(self, draft: Draft, found: Any) -> Encoded:
+        """Tokens with one begin-of-text token at most, and an end-of-text token where the draft wants them."""
+        ids: list[int] = found if isinstance(found, list) else found.ids
+        offsets = None if isinstance(found, list) else _as_array(found.offsets)
+        if not draft.framed:
+            return Encoded(np.asarray(ids, dtype=np.int32), offsets, closed=False)
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        # Two begin-of-text tokens: one from the tokenizer, one written in the text.
+        doubled = bos is not None and ids[:2] == [bos, bos]
+        closed = eos is not None and ids[-1:] != [eos]
+        tokens = np.asarray([*ids[doubled:], eos] if closed else ids[doubled:], dtype=np.int32)
+        return Encoded(tokens, None if offsets is None else offsets[int(doubled) :], closed)
+
+
+class ByteCounts:
+    """Offsets of a byte-level tokenizer, computed from how many bytes each of its tokens stands for.
+
+    The tokens of such a tokenizer are exactly the bytes of the text, cut. Counting them costs much less than
+    having the library trace every one of them.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        added: dict[int, Any] = backend.get_added_tokens_decoder()
+        self._backend = backend
+        self._added = {token: len(str(text).encode()) for token, text in added.items()}
+        self._lengths = np.zeros(max([backend.get_vocab_size(), *(i + 1 for i in added)]), dtype=np.int64)
+
+    def offsets(self, text: str, ids: NDArray[np.int32]) -> NDArray[np.int64] | None:
+        """(L, 2) character range of each token; None if the tokens are not the bytes of the text."""
+        if not (text.isascii() or unicodedata.is_normalized("NFC", text)):
+            return None
+        lengths = self._lengths[ids]
+        if not lengths.all():
+            self._learn(set(ids[lengths == 0].tolist()))
+            lengths = self._lengths[ids]
+        ends = np.cumsum(lengths)
+        data = text.encode()
+        if not len(ends) or ends[-1] != len(data):
+            return None
+        places = np.empty((len(ends), 2), dtype=np.int64)
+        places[:, 0], places[:, 1] = ends - lengths, ends
+        if len(data) > len(text):
+            # The character that each byte belongs to.
+            character = np.cumsum((np.frombuffer(data, dtype=np.uint8) & 0xC0) != 0x80) - 1
+            places[:, 0], places[:, 1] = character[places[:, 0]], character[ends - 1] + 1
+        return places
+
+    def _learn(self, tokens: set[int]) -> None:
+        for token in tokens:
+            name: str = self._backend.id_to_token(token) or ""
+            # A character of the name is one byte of text.
+            self._lengths[token] = self._added.get(token, len(name))
+
+
+def byte_counts(backend: Any) -> ByteCounts | None:
+    """How to count a tokenizer's bytes; None unless it is certain to be cut at bytes and to change nothing."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    byte_level = isinstance(backend.model, models.BPE) and isinstance(backend.decoder, decoders.ByteLevel)
+    keeps = backend.normalizer is None or isinstance(backend.normalizer, normalizers.NFC)
+    added = backend.get_added_tokens_decoder().values()
+    if not (byte_level and keeps) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    # A byte that is no token may become an unknown one, of any length; left out, it shows in the count.
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if backend.model.unk_token is not None and any(backend.token_to_id(byte) is None for byte in alphabet):
+        return None
+    found, probe = ByteCounts(backend), _PROBE + "".join(str(token) for token in list(added)[:4])
+    encoding = backend.encode(probe, add_special_tokens=False)
+    counted = found.offsets(probe, np.asarray(encoding.ids, dtype=np.int32))
+    if counted is None or not np.array_equal(_ranges(counted), _ranges(_as_array(encoding.offsets))):
+        return None
+    return found
+
+
+def _as_array(offsets: list[Span]) -> NDArray[np.int64]:
+    flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(offsets))
+    return flat.reshape(-1, 2)
+
+
+def _not_text(text: str, error: Exception) -> DataError:
+    bad = next((f" (\\u{ord(c):04x})" for c in text if 0xD800 <= ord(c) <= 0xDFFF), "")
+    return DataError(
+        f"the example cannot be encoded, it has half a surrogate pair{bad}"
+        if bad
+        else f"it cannot be encoded: {error}",
+        hint="write the whole character, or remove it",
+    )
+
+
+def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> NDArray[np.bool_]:
+    """(L,) bool: the targets among the tokens; never the first, since nothing predicts it."""
+    length = len(encoded.tokens)
+    mask = np.ones(length, dtype=np.bool_)
+    if draft.spans is not None:
+        assert encoded.offsets is not None
+        mask[: len(encoded.offsets)] = mask_of_spans(draft.text, encoded.offsets, draft.spans)
+        if draft.framed and length and encoded.tokens[-1] == eos:
+            # Some tokenizers add the end-of-text token themselves, without a place in the text.
+            mask[-1] = True
+    mask[:1] = False
+    return mask
+
+
+def mask_of_spans(text: str, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """(L,) bool: the tokens that lie inside a span.
+
+    A token across a border of the span counts if the part inside is more than blanks: "▁Ahoy" carries the
+    first word of an answer, but a "\\n\\n" half of which is the header's carries none.
+
+    Args:
+        offsets: (L, 2) character range of each token.
+        spans: (start, end) character ranges, in order.
+    """
+    starts, ends = _ranges(offsets)
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    for begin, end in spans:
+        reached = int(ends.searchsorted(begin, "right"))
+        first, last = int(starts.searchsorted(begin)), int(ends.searchsorted(end, "right"))
+        past = int(starts.searchsorted(end))
+        mask[first : min(last, past)] = True
+        for i in (*range(reached, min(first, past)), *range(max(last, reached), past)):
+            mask[i] |= bool(text[max(starts[i], begin) : min(ends[i], end)].strip())
+    return mask
+
+
+def _ranges(offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each token begins and ends, both in ascending order.
+
+    Some tokenizers report "Ġword" without its blank: it begins where the one before has ended. A token that
+    the tokenizer added at the end has no place of its own: it lies where the text has ended.
+    """
+    ends = np.maximum.accumulate(offsets[:, 1])
+    before = np.zeros_like(ends)
+    before[1:] = ends[:-1]
+    return np.where(offsets[:, 1] < before, before, np.minimum(offsets[:, 0], before)), ends
+
+
+def pieces_of_text(text: str, offsets: NDArray[np.int64]) -> list[str]:
+    """The part of ``text`` that each token stands for; joined, they are the text.
+
+    The first of several tokens that make up one character has the character, the others nothing.
+    """
+    if not len(offsets):
+        return []
+    until = np.maximum.accumulate(offsets[:, 1])
+    until[-1] = len(text)
+    edges = [0, *until.tolist()]
+    return [text[a:b] for a, b in pairwise(edges)]

@@ -1,0 +1,243 @@
+"""The first pass of ``data prepare``: sources to checked rows in a spool, and what cannot be used beside it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, cast
+
+from allhands.data.duplicates import normalise
+from allhands.data.outcome import LeftOut, Reasons, SourceTally
+from allhands.data.reading import Problem, Row
+from allhands.data.records import ColumnNames, Record
+from allhands.data.shapes import Example, parse_example
+from allhands.data.sources import Source
+from allhands.data.splitting import NONE, SPLITS, Share, hash64
+from allhands.data.spool import Entry, Spool
+from allhands.errors import ConfigError, DataError
+
+Dedupe = Literal["off", "exact", "near"]
+Measure = Callable[[Record], int]
+# What is being done, how much of it is done, and of how much (None: unknown).
+Progress = Callable[[str, int, "int | None"], None]
+
+BY_SOURCE = "source"
+# Column names, nested ones too, are remembered for advice up to this number.
+_MANY_COLUMNS = 500
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Options of ``allhands data prepare``, by flag name.
+
+    Attributes:
+        columns: the column mapping as it was given: {"prompt_feature": "question"}.
+        valid, test: sizes of the held-out splits; None leaves it to what the sources say.
+        split_by: rows with the same value of this column stay together; "source": rows of one file.
+        near_threshold: similarity from which rows are near duplicates; 1 searches exact ones only.
+
+    Raises:
+        ConfigError: two options contradict each other, or a value is out of range.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    valid: Share | None = None
+    test: Share | None = None
+    split_by: str | None = None
+    resplit: bool = False
+    seed: int = 0
+    shuffle: bool = True
+    dedupe: Dedupe = "off"
+    near_threshold: float = 0.8
+    max_seq_length: int = 2048
+    strict: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.near_threshold <= 1:
+            hint = "0.8 finds texts with a few words changed; 1 looks for exact duplicates only"
+            raise ConfigError(f"{self.near_threshold:g} is not between 0.5 and 1", where="--near-threshold", hint=hint)
+        if self.dedupe == "near" and self.near_threshold == 1:
+            raise ConfigError(
+                "there are no near duplicates with --near-threshold 1", where="--dedupe near", hint="--dedupe exact"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As report.json has them."""
+        given = asdict(self) | {"columns": dict(self.columns)}
+        return given | {name: share and str(share) for name, share in (("valid", self.valid), ("test", self.test))}
+
+
+def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
+    """The held-out splits that the sources bring along."""
+    return set() if options.resplit else {source.split for source in sources if source.split} - {"train"}
+
+
+def few(names: Sequence[str]) -> str:
+    """The first eight, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+class Intake:
+    """Reads sources: every row becomes an entry of the spool, or of the rows left out."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        options: PrepareOptions,
+        spool: Spool,
+        left_out: LeftOut,
+        measure: Measure | None,
+        progress: Progress,
+    ) -> None:
+        self.options, self.spool, self.left_out = options, spool, left_out
+        self.sources = sources
+        self.tallies = [SourceTally(source.name, source.split) for source in sources]
+        self.warnings = Reasons()
+        self._columns = ColumnNames.from_options(options.columns)
+        self._measure, self._progress = measure, progress
+        self._key_column = options.split_by if options.split_by != BY_SOURCE else None
+        self._wanted = [*options.columns.values(), *([self._key_column] if self._key_column else [])]
+        self._found: set[str] = set()
+        # Names in rows, in order.
+        self.columns: dict[str, None] = {}
+        self._done = 0
+
+    def read(self) -> None:
+        """Read every source to its end.
+
+        Raises:
+            DataError: with ``strict``, the first row that cannot be used.
+            ConfigError: a column that was named is in no row.
+        """
+        for number, source in enumerate(self.sources):
+            for problem in source.skipped:
+                self.warnings.add(problem.message, problem.hint, problem.where)
+            for item in source.rows():
+                self._take(number, item)
+                self._done += 1
+                self._progress("reading", self._done, None)
+        self.spool.finish()
+        self._check_columns()
+
+    def _take(self, number: int, item: Row | Problem) -> None:
+        tally = self.tallies[number]
+        if isinstance(item, Problem):
+            tally.rows += item.line > 0
+            tally.left_out += item.line > 0
+            tally.unread += item.line == 0
+            self._leave_out(item.error(), None)
+            return
+        tally.rows += 1
+        self._look_at_columns(item.value)
+        try:
+            self._accept(number, item)
+        except DataError as error:
+            tally.left_out += 1
+            self._leave_out(error, item.value)
+
+    def _leave_out(self, error: DataError, value: Any) -> None:
+        if self.options.strict:
+            raise error
+        self.left_out.add(error, value)
+
+    def _accept(self, number: int, row: Row) -> None:
+        example = parse_example(row.value, self._columns_of(row.value), source=row.source, line=row.line)
+        where = f"{row.source}:{row.line}"
+        line, text = _json_line(example, where), example.texts()
+        content = hash64(line)
+        split = None if self.options.resplit else self.sources[number].split
+        entry = Entry(
+            name=row.source,
+            line=row.line,
+            source=number,
+            content=content,
+            words=hash64(str(example.preference is not None), normalise(text)),
+            key=self._key(row, content, where),
+            given=NONE if split is None else SPLITS.index(split),
+            is_preference=example.preference is not None,
+            length=len(text) if self._measure is None else self._measure(_measured(example, row)),
+        )
+        self.spool.add(line, text, entry)
+        self.tallies[number].accepted += 1
+        shapes = self.tallies[number].shapes
+        shapes[example.shape] = shapes.get(example.shape, 0) + 1
+        for warning in example.warnings:
+            self.warnings.add(warning, None, where)
+
+    def _columns_of(self, value: Any) -> ColumnNames:
+        """The mapping, for a row that has one of its columns; in a mixture, other rows have their usual names."""
+        mapped = any(_reach(value, name)[0] for name in self.options.columns.values())
+        return self._columns if mapped else ColumnNames()
+
+    def _key(self, row: Row, content: int, where: str) -> int:
+        by = self.options.split_by
+        if by is None:
+            return content
+        if by == BY_SOURCE:
+            return hash64("key", row.source)
+        found, value = _reach(row.value, by)
+        if found and value is not None:
+            return hash64("key", json.dumps(value, sort_keys=True, default=str))
+        self.warnings.add(f'no "{by}" to split by: such a row is split by its content', "fill the column in", where)
+        return content
+
+    def _look_at_columns(self, value: Any) -> None:
+        self._found.update(name for name in self._wanted if name not in self._found and _reach(value, name)[0])
+        if isinstance(value, dict) and len(self.columns) < _MANY_COLUMNS:
+            for name, inner in cast(dict[str, Any], value).items():
+                self.columns.setdefault(name)
+                if isinstance(inner, dict):
+                    self.columns.update(dict.fromkeys(f"{name}.{key}" for key in cast(dict[str, Any], inner)))
+
+    def _check_columns(self) -> None:
+        named = {f"--{field.replace('_', '-')}": column for field, column in self.options.columns.items()}
+        if self._key_column:
+            named["--split-by"] = self._key_column
+        for flag, column in named.items():
+            if column not in self._found and self.columns:
+                near = difflib.get_close_matches(column, self.columns, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ConfigError(
+                    f'no row has a column "{column}"', where=flag, hint=f"{hint}the columns are {few([*self.columns])}"
+                )
+
+
+def _reach(value: Any, name: str) -> tuple[bool, Any]:
+    """Whether a row has the column ``name`` (dots lead into nested objects), and what it holds."""
+    if isinstance(value, dict):
+        row = cast(dict[str, Any], value)
+        if name in row:
+            return True, row[name]
+        head, dot, rest = name.partition(".")
+        if dot and head in row:
+            return _reach(row[head], rest)
+    return False, None
+
+
+def _json_line(example: Example, where: str) -> bytes:
+    """The row as it is written.
+
+    Raises:
+        DataError: it holds what JSON or UTF-8 cannot.
+    """
+    try:
+        return json.dumps(example.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+    except UnicodeEncodeError as error:
+        message = f"half a surrogate pair (\\u{ord(error.object[error.start]):04x})"
+        raise DataError(message, where=where, hint="write the whole character, or remove it") from None
+    except (TypeError, ValueError) as error:
+        message = f"it holds what JSON cannot: {error}"
+        raise DataError(message, where=where, hint="write the value as text, or remove it") from None
+
+
+def _measured(example: Example, row: Row) -> Record:
+    """The record whose tokens count; of a preference, the conversation with the answer that is preferred or rated."""
+    if example.record is not None:
+        return example.record
+    fields = example.preference or {}
+    answer = fields["chosen"] if "chosen" in fields else fields["completion"]
+    messages = (*fields["prompt"], *answer)
+    return Record("chat", messages=messages, tools=fields.get("tools"), source=row.source, line=row.line)

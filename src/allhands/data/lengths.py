@@ -1,0 +1,200 @@
+"""How long the examples are: the figures and the bars that help to choose a limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Unit = Literal["tokens", "characters"]
+
+_WIDE = 20  # longest over shortest, from which on ranges grow by a factor
+_MOST_RANGES = 12
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Figures of a set of lengths, all in ``unit``.
+
+    Attributes:
+        count: number of examples.
+        min, mean, median, max: of the lengths; 0 without examples, as all figures.
+        p90, p99: the smallest length that at least 90 (99) of 100 examples do not exceed: always one that occurs.
+        total: sum of the lengths.
+        limit: the greatest length that is used whole, or None.
+        over_limit: number of examples that are longer than the limit.
+        lost_tokens: what they have beyond the limit, all together; in ``unit``, like the rest.
+        unit: what is counted.
+    """
+
+    count: int
+    min: int
+    mean: float
+    median: float
+    p90: int
+    p99: int
+    max: int
+    total: int
+    limit: int | None
+    over_limit: int
+    lost_tokens: int
+    unit: Unit
+
+    @classmethod
+    def of(
+        cls, lengths: NDArray[Any] | Sequence[int], limit: int | None = None, unit: Unit = "tokens"
+    ) -> LengthSummary:
+        """The figures of ``lengths``, whole numbers of shape ``(count,)`` in ``unit``."""
+        values = np.asarray(lengths, dtype=np.int64).reshape(-1)
+        if not values.size:
+            return cls(0, 0, 0.0, 0.0, 0, 0, 0, 0, limit, 0, 0, unit)
+        p90, p99 = np.percentile(values, (90, 99), method="inverted_cdf").tolist()
+        beyond = values[values > limit] - limit if limit is not None else values[:0]
+        return cls(
+            count=values.size,
+            min=int(values.min()),
+            mean=float(values.mean()),
+            median=float(np.median(values)),
+            p90=int(p90),
+            p99=int(p99),
+            max=int(values.max()),
+            total=int(values.sum()),
+            limit=limit,
+            over_limit=beyond.size,
+            lost_tokens=int(beyond.sum()),
+            unit=unit,
+        )
+
+    def sentence(self) -> str:
+        """The figures that matter most, in one sentence without a full stop."""
+        if not self.count:
+            return "no examples"
+        if self.count == 1:
+            text = f"1 example of {self.max:,} {self.unit}"
+        else:
+            text = (
+                f"{self.count:,} examples: median {_number(self.median)} {self.unit}, 90% up to {self.p90:,}, "
+                f"longest {self.max:,}"
+            )
+        return text if self.limit is None else f"{text}; {self._over()}"
+
+    def lines(self) -> list[str]:
+        """All figures, one a line, in two columns."""
+        rows = [
+            ("examples", f"{self.count:,}"),
+            (f"{self.unit} in all", f"{self.total:,}"),
+            ("shortest", f"{self.min:,}"),
+            ("median", _number(self.median)),
+            ("mean", _number(self.mean)),
+            ("90% up to", f"{self.p90:,}"),
+            ("99% up to", f"{self.p99:,}"),
+            ("longest", f"{self.max:,}"),
+        ]
+        rows = rows if self.count else rows[:1]
+        left, right = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"{name:<{left}}  {value:>{right}}" for name, value in rows]
+        return [*lines, self._over()] if self.count and self.limit is not None else lines
+
+    def _over(self) -> str:
+        if not self.over_limit:
+            return f"none is over the limit of {self.limit:,}"
+        verb = "is" if self.over_limit == 1 else "are"
+        loses = "loses" if self.over_limit == 1 else "lose"
+        return (
+            f"{self.over_limit:,} ({percent(self.over_limit, self.count)}) {verb} over the limit of {self.limit:,} "
+            f"and {loses} {self.lost_tokens:,} {self.unit} ({percent(self.lost_tokens, self.total)} of all)"
+        )
+
+
+def percent(part: int, whole: int) -> str:
+    """``4.2%``; ``<0.1%`` and ``>99.9%`` where rounding would deny that there is something, or something else."""
+    share = 100 * part / whole if whole else 0.0
+    if share in (0, 100):
+        return f"{share:.0f}%"
+    return "<0.1%" if share < 0.1 else ">99.9%" if share > 99.9 else f"{share:.1f}%"
+
+
+def bars(
+    lengths: NDArray[Any] | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False
+) -> list[str]:
+    """A histogram for the terminal: a line for each range of lengths, and a rule where the limit is.
+
+    A range ends at the limit, so that what stands below the rule is exactly what is too long.
+
+    Args:
+        lengths: whole numbers, of shape ``(count,)``.
+        limit: the greatest length that is used whole.
+        width: the most columns that a line takes; at least 40 are used.
+        ascii: use ``#`` and ``-`` only.
+
+    Returns:
+        The lines; none without lengths.
+    """
+    values = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    if not values.size:
+        return []
+    edges = _edges(int(values.min()), int(values.max()), limit)
+    counts: list[int] = np.histogram(values, edges)[0].tolist()
+    names = [f"{low:,}-{high - 1:,}" if high > low + 1 else f"{low:,}" for low, high in pairwise(edges)]
+    left, right, width = max(map(len, names)), len(f"{max(counts):,}"), max(width, 40)
+    room = width - left - right - 12
+    lines = [
+        f"{name:>{left}}  {_bar(count / max(counts) * room, ascii):<{room}}  {count:>{right},}  "
+        f"{percent(count, values.size):>6}"
+        for name, count in zip(names, counts, strict=True)
+    ]
+    if limit is not None:
+        lines.insert(sum(low <= limit for low in edges[:-1]), _rule(limit, width, ascii))
+    return lines
+
+
+def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
+    """The first length of each range, and the one after the last range: about ten ranges.
+
+    They end at round numbers, because limits are round: 1-64, 65-128; 1-50, 51-100. One of them ends at the limit.
+    """
+    wide = longest >= _WIDE * max(1, shortest)
+    if wide:
+        octaves = math.log2(longest / max(1, shortest))
+        power = next(power for power in (1, 2, 4, 8) if octaves / power <= _MOST_RANGES - 2)
+        step, ends = 0, [0, *(1 << exponent for exponent in range(0, 64, power))]
+    else:
+        steps = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
+        step = next(step for step in steps if (longest - shortest) / step <= _MOST_RANGES - 2)
+        ends = list(range((shortest - 1) // step * step, longest + step, step))
+    first = max((end for end in ends if 0 <= end < shortest), default=-1)
+    last = min(end for end in ends if end >= longest)
+    if limit is not None and not shortest <= limit < longest:
+        first, last = (max(first, limit), last) if limit < shortest else (first, min(last, limit))
+    inner = {end for end in ends if first < end < last}
+    if limit is not None and first < limit < last:
+        # In place of an end close by: a range of a few lengths beside the limit would say nothing.
+        close = limit / 4 if wide else step / 4
+        inner = {end for end in inner if abs(end - limit) >= close} | {limit}
+    return [end + 1 for end in (first, *sorted(inner), last)]
+
+
+def _bar(columns: float, ascii: bool) -> str:
+    """A bar of ``columns`` columns, to an eighth; something is never drawn as nothing."""
+    if not columns:
+        return ""
+    if ascii:
+        return "#" * max(1, round(columns))
+    whole, eighth = divmod(max(1, round(8 * columns)), 8)
+    return "█" * whole + _EIGHTHS[eighth].strip()
+
+
+def _rule(limit: int, width: int, ascii: bool) -> str:
+    text = f" limit {limit:,} "
+    return text.center(width, "-" if ascii else "─")
+
+
+def _number(value: float) -> str:
+    """With one decimal place where there is something in it."""
+    return f"{value:,.1f}".removesuffix(".0")

@@ -1,0 +1,165 @@
+"""What became of every row: counted, grouped by reason, each with its place. Read by people and by programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.data.lengths import LengthSummary
+from allhands.errors import AllhandsError
+
+NUM_PLACES = 5
+NUM_REASONS = 200
+
+# What differs from row to row within one reason: excerpts at the end, positions, hexadecimal bytes.
+_PARTICULARS = re.compile(r"(?:,? (?:near|after) ['\"].*$)|0x[0-9a-f]{2}|\d+", re.DOTALL)
+_OTHER = "other reasons"
+
+
+@dataclass
+class Reason:
+    """One kind of problem: the message and remedy of its first row, how many rows, and the first places."""
+
+    message: str
+    hint: str | None
+    count: int = 0
+    places: list[str] = field(default_factory=list[str])
+
+
+class Reasons:
+    """Problems grouped: messages that differ in numbers and excerpts only are one reason."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Reason] = {}
+
+    def add(self, message: str, hint: str | None, where: str) -> None:
+        """Count a row."""
+        key = _PARTICULARS.sub("#", message)
+        if key not in self._groups and len(self._groups) >= NUM_REASONS:
+            key, message, hint = _OTHER, _OTHER, "left-out.jsonl has each"
+        group = self._groups.setdefault(key, Reason(message, hint))
+        group.count += 1
+        if len(group.places) < NUM_PLACES:
+            group.places.append(where)
+
+    def listed(self) -> list[Reason]:
+        """The reasons, the commonest first."""
+        return sorted(self._groups.values(), key=lambda reason: -reason.count)
+
+
+class LeftOut:
+    """Writes each row that is left out, with its place, reason and remedy, and counts."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.reasons = Reasons()
+
+    def add(self, error: AllhandsError, value: Any = None) -> None:
+        """``value`` is the row, if it could be read at all."""
+        where = error.where or ""
+        self.reasons.add(error.message, error.hint, where)
+        self.write({"where": where, "reason": error.message, "hint": error.hint}, value)
+
+    def write(self, entry: dict[str, Any], value: Any) -> None:
+        """Append one line. Only ASCII, because a row may be here for characters that UTF-8 cannot hold."""
+        if value is not None:
+            entry["row"] = value
+        self._file.write(json.dumps(entry, default=str).encode("ascii") + b"\n")
+
+
+@dataclass
+class SourceTally:
+    """What one source held. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files without rows."""
+
+    name: str
+    split: str | None
+    rows: int = 0
+    accepted: int = 0
+    left_out: int = 0
+    unread: int = 0
+    shapes: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Two rows that say the same: exactly (similarity 1) or nearly."""
+
+    row: str
+    of: str
+    similarity: float
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Repeated rows.
+
+    Attributes:
+        exact: rows that repeat another, apart from what normalising ignores; ``near`` rows that nearly do.
+        removed: rows dropped because of it.
+        across: for ``"train, test"`` and so on: kept rows of the first split with a twin in the second.
+        examples: a few of them.
+    """
+
+    exact: int = 0
+    near: int = 0
+    removed: int = 0
+    across: dict[str, int] = field(default_factory=dict[str, int])
+    examples: list[Twin] = field(default_factory=list[Twin])
+
+
+@dataclass
+class Outcome:
+    """Everything that ``data prepare`` has to say.
+
+    Attributes:
+        kept: rows in each split, for training and (``preference``) for preference methods.
+        rows_read: rows that the sources held = kept + left_out + duplicates.removed.
+        lengths: of the kept rows, in tokens or characters; ``row_lengths`` has each of each split, in no order.
+        notes: what was decided and why, in sentences.
+        options: the options that decided it.
+    """
+
+    sources: list[SourceTally]
+    kept: dict[str, int] = field(default_factory=dict[str, int])
+    preference: dict[str, int] = field(default_factory=dict[str, int])
+    reasons: list[Reason] = field(default_factory=list[Reason])
+    warnings: list[Reason] = field(default_factory=list[Reason])
+    duplicates: Duplicates = field(default_factory=Duplicates)
+    lengths: LengthSummary | None = None
+    row_lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict[str, "NDArray[np.int64]"])
+    notes: list[str] = field(default_factory=list[str])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that the sources held, readable or not."""
+        return sum(source.rows for source in self.sources)
+
+    @property
+    def left_out(self) -> int:
+        """Rows that could not be used."""
+        return sum(source.left_out for source in self.sources)
+
+    @property
+    def num_kept(self) -> int:
+        """Rows written into the splits."""
+        return sum(self.kept.values()) + sum(self.preference.values())
+
+    @property
+    def shapes(self) -> Counter[str]:
+        """Recognised shapes over all sources."""
+        return sum((Counter(source.shapes) for source in self.sources), Counter[str]())
+
+    def to_json(self) -> dict[str, Any]:
+        """For report.json."""
+        totals = {"rows_read": self.rows_read, "rows_kept": self.num_kept, "rows_left_out": self.left_out}
+        details = asdict(self)
+        del details["row_lengths"]
+        return {**totals, "duplicates_removed": self.duplicates.removed, "shapes": dict(self.shapes), **details}

@@ -1,0 +1,44 @@
+"""Batches made on a thread while the step before them is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """``load(i)`` for one ``i`` after the other, ``ahead`` of them at work before they are asked for.
+
+    Any ``i`` may be asked at any time; only the ones that follow it come sooner. Used as a context, at the end of
+    which the thread is gone. What ``load`` raises is raised by :meth:`get` for that ``i``.
+    """
+
+    def __init__(self, load: Callable[[int], T], end: int, ahead: int = 2) -> None:
+        """``load`` is called in one other thread, for numbers below ``end``."""
+        self._load = load
+        self._end = end
+        self._ahead = ahead
+        self._pending: dict[int, Future[T]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-data")
+
+    def get(self, i: int) -> T:
+        """``load(i)``, waiting for it if it is not ready."""
+        wanted = range(i, min(i + 1 + self._ahead, max(self._end, i + 1)))
+        for late in set(self._pending) - set(wanted):
+            self._pending.pop(late).cancel()
+        for number in wanted:
+            if number not in self._pending:
+                self._pending[number] = self._thread.submit(self._load, number)
+        return self._pending.pop(i).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,253 @@
+"""From whatever files people have to a training folder: checked, deduplicated, split, and nothing lost unsaid.
+
+One pass reads every source and writes the rows that can be used to a spool file; of each row only some 70
+bytes of numbers stay in memory. Then duplicates are searched, splits decided, and the rows copied from the
+spool into their files. All of it happens in a hidden directory that takes its name at the very end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits, few
+from allhands.data.lengths import LengthSummary, Unit
+from allhands.data.outcome import LeftOut, Outcome
+from allhands.data.sources import Source
+from allhands.data.splitting import NONE, SPLITS, TRAIN, Ints, Share, Wanted, assign, keepers, shuffled
+from allhands.data.spool import Spool, open_spool
+from allhands.data.twins import find_twins, report_duplicates
+from allhands.errors import ConfigError, DataError
+from allhands.staging import publish, staging
+
+DEFAULT_SHARE = Share(0.05, False)
+REPORT, LEFT_OUT, LENGTHS, PREFERENCE = "report.json", "left-out.jsonl", "lengths.png", "preference"
+OUTPUT = frozenset({*(f"{split}.jsonl" for split in SPLITS), REPORT, LEFT_OUT, LENGTHS, PREFERENCE})
+
+
+class NothingLeft(DataError):
+    """No row of any source can be used; ``outcome`` says why."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        first = outcome.reasons[0] if outcome.reasons else None
+        count = outcome.rows_read
+        message = f"none of the {count} rows can be used" if count > 1 else "there is no row that can be used"
+        because = f"; most often: {first.message}" if first else ""
+        where = first.places[0] if first and first.places else None
+        super().__init__(message + because, where=where, hint=first.hint if first else "name files that hold rows")
+        self.outcome = outcome
+
+
+def no_progress(what: str, done: int, total: int | None) -> None:
+    """A :data:`Progress` that shows nothing."""
+
+
+def prepare(
+    sources: Sequence[Source],
+    out: Path,
+    options: PrepareOptions,
+    *,
+    measure: Measure | None = None,
+    progress: Progress = no_progress,
+) -> Outcome:
+    """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is untouched.
+
+    Args:
+        measure: gives the tokens of a record and raises DataError for one that cannot be rendered; without
+            it, lengths are in characters.
+
+    Raises:
+        ConfigError: ``out`` is in use, or an option cannot take effect.
+        DataError: with ``strict``, the first bad row; else :class:`NothingLeft`.
+        StorageError: it cannot be written.
+    """
+    check_output(out, [source.name for source in sources], options.force)
+    sources, ignored = _useful_splits(sources, options)
+    _check_options(sources, options)
+    with staging(out) as staged, open_spool(staged) as file, (staged / LEFT_OUT).open("wb") as left_out_file:
+        left_out = LeftOut(left_out_file)
+        intake = Intake(sources, options, Spool(file), left_out, measure, progress)
+        intake.read()
+        outcome = Outcome(intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed())
+        outcome.options = options.to_json()
+        if not len(intake.spool):
+            raise NothingLeft(outcome)
+        outcome.notes.extend(ignored)
+        _split_and_write(staged, intake, outcome, progress)
+        _write_lengths(staged / LENGTHS, outcome, options.max_seq_length if measure else None)
+        left_out_file.close()
+        if not outcome.left_out + outcome.duplicates.removed + sum(source.unread for source in outcome.sources):
+            (staged / LEFT_OUT).unlink()
+        text = json.dumps(outcome.to_json(), indent=1, default=str)
+        (staged / REPORT).write_text(text + "\n", encoding="utf-8")
+        publish(staged, out)
+    return outcome
+
+
+def _useful_splits(sources: Sequence[Source], options: PrepareOptions) -> tuple[list[Source], list[str]]:
+    """The sources, without their splits if those would leave nothing to train on; and what to say about it.
+
+    Somebody who names nothing but a test.jsonl wants to train on it.
+    """
+    named = {source.split for source in sources}
+    if options.resplit or not named or named & {None, "train"}:
+        return list(sources), []
+    words = " and ".join(sorted(str(name) for name in named))
+    return [replace(source, split=None) for source in sources], [
+        f"the sources bring no train split, only {words}: all of their rows are split anew"
+    ]
+
+
+def check_output(out: Path, names: Sequence[str], force: bool) -> None:
+    """Refuse to overwrite what is at ``out``.
+
+    Args:
+        names: what is read, as it was named: it must not lie in ``out``.
+
+    Raises:
+        ConfigError: it is not an empty directory; or, with ``force``, not one that was prepared before.
+    """
+    where, whole = f"--out {out}", out.resolve()
+    for name in names:
+        source = Path(name).expanduser().resolve()
+        if source.exists() and (source == whole or whole in source.parents):
+            hint = "choose another directory: what is read is never replaced"
+            raise ConfigError(f"the source {name} is in it", where=where, hint=hint)
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ConfigError("there is a file of that name", where=where, hint="choose another directory")
+    there = sorted(entry.name for entry in out.iterdir())
+    foreign = [name for name in there if name not in OUTPUT]
+    if there and not force:
+        hint = "choose another directory" + ("" if foreign else ", or replace it with --force")
+        raise ConfigError(f"the directory is not empty: it holds {few(there)}", where=where, hint=hint)
+    if foreign:
+        raise ConfigError(
+            f"--force replaces prepared data only; the directory also holds {few(foreign)}",
+            where=where,
+            hint="choose another directory, or move those away first",
+        )
+
+
+def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
+    for split, share in (("valid", options.valid), ("test", options.test)):
+        if share is not None and split in carried_splits(sources, options):
+            name = next(source.name for source in sources if source.split == split)
+            raise ConfigError(
+                f"the sources have a {split} split of their own: {name}",
+                where=f"--{split}",
+                hint=f"add --resplit to split all rows anew, or leave --{split} out to keep theirs",
+            )
+
+
+# --- duplicates and splits --------------------------------------------------------------------------
+
+
+def _split_and_write(staged: Path, intake: Intake, outcome: Outcome, progress: Progress) -> None:
+    spool, options = intake.spool, intake.options
+    twins = find_twins(
+        spool, options.near_threshold, lambda done, total: progress("looking for duplicates", done, total)
+    )
+    keep = np.ones(len(spool), dtype=np.bool_)
+    if options.dedupe != "off":
+        labels = twins.groups(near=options.dedupe == "near").labels()
+        keeper = keepers(labels, spool.given, spool.contents)
+        keep = keeper == np.arange(len(spool))
+        _record_removed(intake, keeper, keep)
+    groups = twins.families()
+    if options.split_by is not None:
+        groups.join_equal(spool.keys)
+    rows = np.flatnonzero(keep)
+    wanted = _wanted(intake, len(rows))
+    split = np.full(len(spool), NONE, dtype=np.int8)
+    split[rows] = assign(groups.labels()[rows], spool.keys[rows], spool.given[rows], wanted, options.seed)
+    outcome.duplicates = report_duplicates(spool, twins, split)
+    _write_splits(staged, spool, split, options, outcome)
+    outcome.notes.extend(_notes(intake, split, wanted, outcome))
+    assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
+    outcome.row_lengths = {
+        name: spool.lengths[split == number] for number, name in enumerate(SPLITS) if np.any(split == number)
+    }
+
+
+def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> None:
+    spool = intake.spool
+    for row in np.flatnonzero(~keep).tolist():
+        reason = f"duplicate of {spool.where(int(keeper[row]))}"
+        entry = {"where": spool.where(row), "reason": reason, "hint": "--dedupe off keeps duplicates"}
+        intake.left_out.write(entry, json.loads(spool.row(row)))
+
+
+def _wanted(intake: Intake, num_rows: int) -> Wanted:
+    default = Share(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
+    valid, test = (share or default for share in (intake.options.valid, intake.options.test))
+    return Wanted(valid.rows(num_rows), test.rows(num_rows))
+
+
+def _write_lengths(path: Path, outcome: Outcome, limit: int | None) -> None:
+    """``limit`` is in tokens; without it, lengths are characters."""
+    from allhands.histograms import draw_lengths
+
+    unit: Unit = "characters" if limit is None else "tokens"
+    outcome.lengths = LengthSummary.of(np.concatenate([*outcome.row_lengths.values()]), limit, unit)
+    draw_lengths(outcome.row_lengths, limit, unit, path)
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+def _write_splits(
+    staged: Path, spool: Spool, split: NDArray[np.int8], options: PrepareOptions, outcome: Outcome
+) -> None:
+    """One file a split that has rows. Their order depends on the contents and the seed, or is that of the sources."""
+    place = shuffled(spool.contents, options.seed) if options.shuffle else np.arange(len(spool))
+    for number, name in enumerate(SPLITS):
+        for folder, is_preference, counts in (
+            (staged, False, outcome.kept),
+            (staged / PREFERENCE, True, outcome.preference),
+        ):
+            rows = np.flatnonzero((split == number) & (spool.preferences == is_preference))
+            counts[name] = len(rows)
+            if len(rows):
+                folder.mkdir(exist_ok=True)
+                with (folder / f"{name}.jsonl").open("wb") as file:
+                    file.writelines(spool.row(row) for row in rows[np.argsort(place[rows], kind="stable")].tolist())
+
+
+def _notes(intake: Intake, split: NDArray[np.int8], wanted: Wanted, outcome: Outcome) -> Iterator[str]:
+    """What was decided, and what a person may not expect of it."""
+    options, spool = intake.options, intake.spool
+    carried = carried_splits(intake.sources, options)
+    if carried:
+        yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
+    elif left := [name for name, share in (("valid", options.valid), ("test", options.test)) if share is None]:
+        flags = ", ".join(f"--{name}" for name in left)
+        yield f"{DEFAULT_SHARE.value:.0%} of the rows are {' and as many '.join(left)} ({flags}; seed {options.seed})"
+    if options.split_by is not None:
+        yield f"rows with the same {options.split_by} are in one split"
+    if options.split_by == BY_SOURCE and BY_SOURCE in intake.columns:
+        yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
+    if not carried and outcome.duplicates.exact + outcome.duplicates.near > outcome.duplicates.removed:
+        yield "duplicates, near ones too, are in one split, so that no validation example was trained on"
+    for name, number, target in (("valid", 1, wanted.valid), ("test", 2, wanted.test)):
+        got = int(np.count_nonzero(split == number))
+        if name not in carried and got != target:
+            yield f"{name} has {got} rows, {target} were wanted: rows that belong together are not torn apart"
+    torn = _torn_keys(spool, split) if options.split_by is not None else 0
+    if torn:
+        yield f"{torn} values of {options.split_by} are in several splits, because the sources have them there"
+    if not np.any(split == TRAIN):
+        yield "there is no train.jsonl: all rows that are left are held out"
+
+
+def _torn_keys(spool: Spool, split: NDArray[np.int8]) -> int:
+    """Keys whose kept rows are in more than one split."""
+    kept = split != NONE
+    pairs = np.unique(np.stack([spool.keys[kept], split[kept].astype(np.uint64)]), axis=1)
+    return int(np.count_nonzero(np.unique(pairs[0], return_counts=True)[1] > 1))

@@ -1,0 +1,313 @@
+"""Other people's shapes of training data as ours: what ``data prepare`` reads and writes.
+
+Records go through the same code as in training (:mod:`allhands.data.records`). Here come the shapes that
+are not trained on as they stand, preferences and rated answers, and the warnings: what looks wrong in a
+record but may be meant, and which columns were not used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+from allhands.data.messages import (
+    INSTRUCTION_ROLES,
+    TOOL_ROLES,
+    Message,
+    Place,
+    called_function,
+    check_messages,
+    check_tool_answers,
+    check_tools,
+    quoted,
+    require_answer,
+)
+from allhands.data.records import (
+    NEEDS,
+    ColumnNames,
+    Parts,
+    Record,
+    Shape,
+    alpaca_question,
+    as_turns,
+    conversation_part,
+    history,
+    rating,
+    recognise,
+    text_or_messages,
+    to_record,
+    with_system,
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of somebody's data, checked.
+
+    Attributes:
+        shape: what was recognised: "chat", "chat with tools", "completion", "text", "alpaca", "sharegpt",
+            "preference" or "rated".
+        record: what can be trained on; None for a preference or a rated answer.
+        preference: {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or for a rated answer
+            {"prompt": [messages], "completion": [messages], "label": bool}; with "tools" if it has some.
+        warnings: fixed phrases for what looks wrong and was kept, and for columns that were not used. They
+            say how the row was read, so they do not count when examples are compared.
+    """
+
+    shape: str
+    record: Record | None
+    preference: dict[str, Any] | None
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The canonical JSON object; :func:`parse_example` makes the same record or preference of it."""
+        if self.preference is not None:
+            return dict(self.preference)
+        record = self.record
+        assert record is not None
+        if record.kind == "text":
+            return {"text": record.text}
+        tools = {"tools": record.tools} if record.tools else {}
+        if record.kind == "completion":
+            return {"prompt": record.prompt, "completion": record.completion, **tools}
+        return {"messages": list(record.messages or ()), **tools}
+
+    def texts(self) -> str:
+        """All its words in order, tool calls among them, joined by line breaks.
+
+        The descriptions of the tools that could be called are left out: data sets repeat them in every row.
+        """
+        if self.preference is not None:
+            lists = [self.preference.get(key, []) for key in ("prompt", "chosen", "rejected", "completion")]
+            return "\n".join(_words(message for messages in lists for message in messages))
+        record = self.record
+        assert record is not None
+        return record.text or "" if record.kind == "text" else "\n".join(_words(record.turns))
+
+
+def _words(messages: Iterator[Message] | Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        if message["content"]:
+            yield message["content"]
+        for call in message.get("tool_calls") or ():
+            function = called_function(call)
+            arguments = function.get("arguments", "")
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            yield f"{function['name']} {written}"
+
+
+def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int) -> Example:
+    """One decoded JSON value as an example; see :func:`allhands.data.records.recognise` for what is what.
+
+    A row with a true or false ``label`` is a rated answer, whatever its shape, and never a record.
+
+    Errors are what cannot be meant: parts that are missing or of a wrong type, empty answers, a tool call
+    without a name, a tool's answer that nobody can have asked for, a preference between equal answers.
+    Warnings are what may be meant: see the phrases in this module. A last question without an answer is
+    kept, since the answers before it train.
+
+    Raises:
+        DataError: with ``where="source:line"`` and a hint.
+    """
+    parts = Parts.of(value, columns, Place(source, line))
+    shape = recognise(parts)
+    if shape == "preference":
+        return _preference(parts)
+    record = to_record(parts, shape)
+    label = rating(parts, shape)
+    if label is not None:
+        return _rated(parts, record, label, shape)
+    name = "chat with tools" if shape == "chat" and _uses_tools(record) else shape
+    return Example(name, record, None, (*suspicions(record.turns), *_unused(parts, shape)))
+
+
+def _uses_tools(record: Record) -> bool:
+    return bool(record.tools) or any(message.get("tool_calls") for message in record.turns)
+
+
+# Preferences and rated answers
+
+
+def _preference(parts: Parts) -> Example:
+    place = parts.place
+    chosen, rejected = _answers(parts, "chosen"), _answers(parts, "rejected")
+    if chosen == rejected:
+        names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
+        place.fail(f"{names} are the same: there is nothing to prefer", "delete the record")
+    tools = check_tools(parts.get("tools"), parts.name("tools"), place)
+    prompt, warnings = _question(parts), ()
+    if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt, warnings = _shared(parts, chosen, rejected, prompt)
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    prompt = with_system(parts, prompt)
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        check_tool_answers([*prompt, *answer], parts.name(name), place)
+    found = {"prompt": prompt, "chosen": chosen, "rejected": rejected} | ({"tools": tools} if tools else {})
+    seen = dict.fromkeys([*suspicions([*prompt, *chosen]), *suspicions([*prompt, *rejected])])
+    return Example("preference", None, found, (*seen, *warnings, *_unused(parts, "preference")))
+
+
+def _answers(parts: Parts, part: str) -> list[Message]:
+    """A chosen or rejected answer: a string, one message or a list of them."""
+    value, name = parts.get(part), parts.name(part)
+    if isinstance(value, str):
+        value = [{"role": "assistant", "content": value}]
+    elif isinstance(value, dict):
+        value = [value]
+    messages = check_messages(value, name, parts.place, sharegpt=parts.mapped(part))
+    require_answer(messages, name, parts.place)
+    return messages
+
+
+def _question(parts: Parts) -> list[Message] | None:
+    """The question that both answers are for, if it stands in a column of its own."""
+    if parts.has("prompt"):
+        return as_turns(text_or_messages(parts, "prompt"), "user")
+    for part in ("chat", "conversation"):
+        if parts.has(part):
+            return conversation_part(parts, part, sharegpt=True)
+    if parts.has("instruction"):
+        return [*history(parts), *as_turns(alpaca_question(parts), "user")]
+    return None
+
+
+def _shared(
+    parts: Parts, chosen: list[Message], rejected: list[Message], given: list[Message] | None
+) -> tuple[list[Message], tuple[str, ...]]:
+    """The longest beginning of two whole conversations that both go on from with an answer."""
+    same = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        same += 1
+    for end in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
+        if chosen[end]["role"] == rejected[end]["role"] == "assistant":
+            prompt = chosen[:end]
+            words = {message["content"].strip() for message in prompt}
+            fits = all(message["content"].strip() in words for message in given or ())
+            return prompt, () if fits else (PROMPT_DIFFERS,)
+    names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
+    lonely = given is None and len(chosen) == len(rejected) == 1
+    parts.place.fail(
+        f"{names} have no question before them" if lonely else f"{names} do not answer the same question",
+        "give the question as prompt (or name its column, prompt_feature), or let both begin with the same messages",
+    )
+
+
+def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
+    """The last answer is what was rated; of a completion, all of it."""
+    turns = record.turns
+    if record.kind == "completion" and record.completion is not None:
+        completion = as_turns(record.completion, "assistant")
+        prompt = turns[: len(turns) - len(completion)]
+    else:
+        prompt, completion = turns[:-1], turns[-1:]
+    if completion[-1]["role"] != "assistant":
+        parts.place.fail("a rated conversation must end with the answer that was rated", "delete what follows it")
+    if not prompt:
+        parts.place.fail("a rated answer has no question before it", "put the question before it")
+    found = {"prompt": prompt, "completion": completion, "label": label}
+    found |= {"tools": record.tools} if record.tools else {}
+    return Example("rated", None, found, (*suspicions(turns), *_unused(parts, shape)))
+
+
+# Warnings
+
+TWO_SYSTEM = "more than one system message"
+LATE_SYSTEM = "system message not at the beginning"
+STARTS_WITH_ANSWER = "begins with an answer"
+NO_LAST_ANSWER = "does not end with an answer"
+EMPTY_QUESTION = "empty question"
+SAME_ROLE = "two messages in a row from the same side"
+UNANSWERED_CALL = "tool call without a tool's answer"
+UNCALLED_TOOL = "tool's answer without a tool call"
+ARGUMENTS_NOT_JSON = "tool call whose arguments are not a JSON object"
+PROMPT_DIFFERS = "the prompt is not part of the conversations of a preference, and not used"
+
+
+def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:
+    """What looks wrong in checked messages but may be meant; fixed phrases, each once, so they can be counted.
+
+    A conversation that ends with a tool call is how calling is taught, and is not among them.
+    """
+    return tuple(dict.fromkeys([*_about_order(messages), *_about_tools(messages)]))
+
+
+def _about_order(messages: Sequence[Message]) -> Iterator[str]:
+    roles = [message["role"] for message in messages]
+    instructions = [index for index, role in enumerate(roles) if role in INSTRUCTION_ROLES]
+    if len(instructions) > 1:
+        yield TWO_SYSTEM
+    elif instructions and instructions[0] > 0:
+        yield LATE_SYSTEM
+    spoken = [role for role in roles if role not in INSTRUCTION_ROLES]
+    if spoken[:1] == ["assistant"]:
+        yield STARTS_WITH_ANSWER
+    if spoken and spoken[-1] != "assistant":
+        yield NO_LAST_ANSWER
+    if any(one == after and one not in TOOL_ROLES for one, after in pairwise(spoken)):
+        yield SAME_ROLE
+    if any(message["role"] == "user" and not message["content"].strip() for message in messages):
+        yield EMPTY_QUESTION
+
+
+def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
+    called = False
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role in TOOL_ROLES and not called:
+            yield UNCALLED_TOOL
+        if role != "assistant":
+            continue
+        calls = cast(list[dict[str, Any]], message.get("tool_calls") or [])
+        called = bool(calls)
+        if called and index + 1 < len(messages) and messages[index + 1]["role"] not in TOOL_ROLES:
+            yield UNANSWERED_CALL
+        if not all(_has_object(called_function(call).get("arguments")) for call in calls):
+            yield ARGUMENTS_NOT_JSON
+
+
+def _has_object(arguments: Any) -> bool:
+    """Whether arguments are an object or the JSON of one; none at all will do as well."""
+    if not isinstance(arguments, str) or not arguments.strip():
+        return True
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+# What each shape takes besides the columns that make it.
+_TAKES: dict[Shape, tuple[str, ...]] = {
+    "completion": ("tools",),
+    "chat": ("tools",),
+    "text": (),
+    "preference": ("tools", "system", "input", "history"),
+    "alpaca": ("tools", "system", "input", "history"),
+    "sharegpt": ("tools", "system"),
+}
+
+
+def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
+    """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
+    # "input" is a common name, and means something beside an instruction only.
+    instructed = parts.name("prompt") == "instruction"
+    for part in ("system", "tools", "input", "history"):
+        # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
+        taken = part in _TAKES[shape] or (part == "system" and parts.mapped(part) and shape != "text")
+        if parts.mapped(part) and not parts.names_it(part):
+            yield f"the mapped column {quoted(parts.name(part))} is not there"
+        elif not taken and parts.get(part) and (part != "input" or parts.mapped(part) or instructed):
+            yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
+    if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
+        yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
+    used = {parts.name(part) for part in NEEDS[shape]}
+    for other, needs in NEEDS.items():
+        # The column of a conversation may be the question of a preference; ShareGPT may stand under messages.
+        question = shape in ("preference", "sharegpt") and other in ("chat", "sharegpt")
+        new = not used.issuperset(parts.name(part) for part in needs)
+        if new and not question and all(parts.has(part) for part in needs):
+            yield f"read as {shape}, so its columns of the shape {other} are not used"

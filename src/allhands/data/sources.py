@@ -1,0 +1,495 @@
+"""What people name on the command line, as sources of rows: files, directories, datasets of the Hugging Face Hub.
+
+Also the readers of the file types that training itself does not read: tables and plain text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import difflib
+import io
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any, cast
+
+from allhands.data.reading import (
+    TYPE_NAMES,
+    FileType,
+    Item,
+    Problem,
+    ReadOptions,
+    Row,
+    file_type,
+    lines,
+    not_utf8,
+    read_rows,
+    with_rest,
+)
+from allhands.errors import ConfigError, DataError
+
+_NAMES_OF_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
+_HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+# Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
+_ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
+_ABOUT_FOLDER = re.compile(r"(dataset_infos?|dataset_dict|state|report)\.json|left-out\.jsonl")
+
+_PIECE = 1 << 20
+_BATCH_BYTES = 8 << 20
+_SEPARATORS = {"auto": re.escape("<|endoftext|>"), "file": None, "line": "\n", "blank-line": r"\n[^\S\n]*\n"}
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How sources are found and read.
+
+    Attributes:
+        documents: what one document of a plain text file is, see :class:`ReadOptions`.
+        hub_split: the one split of a Hub dataset to read, as the Hub names it; None reads all.
+        hub_config: the configuration (subset) of a Hub dataset.
+        streaming: read a Hub dataset while it is downloaded, without keeping it.
+        limit: read at most this many rows of each source, unreadable ones included.
+    """
+
+    documents: str = "auto"
+    hub_split: str | None = None
+    hub_config: str | None = None
+    streaming: bool = False
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"{self.limit} rows are none", where="--limit", hint="give a number of at least 1")
+        ReadOptions(documents=self.documents)  # checks it
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one split of a Hub dataset.
+
+    Attributes:
+        name: the path as it was named, or ``OWNER/NAME[SPLIT]``; the ``source`` of its rows.
+        split: "train", "valid" or "test" if the source itself says so.
+        read: starts to read it.
+        limit: rows and problems after this many are not read.
+        kind: the type of the file; None for a Hub dataset.
+        skipped: files that were passed over on the way to it, each a Problem. Of a directory, its first source
+            has them all.
+    """
+
+    name: str
+    split: str | None
+    read: Callable[[], Iterator[Item]]
+    limit: int | None = None
+    kind: FileType | None = None
+    skipped: tuple[Problem, ...] = ()
+
+    def rows(self) -> Iterator[Item]:
+        """Its rows and what could not be read, in order; may be called again."""
+        return islice(self.read(), self.limit)
+
+
+def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> list[Source]:
+    """The sources that are named, in order.
+
+    A name is a file; a directory, which is searched with its sub-directories in sorted order; or a Hub dataset,
+    ``OWNER/NAME`` or ``hf://OWNER/NAME``. What exists on disk is taken before the Hub.
+
+    A source has a split if the file is called train, valid, validation, val, dev or test, also with a number as in
+    ``train-00000-of-00003.parquet``; or else if the directory nearest to it, up to the one that was named (of a file
+    that was named: only its own), is called so; or if the Hub calls it so.
+
+    Raises:
+        ConfigError: nothing or something twice is named, or an option has nothing that it could concern.
+        DataError: a name is neither a file, a directory nor a Hub dataset; a directory holds nothing to read; or
+            the Hub dataset cannot be had.
+    """
+    options = options or SourceOptions()
+    if not names:
+        raise ConfigError("no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)")
+    hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
+    _check_hub_options(options, bool(hub))
+    # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
+    local = {name: _local(name, options) for name in names if name not in hub}
+    found = [source for name in names for source in local.get(name) or _hub_sources(hub[name], options)]
+    _check_found(found, options)
+    return found
+
+
+def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
+    for flag in ("hub_split", "hub_config", "streaming"):
+        if getattr(options, flag) and not any_hub:
+            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
+            raise ConfigError("no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint)
+
+
+def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
+    if options.documents != "auto" and not any(source.kind == "text" for source in found):
+        hint = "it concerns .txt and .md files; leave it out"
+        raise ConfigError("no plain text file is named", where="--documents", hint=hint)
+    seen: set[str] = set()
+    for source in found:
+        place = source.name if source.kind is None else os.path.realpath(source.name)
+        if place in seen:
+            raise ConfigError("it is named twice", where=source.name, hint="name each file once, directories included")
+        seen.add(place)
+
+
+# Files and directories
+
+
+def _local(name: str, options: SourceOptions) -> list[Source]:
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
+        return _directory(path, options)
+    if not name or not os.path.exists(path):
+        raise _missing(name, path)
+    if file_type(path) is None:
+        raise DataError("files of this type cannot be read", where=name, hint=f"let the name end in {TYPE_NAMES}")
+    return [_file(path, (path.parent.name,), options)]
+
+
+def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> Source:
+    stem = path.name.lower().removesuffix(".gz").rpartition(".")[0]
+    named = (_NAMES_OF_SPLITS.get(name) for name in (_SHARD.sub("", stem), *(name.lower() for name in folders[::-1])))
+    split = next(filter(None, named), None)
+    read = partial(read_rows, path, ReadOptions(documents=options.documents), name=str(path))
+    return Source(str(path), split, read, options.limit, file_type(path))
+
+
+def _directory(root: Path, options: SourceOptions) -> list[Source]:
+    files, skipped = _walk(root)
+    if any(file_type(path) != "text" for path in files):
+        about = [path for path in files if file_type(path) == "text" and path.stem.lower() in _ABOUT_DATA]
+        files = [path for path in files if path not in about]
+        skipped += [_skip(path, "it describes the data") for path in about]
+    if not files:
+        there = ", ".join(Path(problem.source).name for problem in skipped[:10]) or "nothing"
+        message = f"the directory has no file that can be read; it holds {there}"
+        raise DataError(message, where=str(root), hint=f"files are recognised by their names: {TYPE_NAMES}")
+    sources = [_file(path, (root.name, *path.relative_to(root).parts[:-1]), options) for path in files]
+    return [replace(sources[0], skipped=tuple(skipped)), *sources[1:]]
+
+
+def _skip(path: Path, why: str) -> Problem:
+    return Problem(str(path), 0, f"skipped: {why}")
+
+
+def _walk(root: Path) -> tuple[list[Path], list[Problem]]:
+    """The files below a directory that can be read, sorted, and the rest."""
+    files: list[Path] = []
+    skipped: list[Problem] = []
+
+    def stop(error: OSError) -> None:
+        hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
+        raise DataError(f"cannot read the directory: {error.strerror}", where=str(error.filename), hint=hint)
+
+    for folder, folders, names in os.walk(root, onerror=stop):
+        for name in sorted(folders):
+            path = Path(folder, name)
+            if why := "hidden" if name.startswith(".") else "a link to a directory" if path.is_symlink() else None:
+                folders.remove(name)
+                skipped.append(_skip(path, why))
+        for path in (Path(folder, name) for name in names):
+            why = _why_skipped(path)
+            skipped.append(_skip(path, why)) if why else files.append(path)
+    return sorted(files, key=lambda path: path.parts), skipped
+
+
+def _why_skipped(path: Path) -> str | None:
+    if path.name.startswith("."):
+        return "hidden"
+    if not path.is_file():
+        return "not a file, or a link to nothing"
+    if file_type(path) is None:
+        return "files of this type cannot be read"
+    return "it describes the data" if _ABOUT_FOLDER.fullmatch(path.name) else None
+
+
+def _missing(name: str, path: Path) -> DataError:
+    while path.parent != path and not os.path.isdir(path.parent):
+        path = path.parent
+    try:
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=3)
+    except OSError:
+        near = []
+    meant = " or ".join(str(path.parent / other) for other in near)
+    hint = f"did you mean {meant}?" if meant else f"check the name; there is no {path.name} in {path.parent.absolute()}"
+    return DataError("no such file or directory", where=name, hint=f"{hint} A Hub dataset is named hf://OWNER/NAME")
+
+
+# The Hub
+
+
+def _hub_name(name: str) -> str | None:
+    """OWNER/NAME if a Hub dataset is meant."""
+    if scheme := _HUB.match(name):
+        rest = name[scheme.end() :].strip("/")
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", rest):
+            raise ConfigError("this is no name of a Hub dataset", where=name, hint="write hf://OWNER/NAME")
+        return rest
+    is_local = os.path.exists(name) or os.path.isdir(name.partition("/")[0]) or file_type(Path(name)) is not None
+    return name if _HUB_NAME.fullmatch(name) and not is_local else None
+
+
+def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
+    loaded = _load(name, options)
+    parts = {options.hub_split: loaded} if options.hub_split else cast(Mapping[str, Any], loaded)
+    return [
+        Source(where, _split_of_part(part), partial(_hub_rows, rows, where), options.limit)
+        for part, rows in parts.items()
+        for where in [f"{name}[{part}]"]
+    ]
+
+
+def _split_of_part(part: str) -> str | None:
+    """Of the Hub's name for a split: train of ``train_sft`` and ``train[:10%]``."""
+    return _NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
+
+
+def _load(name: str, options: SourceOptions) -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]  # slow to import
+    except ImportError as error:
+        hint = "pip install datasets"
+        raise DataError("a Hub dataset needs the datasets library", where=name, hint=hint) from error
+    try:
+        return datasets.load_dataset(name, options.hub_config, split=options.hub_split, streaming=options.streaming)
+    except Exception as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
+        raise _hub_error(name, error) from error
+
+
+def _hub_error(name: str, error: Exception) -> DataError:
+    """What the library's error means, with the remedy."""
+    text, kind = str(error), type(error).__name__
+    choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
+    page = f"https://huggingface.co/datasets/{name}"
+    if "gated" in text.lower() or kind == "GatedRepoError":
+        message, hint = "access to the dataset must be asked for", f"ask for it at {page}, then: hf auth login"
+    elif "OfflineModeIsEnabled" in text or "offline mode" in text.lower():
+        message = "the dataset is not on this machine, and downloads are switched off"
+        hint = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
+    elif isinstance(error, ConnectionError | TimeoutError) or re.search("Connect|Timeout|Proxy", kind):
+        message = "the Hugging Face Hub cannot be reached"
+        hint = "check the network, or fetch the files on another machine and name them here"
+    elif re.search("(Unknown|Bad) split", text):
+        message, hint = "the dataset has no such split", f"--hub-split is one of: {choice or 'see ' + page}"
+    elif re.search("Config name is missing|BuilderConfig .* not found", text):
+        message, hint = "the dataset has several configurations", f"--hub-config is one of: {choice or 'see ' + page}"
+    elif isinstance(error, FileNotFoundError) or kind == "RepositoryNotFoundError":
+        message = "there is no such dataset on the Hub, or it is private"
+        hint = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
+    else:
+        message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
+        hint = f"see {page}; you can fetch its files and name them here"
+    return DataError(message, where=name, hint=hint)
+
+
+def _hub_rows(rows: Iterable[Any], name: str) -> Iterator[Item]:
+    number = 0
+    try:
+        for number, value in enumerate(rows, start=1):
+            yield Row(dict(value), name, number)
+    except Exception as error:  # a download that breaks off, a file that is damaged, a picture that needs a library
+        message = f"cannot be read: {type(error).__name__}: {error}"
+        yield with_rest(Problem(name, number + 1, message, "check the network and start again"))
+    else:
+        if not number:
+            yield Problem(name, 0, "the split is empty", "choose another: --hub-split")
+
+
+# Tables and plain text, for allhands.data.reading.read_rows
+
+
+class _TableLines:
+    """Lines of a table for the csv module; what they held since ``begin`` is there to judge an error by."""
+
+    def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
+        self.number = 0
+        self._lines, self._name, self._limit = lines(file, limit), name, limit
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line begins a row."""
+        self.first, self.quotes, self._size = self.number + 1, 0, 0
+        self.bad: Problem | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        raw, too_long = next(self._lines)
+        self.number += 1
+        self.quotes += raw.count(b'"')
+        self._size += too_long or len(raw)
+        if self._size > self._limit:
+            raise csv.Error(f"the row is too long to be read, {self._size:,} bytes")
+        text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
+        self.bad = self.bad or not_utf8(text, self._name, self.number)
+        if "\0" in text and self.bad is None:
+            self.bad = Problem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
+        return text
+
+
+def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: str) -> Iterator[Item]:
+    """The rows of a CSV or TSV file as objects of strings, by the names in its first row."""
+    # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
+    csv.field_size_limit(max(csv.field_size_limit(), options.max_row_bytes))
+    table = _TableLines(file, name, options.max_row_bytes)
+    reader = csv.reader(table, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        table.begin()
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            problem = _table_problem(table, name, error)
+            # With an odd number of quotes nobody knows whether the next line is inside a field.
+            if table.quotes % 2 or not header:
+                yield with_rest(problem)
+                return
+            yield problem
+            continue
+        if cells is None:
+            return
+        if table.bad is None and len(cells) <= 1 and not "".join(cells).strip():
+            continue
+        if header:
+            yield table.bad or _table_item(cells, header, name, table.first)
+            continue
+        header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+        if problem := table.bad or _twice(header, name, table.first):
+            yield with_rest(problem)
+            return
+
+
+def _table_problem(table: _TableLines, name: str, error: csv.Error) -> Problem:
+    several = f" (lines {table.first} to {table.number})" if table.number > table.first else ""
+    hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
+    return Problem(name, table.first, f"not a row of a table: {error}{several}", hint)
+
+
+def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
+    if len(cells) == len(header):
+        return Row(dict(zip(header, cells, strict=True)), name, line)
+    message = f"ragged row: {len(cells)} fields where the header has {len(header)}"
+    return Problem(name, line, message, 'put a field that has separators in it in "..."')
+
+
+def _twice(names: Sequence[str], source: str, line: int) -> Problem | None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    message = f"unusable columns: two are called {twice[0]!r}" if twice else ""
+    return Problem(source, line, message, "rename one of them") if twice else None
+
+
+def rows_of_parquet(file: IO[bytes], name: str) -> Iterator[Item]:
+    """The rows of a Parquet file, read in batches of about 8 MB."""
+    row = 0
+    hint = "the file is cut off or damaged: fetch it again"
+    try:
+        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # slow to import
+
+        with _seekable(file) as inner, pq.ParquetFile(inner, pre_buffer=False, buffer_size=_PIECE) as table:
+            if problem := _twice(table.schema_arrow.names, name, 0):
+                yield problem
+                return
+            groups = range(table.num_row_groups)
+            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in groups)
+            size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // max(1, num_bytes)))
+            for batch in table.iter_batches(batch_size=size, use_threads=False):
+                yield from _rows_of_batch(batch, name, row)
+                row += len(batch)
+    except ImportError:
+        yield Problem(name, 0, "Parquet files need pyarrow", "pip install pyarrow")
+    except Exception as error:  # pyarrow and what it calls raise many kinds
+        message = f"not readable as Parquet at row {row + 1}: {error}"
+        yield with_rest(Problem(name, row + 1 if row else 0, message, hint))
+
+
+def _seekable(file: IO[bytes]) -> IO[bytes]:
+    if file.seekable():
+        return file
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+    shutil.copyfileobj(file, copy, _PIECE)
+    copy.seek(0)
+    return copy
+
+
+def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
+    try:
+        values = batch.to_pylist()
+    except Exception:  # one bad value; found one row at a time below
+        values = None
+    for index in range(len(batch)):
+        try:
+            value = values[index] if values is not None else batch.slice(index, 1).to_pylist()[0]
+        except Exception as error:
+            message = f"row {before + index + 1} has a value that Python cannot hold: {error}"
+            yield Problem(name, before + index + 1, message, "repair or drop the column")
+        else:
+            yield Row(value, name, before + index + 1)
+
+
+def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
+    """The documents of a plain text file."""
+    by = options.documents
+    escaped = re.escape(by.replace("\\n", "\n").replace("\\t", "\t"))
+    pattern = _SEPARATORS.get(by, escaped)
+    separator = re.compile(pattern) if pattern else None
+    for line, text in _documents(_text_pieces(file), separator, options.max_document_chars):
+        document = text.strip("\n")
+        if not document.strip():
+            continue
+        line += len(text) - len(text.lstrip("\n"))
+        if "\0" in document:
+            hint = "is this a text file? remove the byte"
+            yield Problem(name, line + document[: document.index("\0")].count("\n"), "a NUL byte in the text", hint)
+        else:
+            yield not_utf8(document, name, line) or Row({"text": document}, name, line)
+
+
+def _text_pieces(file: IO[bytes]) -> Iterator[str]:
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True)
+    while data := file.read(_PIECE):
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
+
+
+def _documents(pieces: Iterator[str], separator: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, str]]:
+    """(line, text) of every document, those of over twice ``size`` characters in parts of at most ``size``."""
+    text, line = "", 1
+    for piece in chain(pieces, [None]):
+        text, start = text + (piece or ""), 0
+        while start < len(text):
+            match = separator.search(text, start) if separator else None
+            end, after = match.span() if match else (len(text), len(text))
+            if end - start > 2 * size:
+                end = after = _cut(text, start, size)
+            elif match is None and piece is not None:
+                break
+            yield line, text[start:end]
+            line, start = line + text.count("\n", start, after), after
+        text = text[start:]
+
+
+def _cut(text: str, start: int, size: int) -> int:
+    """Where the part that begins at ``start`` ends: after a paragraph, a line, a word, or anywhere."""
+    for mark in ("\n\n", "\n", " "):
+        found = text.rfind(mark, start + size // 2, start + size)
+        if found >= 0:
+            return found + len(mark)
+    return start + size

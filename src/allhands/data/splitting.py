@@ -1,0 +1,192 @@
+"""Which row goes into which split: a function of the contents and the seed, never of the order of rows.
+
+Rows that must not be torn apart (one key, the same or nearly the same content) form a group, and a group is
+put into one split as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.errors import ConfigError
+
+SPLITS = ("train", "valid", "test")
+# Numbers of the splits in the arrays; a row whose source says nothing has NONE.
+NONE, TRAIN, VALID, TEST = -1, 0, 1, 2
+
+Ints = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Size of a held-out split: a number of rows, or a fraction of all rows."""
+
+    value: float
+    is_count: bool
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> Share:
+        """``"0.05"`` is a fraction, ``"200"`` a number of rows, ``"0"`` none.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        hint = "write a fraction such as 0.05, or a number of rows such as 200; 0 for none"
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"{text!r} is not a number", where=flag, hint=hint) from None
+        if value < 0 or not np.isfinite(value):
+            raise ConfigError(f"{text} is not a size", where=flag, hint=hint)
+        if text.strip().isdigit():
+            return cls(value, True)
+        if value >= 1:
+            raise ConfigError(f"{text} is neither a fraction below 1 nor a whole number", where=flag, hint=hint)
+        return cls(value, False)
+
+    def rows(self, total: int) -> int:
+        """Rows of a split out of ``total``; a fraction above 0 is at least one row."""
+        if self.is_count or not self.value:
+            return int(self.value)
+        return max(1, round(self.value * total))
+
+    def __str__(self) -> str:
+        return f"{self.value:.0f} rows" if self.is_count else f"{self.value:g} of the rows"
+
+
+def hash64(*parts: str | bytes) -> int:
+    """64 bits that depend on every part and on where one ends."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def shuffled(hashes: Hashes, seed: int) -> Hashes:
+    """Another number for each hash, one to one, that depends on ``seed`` (the mixer of splitmix64)."""
+    mixed = hashes ^ np.uint64(hash64("seed", str(seed)))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+class Groups:
+    """Disjoint sets of the rows 0 to n - 1 (union-find)."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._parent = np.arange(num_rows, dtype=np.int64)
+
+    def join(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Put the two rows of each pair into one set."""
+        for one, other in pairs:
+            a, b = self._root(one), self._root(other)
+            # The smaller row becomes the root, so that labels do not depend on the order of the pairs.
+            self._parent[max(a, b)] = min(a, b)
+
+    def join_equal(self, keys: Hashes) -> None:
+        """Put all rows of one key into one set."""
+        order = np.argsort(keys, kind="stable")
+        same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+        self.join(zip(order[same].tolist(), order[same + 1].tolist(), strict=True))
+
+    def labels(self) -> Ints:
+        """(n,) the smallest row of each row's set."""
+        labels = self._parent
+        while not np.array_equal(labels, further := labels[labels]):
+            labels = further
+        return labels
+
+    def _root(self, row: int) -> int:
+        parent = self._parent
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = int(parent[row])
+        return row
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How many rows the held-out splits shall have."""
+
+    valid: int
+    test: int
+
+
+def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: Wanted, seed: int) -> NDArray[np.int8]:
+    """The split of every row.
+
+    Rows that their source puts into valid or test stay there, and undecided rows of the same group follow
+    them (to test before valid). All other groups are shuffled by ``seed``; test, then valid, are filled up
+    with whole groups, and the rest is train. Of rows that a source calls train, only whole groups without a
+    given valid or test row can be held out.
+
+    Args:
+        labels: (n,) group of each row.
+        keys: (n,) hash of what decides (the key of ``--split-by``, or the content).
+        given: (n,) split that the source gives, or ``NONE``.
+
+    Returns:
+        (n,) TRAIN, VALID or TEST. A held-out split has exactly the rows wanted where groups are single rows,
+        else as many as whole groups allow; the last group goes to train, the last but one to valid.
+    """
+    _, group = np.unique(labels, return_inverse=True)
+    count = int(group.max()) + 1 if len(group) else 0
+    fixed = np.full(count, NONE, dtype=np.int8)
+    np.maximum.at(fixed, group, np.where(given == TRAIN, NONE, given))
+    sizes = np.bincount(group, minlength=count)
+    least = np.full(count, np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(least, group, keys)
+    free = np.flatnonzero(fixed == NONE)
+    free = free[np.argsort(shuffled(least[free], seed), kind="stable")]
+    chosen = fixed.copy()
+    # Test first, so that another size of valid leaves it as it is; yet the last groups go to train and valid.
+    for split, target, stay in ((TEST, wanted.test, 2 if wanted.valid else 1), (VALID, wanted.valid, 1)):
+        taken = _fill(sizes[free], target, stay)
+        chosen[free[taken]] = split
+        free = np.delete(free, taken)
+    chosen[chosen == NONE] = TRAIN
+    return np.where(given == NONE, chosen[group], np.where(given == TRAIN, _held(chosen, fixed)[group], given))
+
+
+def _held(chosen: NDArray[np.int8], fixed: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Where the rows given as train go: with their group, unless given rows hold the group to valid or test."""
+    return np.where(fixed == NONE, chosen, np.int8(TRAIN))
+
+
+def _fill(sizes: Ints, target: int, stay: int) -> Ints:
+    """Positions of groups, in order, whose sizes add up to ``target`` or to as much below it as fits in turn.
+
+    ``stay`` groups always stay. If every group is larger than the target, the first of the smallest is taken.
+    """
+    taken: list[int] = []
+    left = target
+    for position, size in enumerate(sizes.tolist()):
+        if left == 0 or len(taken) >= len(sizes) - stay:
+            break
+        if size <= left:
+            taken.append(position)
+            left -= size
+    if target and not taken and len(sizes) > stay:
+        taken.append(int(np.argmin(sizes)))
+    return np.asarray(taken, dtype=np.int64)
+
+
+def canonical_order(given: NDArray[np.int8], contents: Hashes) -> Ints:
+    """(n,) the rows in an order that depends on what they hold only: test, valid, train, undecided, each by hash."""
+    return np.lexsort((contents, -given.astype(np.int64)))
+
+
+def keepers(labels: Ints, given: NDArray[np.int8], contents: Hashes) -> Ints:
+    """(n,) for each row the one of its group that stays when duplicates are dropped: the first in canonical order."""
+    order = canonical_order(given, contents)
+    _, first, group = np.unique(labels[order], return_index=True, return_inverse=True)
+    result = np.empty(len(labels), dtype=np.int64)
+    result[order] = order[first[group]]
+    return result

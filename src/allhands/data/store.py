@@ -1,0 +1,366 @@
+"""Tokenised sets on disk: written once by whoever comes first, mapped by every process of the host.
+
+A store is a directory of append-only arrays and a manifest, which is written last, with their sizes and
+SHA-256 sums. Directories are renamed into place whole, one process builds while others wait, and what is torn or
+altered is noticed at the next opening and built anew. Opening costs milliseconds: the sums are computed once
+after the files, or the machine's boot, have changed; until then sizes, times and inode numbers must match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from allhands.blas import cache_dir
+from allhands.data.render import Rendered
+from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
+from allhands.errors import ModelError
+from allhands.files import write_whole
+from allhands.staging import locked, publish, staging
+
+# A new number whenever the layout of the files, or what the same input gives, changes.
+FORMAT = 1
+MANIFEST = "manifest.json"
+_CHECKED = "checked.json"
+_KEPT_DAYS = 30
+_DTYPES = {"mask_bits": "|u1", "offsets": "<i8", "work": "<i4", "num_targets": "<i4"}
+# Smaller files are read again each time, which is faster than to remember them.
+_REMEMBERED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TokenSetReport:
+    """What became of the records.
+
+    Attributes:
+        num_records: records read.
+        num_examples: examples in the set.
+        num_truncated: examples (kept ones) that lost tokens to the length limit.
+        num_truncated_tokens: tokens that those lost.
+        num_dropped: records left out because no trained token remained.
+        dropped: ``file:line`` of the first of these.
+        num_tokens: tokens in the set.
+        num_trained_tokens: tokens in the set that the loss is computed on.
+        build_s: seconds that it took to make.
+    """
+
+    num_records: int
+    num_examples: int
+    num_truncated: int
+    num_truncated_tokens: int
+    num_dropped: int
+    dropped: tuple[str, ...]
+    num_tokens: int
+    num_trained_tokens: int
+    build_s: float
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """A set in a store.
+
+    Attributes:
+        tokens: its arrays, mapped from the files.
+        report: what became of the records when it was built.
+        fingerprint: :meth:`TokenSet.fingerprint` of it, known without reading.
+        path: its directory.
+        built: whether this process has built it just now.
+    """
+
+    tokens: TokenSet
+    report: TokenSetReport
+    fingerprint: str
+    path: Path
+    built: bool
+
+
+class StoreWriter:
+    """Appends examples to the files of a store; memory does not grow with them."""
+
+    def __init__(self, directory: Path, vocabulary: int, files: ExitStack) -> None:
+        """``vocabulary``: one more than the largest token id; ``files`` closes what is opened here."""
+        self._directory = directory
+        self._vocabulary = vocabulary
+        self.dtypes = {"tokens": "<u2" if vocabulary <= SMALL_VOCABULARY else "<i4", **_DTYPES}
+        self._files = {name: _Appended(files.enter_context(self._open(name)), t) for name, t in self.dtypes.items()}
+        self._files["offsets"].append(np.zeros(1, dtype=np.int64))
+        self._end = 0
+        self._bits = np.zeros(0, dtype=np.bool_)
+        self.largest_token = -1
+
+    def _open(self, name: str) -> BinaryIO:
+        return (self._directory / f"{name}.bin").open("wb")
+
+    def append(self, examples: Sequence[Rendered]) -> None:
+        """Add examples, each with at least one target.
+
+        Raises:
+            ModelError: a token is outside of the vocabulary.
+        """
+        part = TokenSet.of_examples([(example.tokens, example.mask) for example in examples])
+        self._check_tokens(part)
+        self._files["tokens"].append(part.tokens)
+        self._files["offsets"].append(part.offsets[1:] + self._end)
+        self._files["work"].append(part.work)
+        self._files["num_targets"].append(part.num_targets)
+        # Whole bytes only; what is left waits for the next examples.
+        bits = np.concatenate([self._bits, *(example.mask for example in examples)])
+        whole = len(bits) // 8 * 8
+        self._files["mask_bits"].append(pack_mask(bits[:whole]))
+        self._bits = bits[whole:]
+        self._end += len(part.tokens)
+        self.largest_token = max(self.largest_token, part.largest_token)
+
+    def _check_tokens(self, part: TokenSet) -> None:
+        least = int(part.tokens.min(initial=0))
+        token = least if least < 0 else part.largest_token
+        if not 0 <= token < self._vocabulary:
+            raise ModelError(
+                f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}",
+                hint="the tokenizer's files do not fit together: fetch the model again",
+            )
+
+    def finish(self, report: TokenSetReport, key: str) -> None:
+        """Write the manifest, after which the store can be opened."""
+        self._files["mask_bits"].append(pack_mask(self._bits))
+        arrays = {name: file.finish() for name, file in self._files.items()}
+        manifest = {
+            "format": FORMAT,
+            "key": key,
+            "largest_token": self.largest_token,
+            "arrays": arrays,
+            "report": asdict(report),
+        }
+        whole = manifest | {"sha256": _sum(manifest)}
+        (self._directory / MANIFEST).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+
+
+class _Appended:
+    """A file of one array's bytes, hashed while it is written."""
+
+    def __init__(self, stream: BinaryIO, dtype: str) -> None:
+        self._stream = stream
+        self._dtype = dtype
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def append(self, array: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(array, dtype=self._dtype).tobytes()
+        self._stream.write(data)
+        self._digest.update(data)
+        self._size += len(data)
+
+    def finish(self) -> dict[str, Any]:
+        self._stream.flush()
+        return {"dtype": self._dtype, "bytes": self._size, "sha256": self._digest.hexdigest()}
+
+
+Build = Callable[[StoreWriter], TokenSetReport]
+
+
+def stores() -> Path:
+    """The directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
+    chosen = os.environ.get("ALLHANDS_TOKEN_CACHE")
+    return Path(chosen).expanduser() if chosen else cache_dir() / "tokens"
+
+
+def open_store(key: str, vocabulary: int, build: Build) -> StoredTokens:
+    """The store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
+
+    Args:
+        key: names everything that the tokens depend on; see :func:`store_key`.
+        vocabulary: one more than the largest token id.
+        build: appends all examples and tells what became of them; called in one process only, while others
+            wait.
+
+    Raises:
+        StorageError: the store cannot be written.
+        AllhandsError: what ``build`` raises; nothing is left of the store then.
+    """
+    path = stores() / key
+    if (found := _opened(path) or _checked_unlocked(path)) is not None:
+        return found
+    with locked(stores() / f".{key}.lock"):
+        if (found := _opened(path) or _checked(path)) is not None:
+            return found
+        # Whoever has mapped the old files keeps them until it ends.
+        shutil.rmtree(path, ignore_errors=True)
+        _remove_unused()
+        with staging(path) as staged:
+            with ExitStack() as files:
+                writer = StoreWriter(staged, vocabulary, files)
+                writer.finish(build(writer), key)
+            publish(staged, path)
+        _remember_check(path, _state(path))
+        made = _mapped(path, built=True)
+    assert made is not None, path
+    return made
+
+
+def store_key(facts: Any) -> str:
+    """A name for everything that a store depends on, given as JSON values."""
+    text = json.dumps([FORMAT, _code(), facts], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """SHA-256 of the modules that make tokens of records: another version of them may make others."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _opened(path: Path) -> StoredTokens | None:
+    """The store at ``path``, if it is unchanged since its sums were computed."""
+    try:
+        remembered = json.loads((path / _CHECKED).read_text(encoding="utf-8"))
+        unchanged = remembered == _state(path)
+    except (OSError, ValueError):  # another process may be replacing it
+        return None
+    return _mapped(path, built=False) if unchanged else None
+
+
+def _checked(path: Path) -> StoredTokens | None:
+    """The store at ``path``, if its sums are right."""
+    manifest = _manifest(path)
+    if manifest is None:
+        return None
+    try:
+        # Before the sums: what is changed while they are computed is checked once more.
+        state = _state(path)
+        if any(file_hash(path / f"{name}.bin") != facts["sha256"] for name, facts in manifest["arrays"].items()):
+            return None
+    except OSError:
+        return None
+    _remember_check(path, state)
+    return _mapped(path, built=False)
+
+
+def _checked_unlocked(path: Path) -> StoredTokens | None:
+    """:func:`_checked` in a cache that may only be read, where no lock can be had and nobody builds."""
+    return None if os.access(path.parent, os.W_OK) else _checked(path)
+
+
+def _mapped(path: Path, *, built: bool) -> StoredTokens | None:
+    manifest = _manifest(path)
+    if manifest is None:
+        return None
+    try:
+        arrays = {name: _map(path / f"{name}.bin", facts) for name, facts in manifest["arrays"].items()}
+        tokens = TokenSet(**arrays, largest_token=manifest["largest_token"])
+        report = _report(manifest["report"])
+        sums = [manifest["arrays"][name]["sha256"] for name in ("tokens", "mask_bits", "offsets")]
+    except (OSError, ValueError, TypeError, KeyError, AssertionError):
+        return None
+    # The time of the last use, for the removal of old stores.
+    with suppress(OSError):
+        os.utime(path)
+    return StoredTokens(tokens, report, joined_fingerprint(sums), path, built)
+
+
+def _report(values: dict[str, Any]) -> TokenSetReport:
+    fields: dict[str, Any] = values | {"dropped": tuple(values["dropped"])}
+    return TokenSetReport(**fields)
+
+
+def _map(file: Path, facts: dict[str, Any]) -> NDArray[Any]:
+    if file.stat().st_size != facts["bytes"]:
+        raise ValueError(f"{file} is torn")
+    dtype = np.dtype(facts["dtype"])
+    # An empty file cannot be mapped.
+    mapped = np.memmap(file, dtype=dtype, mode="r") if facts["bytes"] else np.zeros(0, dtype=dtype)
+    # A plain array on the same memory: indexing numpy's memmap class is several times slower.
+    return np.asarray(mapped)
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(manifest, dict):
+        return None
+    values = cast("dict[str, Any]", manifest)
+    whole = values.pop("sha256", None) == _sum(values)
+    return values if whole and values.get("format") == FORMAT and values.get("key") == path.name else None
+
+
+def _sum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _state(path: Path) -> list[Any]:
+    """What changes when a file does, as JSON; the boot, too, because a crash can tear files without a trace."""
+    files = sorted(file for file in path.iterdir() if file.name != _CHECKED and not file.name.startswith("."))
+    return [_boot(), [[file.name, *_stamp(file)] for file in files]]
+
+
+def _stamp(file: Path) -> list[int]:
+    facts = file.stat()
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+
+
+def _boot() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else str(round(psutil.boot_time(), -1))
+
+
+def _remember_check(path: Path, state: list[Any]) -> None:
+    # A cache that may only be read is checked at each opening.
+    with suppress(Exception):
+        content = json.dumps(state)
+        write_whole(path / _CHECKED, lambda draft: draft.write_text(content, encoding="utf-8"))
+
+
+def _remove_unused() -> None:
+    """Remove stores that nobody has opened for a month."""
+    oldest = time.time() - _KEPT_DAYS * 86400
+    for path in stores().iterdir():
+        with suppress(OSError):
+            if not path.name.startswith(".") and path.is_dir() and path.stat().st_mtime < oldest:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+# --- inputs ------------------------------------------------------------------------------------------
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def input_hash(path: Path) -> str:
+    """SHA-256 of an input file's content; a large file is read again only after it has changed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    place, stamp = str(path.resolve()), _stamp(path)
+    if stamp[0] < _REMEMBERED_BYTES:
+        return file_hash(path)
+    memory = stores() / "inputs" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(memory.read_text(encoding="utf-8"))
+        if known["stamp"] == stamp and known["path"] == place:
+            return known["sha256"]
+    content = json.dumps({"path": place, "stamp": stamp, "sha256": (found := file_hash(path))})
+    with suppress(Exception):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(memory, lambda draft: draft.write_text(content, encoding="utf-8"))
+    return found

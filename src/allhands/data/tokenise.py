@@ -1,0 +1,271 @@
+"""Records to a token store, with every core of the host.
+
+Plain text is encoded by the tokenizer library's own threads. Chats go through a template first, which is
+Python: when that takes more than a few seconds, other processes help. Examples are stored in the order of the
+records, whoever has rendered them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from allhands.data.records import Record
+from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
+from allhands.data.store import StoreWriter, TokenSetReport
+from allhands.errors import AllhandsError, DataError
+
+# A chunk's encodings are alive at once: some 100 bytes a character.
+CHUNK_CHARACTERS = 1 << 20
+CHUNK_RECORDS = 1024
+# Starting a helper costs about this many seconds.
+ALONE_S = 3.0
+_SHOWN = 5
+
+Progress = Callable[[int, int], None]
+
+
+def no_progress(_records: int, _tokens: int) -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How records become tokens; may be sent to another process.
+
+    Attributes:
+        tokenizer: of the model.
+        mask_prompt: train on answers only.
+        train_on: which of them.
+        max_seq_length: longer examples are cut; ``None`` keeps them whole, to be packed.
+        reload: makes the tokenizer anew in another process: a function of a module and its arguments. ``None`` if
+            that cannot be done, and this process renders alone.
+    """
+
+    tokenizer: Tokenizer
+    mask_prompt: bool
+    train_on: TrainOn
+    max_seq_length: int | None
+    reload: tuple[Callable[..., Tokenizer], tuple[Any, ...]] | None = None
+
+    def renderer(self) -> Renderer:
+        """The renderer that does it."""
+        limit = self.max_seq_length or 1 << 40
+        return Renderer(self.tokenizer, mask_prompt=self.mask_prompt, max_seq_length=limit, train_on=self.train_on)
+
+    def facts(self) -> dict[str, Any]:
+        """What its results depend on besides the records, as JSON values."""
+        return {
+            "tokenizer": tokenizer_facts(self.tokenizer),
+            "mask_prompt": self.mask_prompt,
+            "train_on": self.train_on,
+            "max_seq_length": self.max_seq_length,
+        }
+
+
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """What determines a tokenizer's output, as JSON values."""
+    import tokenizers
+    import transformers
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    template = getattr(tokenizer, "chat_template", None)
+    facts: dict[str, Any] = {
+        "model": hashlib.sha256(model.encode()).hexdigest(),
+        "template": template if template is None or isinstance(template, str) else json.dumps(template, sort_keys=True),
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+        # A template may write any of them.
+        "named": {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
+        "class": type(getattr(tokenizer, "_tokenizer", tokenizer)).__name__,
+        # mlx_lm has templates of its own for some models.
+        "versions": [tokenizers.__version__, transformers.__version__, version("mlx-lm")],
+    }
+    if "strftime_now" in str(template):
+        # Llama 3 writes today's date into its system message.
+        facts["day"] = time.strftime("%Y-%m-%d")
+    return facts
+
+
+def vocabulary_of(tokenizer: Any) -> int:
+    """One more than the largest token id."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def fill_store(
+    records: Iterable[Record],
+    rendering: Rendering,
+    writer: StoreWriter,
+    progress: Progress = lambda records, tokens: None,
+) -> TokenSetReport:
+    """Render every record and append it; records without a trained token are left out and counted.
+
+    Args:
+        progress: told now and then how many records and tokens are done.
+
+    Raises:
+        DataError: no record has a trained token, or one cannot be rendered.
+    """
+    started = time.perf_counter()
+    num_records = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
+    dropped: list[str] = []
+    with every_core():
+        for chunk, results in _rendered(_chunks(records), rendering):
+            kept: list[Rendered] = []
+            for record, result in zip(chunk, results, strict=True):
+                if isinstance(result, AllhandsError):
+                    raise result
+                if result.mask.any():
+                    kept.append(result)
+                    num_truncated += result.truncated > 0
+                    num_lost += result.truncated
+                else:
+                    num_dropped += 1
+                    dropped += [record.where] * (len(dropped) < _SHOWN)
+            if kept:
+                writer.append(kept)
+            num_records += len(chunk)
+            num_examples += len(kept)
+            num_tokens += sum(len(example.tokens) for example in kept)
+            num_trained += sum(int(example.mask.sum()) for example in kept)
+            progress(num_records, num_tokens)
+    if not num_examples:
+        raise DataError(
+            f"none of the {num_dropped} examples has a token to train on",
+            where=dropped[0] if dropped else None,
+            hint="raise --max-seq-length (long prompts push answers out), and check that the answers exist",
+        )
+    return TokenSetReport(
+        num_records,
+        num_examples,
+        num_truncated,
+        num_lost,
+        num_dropped,
+        tuple(dropped),
+        num_tokens,
+        num_trained,
+        time.perf_counter() - started,
+    )
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += _characters(record)
+        if len(chunk) >= CHUNK_RECORDS or size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _characters(record: Record) -> int:
+    parts = [record.text, record.prompt, record.completion, *(m.get("content") for m in record.messages or ())]
+    return sum(len(part) if isinstance(part, str) else 1000 for part in parts if part is not None)
+
+
+Result = Rendered | AllhandsError
+
+
+def _rendered(chunks: Iterator[list[Record]], rendering: Rendering) -> Iterator[tuple[list[Record], Sequence[Result]]]:
+    """Each chunk with its results, in order."""
+    renderer = rendering.renderer()
+    alone_until = time.perf_counter() + ALONE_S
+    for chunk in chunks:
+        yield chunk, renderer.render_many(chunk)
+        chats = any(record.kind != "text" for record in chunk)
+        if chats and rendering.reload and time.perf_counter() > alone_until and usable_cores() > 1:
+            yield from _with_helpers(chunks, rendering, renderer)
+
+
+def _with_helpers(
+    chunks: Iterator[list[Record]], rendering: Rendering, alone: Renderer
+) -> Iterator[tuple[list[Record], Sequence[Result]]]:
+    # Not multiprocessing: it would run the main module of a person's script once more in each helper.
+    from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
+
+    assert rendering.reload is not None
+    task = _Task(*rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length)
+    workers = usable_cores()
+    with ExitStack() as stack:
+        pool = ProcessPoolExecutor(workers, timeout=600)
+        # Not waited for when an error ends it all: the rest of the data need not be rendered.
+        stack.callback(pool.shutdown, wait=True, kill_workers=True)
+        waiting: deque[tuple[list[Record], Any]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, _submitted(pool, task, chunk)))
+            # A chunk for each worker in the making, one ready.
+            if len(waiting) > 2 * workers:
+                first, future = waiting.popleft()
+                yield first, _result(future, first, alone)
+        for first, future in waiting:
+            yield first, _result(future, first, alone)
+
+
+def _submitted(pool: Any, task: _Task, chunk: list[Record]) -> Any:
+    try:
+        return pool.submit(_render, task, chunk)
+    except (BrokenExecutor, OSError):
+        return None
+
+
+def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Result]:
+    """What a helper has made; made here if helpers were ended by the system, which happens when memory is short."""
+    with suppress(BrokenExecutor):
+        if future is not None:
+            return future.result()
+    return alone.render_many(chunk)
+
+
+@dataclass(frozen=True)
+class _Task:
+    make: Callable[..., Tokenizer]
+    arguments: tuple[Any, ...]
+    mask_prompt: bool
+    train_on: TrainOn
+    max_seq_length: int | None
+
+
+def _render(task: _Task, chunk: list[Record]) -> Sequence[Result]:
+    """In a helper: render one chunk."""
+    return _helpers_renderer(task).render_many(chunk)
+
+
+@lru_cache(maxsize=1)
+def _helpers_renderer(task: _Task) -> Renderer:
+    tokenizer = task.make(*task.arguments)
+    return Rendering(tokenizer, task.mask_prompt, task.train_on, task.max_seq_length).renderer()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on now."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def every_core() -> Generator[None]:
+    """Lift, for the block, the limit to this rank's own cores: the host's other ranks wait for its result."""
+    allowed = os.environ.get("ALLHANDS_HOST_CORES", "")
+    if not (allowed and hasattr(os, "sched_setaffinity")):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    with suppress(OSError, ValueError):
+        os.sched_setaffinity(0, {int(core) for core in allowed.split(",")})
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)

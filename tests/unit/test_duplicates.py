@@ -1,0 +1,417 @@
+"""Exact and near duplicates, against a plain search through all pairs with sets of strings."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allhands.data.duplicates import Duplicate, DuplicateFinder, jaccard, normalise
+from allhands.errors import ConfigError
+
+# --- the reference -----------------------------------------------------------------------------------
+
+
+def plain_words(text: str) -> list[str]:
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
+
+
+def runs(text: str, in_characters: bool) -> set[str]:
+    words = plain_words(text)
+    if not in_characters:
+        return {" ".join(words[place : place + 3]) for place in range(max(1, len(words) - 2))}
+    line = " ".join(words)
+    return {line[place : place + 8] for place in range(max(1, len(line) - 7))}
+
+
+def is_short(text: str) -> bool:
+    words = plain_words(text)
+    return len(words) < 10 or len(" ".join(words)) > 15 * len(words)
+
+
+def similarity(one: str, other: str) -> float:
+    in_characters = is_short(one) or is_short(other)
+    a, b = runs(one, in_characters), runs(other, in_characters)
+    return len(a & b) / len(a | b)
+
+
+def search(texts: list[str], threshold: float) -> dict[int, tuple[int, float]]:
+    """For each text that is like an earlier one which is not left out: the most similar one, and how similar."""
+    sets = [(is_short(text), runs(text, True), runs(text, False)) for text in texts]
+    found: dict[int, tuple[int, float]] = {}
+    for index, (short, characters, words) in enumerate(sets):
+        best = (0.0, 0)
+        for of in range(index):
+            if of not in found:
+                in_characters = short or sets[of][0]
+                a, b = (characters, sets[of][1]) if in_characters else (words, sets[of][2])
+                best = max(best, (len(a & b) / len(a | b), -of))
+        if best[0] >= threshold:
+            found[index] = (-best[1], best[0])
+    return found
+
+
+def find(texts: list[str], threshold: float = 0.8, near: bool = True) -> dict[int, Duplicate]:
+    finder = DuplicateFinder(threshold, near)
+    return {found.index: found for text in texts if (found := finder.add(text))}
+
+
+def load(path: Path) -> list[str]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row.get("text") or "\n".join(message["content"] for message in row["messages"]) for row in rows]
+
+
+def made_up(rng: random.Random, num_words: int) -> list[str]:
+    return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(num_words)]
+
+
+def edited(rng: random.Random, text: str, num_changes: int) -> str:
+    words = text.split()
+    for place in rng.sample(range(len(words)), min(num_changes, len(words))):
+        words[place] = f"new{rng.randrange(10**6)}"
+    return " ".join(words)
+
+
+# --- real data against the reference -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.6, 0.8])
+def test_edited_copies_of_real_texts_are_found_as_by_comparing_all_pairs(shared_data: Path, threshold: float) -> None:
+    rng = random.Random(1)
+    chats = load(shared_data / "pirate-dolly" / "valid.jsonl")
+    stories = [text for text in load(shared_data / "tinystories" / "valid.jsonl") if len(text.split()) < 500][:80]
+    originals = rng.sample(chats, 160) + stories
+    copies = [edited(rng, text, rng.randint(1, 1 + len(text.split()) // 30)) for text in originals]
+    texts = originals + copies
+    rng.shuffle(texts)
+    expected, found = search(texts, threshold), find(texts, threshold)
+    assert 150 < len(expected) < 240  # of 240 copies, on both sides of the threshold
+    # Texts under 512 runs are whole in their sketches: no false duplicate is possible. The bands may miss 2 in 1,000.
+    assert found.keys() <= expected.keys()
+    assert len(found) >= 0.99 * len(expected)
+    for index, duplicate in found.items():
+        assert (duplicate.of, duplicate.similarity) == (expected[index][0], pytest.approx(expected[index][1]))
+
+
+@pytest.mark.parametrize(("threshold", "count"), [(0.5, 71), (0.7, 7)])
+def test_records_of_one_template(shared_data: Path, threshold: float, count: int) -> None:
+    texts = load(shared_data / "wikisql" / "train.jsonl")[-600:]
+    expected, found = search(texts, threshold), find(texts, threshold)
+    assert len(expected) == count
+    assert {index: (one.of, one.similarity) for index, one in found.items()} == expected
+
+
+def test_real_texts_that_only_resemble_each_other_are_no_duplicates(shared_data: Path) -> None:
+    for name in ("pirate-dolly", "tinystories"):
+        assert find(load(shared_data / name / "train.jsonl")[:1500]) == {}
+
+
+# --- planted edits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", range(30))
+def test_one_word_of_thirty_changed(place: int) -> None:
+    words = made_up(random.Random(place), 30)
+    changed = [*words[:place], "other", *words[place + 1 :]]
+    gone = min(place, 29 - place, 2) + 1  # the runs with the changed word in them
+    (found,) = find([" ".join(words), " ".join(changed)]).values()
+    assert found == Duplicate(1, 0, pytest.approx((28 - gone) / (28 + gone)))
+
+
+def test_thousands_of_edits_lose_no_more_than_the_bands_may() -> None:
+    rng = random.Random(3)
+    texts = [made_up(rng, 30) for _ in range(1000)]
+    finder = DuplicateFinder()
+    assert [finder.add(" ".join(words)) for words in texts] == [None] * 1000
+    found = 0
+    for number, words in enumerate(texts):
+        words[15] = "other"
+        duplicate = finder.add(" ".join(words))  # at 25 / 31, just above the threshold
+        found += duplicate is not None and duplicate.of == number
+    assert found >= 995  # the bands may lose two; they lose none
+
+
+def test_unlike_texts_and_other_answers_to_one_question_are_kept() -> None:
+    rng = random.Random(0)
+    question = " ".join(made_up(rng, 12))
+    texts = [question + "\n" + " ".join(made_up(rng, 25)) for _ in range(200)]
+    assert find(texts) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is the capital of France?", "what is the capital of  France", True),
+        ("What is the capital of France?", "What is the capital of Spain?", False),
+        ("How do I boil an egg?", "How do I boil an egg??", True),
+        ("Name three primary colours", "Name three primary needs", False),
+        ("Translate: the cat sat on the mat", "Translate: the dog sat on the mat", False),
+        ("yes", "no", False),
+        ("2+2", "2-2", False),
+        (
+            "東京は日本の首都であり、世界最大の都市圏を形成している。",
+            "東京は日本の首都であり、世界最大の都市圏を形成している",
+            True,
+        ),
+        (
+            "東京は日本の首都であり、世界最大の都市圏を形成している。",
+            "京都は千年のあいだ日本の都であり、寺と庭で知られる。",
+            False,
+        ),
+    ],
+)
+def test_short_texts_and_texts_without_spaces_are_compared_in_characters(one: str, other: str, same: bool) -> None:
+    found = find([one, other])
+    assert bool(found) == same == (similarity(one, other) >= 0.8)
+    if same:
+        assert found[1].similarity == pytest.approx(similarity(one, other))
+
+
+def test_a_short_text_and_a_slightly_longer_one_meet_in_characters() -> None:
+    words = made_up(random.Random(5), 9)
+    nine, ten = " ".join(words), " ".join([*words, "is"])
+    assert runs(nine, True) < runs(ten, True)
+    for texts in ([nine, ten], [ten, nine]):
+        assert find(texts)[1].similarity == pytest.approx(similarity(nine, ten))
+    # Two texts of ten words are compared in words: one changed in the middle leaves too little.
+    other = " ".join([*words[:5], words[5] + "s", *words[6:], "is"])
+    assert similarity(ten, other) < 0.5
+    assert find([ten, other]) == {}
+
+
+@pytest.mark.parametrize("num_words", [600, 3000])
+def test_long_texts_are_estimated_closely(num_words: int) -> None:
+    rng = random.Random(num_words)
+    errors: list[float] = []
+    for num_changes in (num_words // 200, num_words // 100, num_words // 50):
+        for _ in range(12):
+            text = " ".join(made_up(rng, num_words))
+            other = edited(rng, text, num_changes)
+            (found,) = find([text, other], threshold=0.5).values()
+            errors.append(found.similarity - similarity(text, other))
+    assert np.abs(errors).max() < 3.5 * 0.022
+    assert abs(np.mean(errors)) < 3 * 0.022 / np.sqrt(len(errors))
+
+
+def test_a_text_and_its_beginning_are_estimated_without_bias() -> None:
+    """Samples of unequal sets must not be compared as they are: that would give 0.67 instead of 0.8."""
+    rng = random.Random(0)
+    found = []
+    for _ in range(20):
+        words = made_up(rng, 5000)
+        found.append(find([" ".join(words), " ".join(words[:4000])], threshold=0.5)[1].similarity)
+    assert np.mean(found) == pytest.approx(0.8, abs=0.015)
+
+
+@given(st.sets(st.integers(0, 2**32 - 1), max_size=60), st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_small_sets_are_compared_exactly(one: set[int], other: set[int]) -> None:
+    a, b = (np.array(sorted(numbers), dtype=np.uint32) for numbers in (one, other))
+    assert jaccard(a, b) == jaccard(b, a) == len(one & other) / len(one | other)
+
+
+# --- exact duplicates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Caf\u00e9 au lait", "cafe\u0301  AU\tlait\n"),
+        ("\ufb01ne \uff21\uff22\uff23", "FINE abc"),
+        ("STRASSE", "straße"),
+        ("a\u00a0b\u3000c", "a b c"),
+        ("ΣΊΣΥΦΟΣ", "σίσυφος"),
+        ("", " \n\t"),
+        ("\ud83d", "\ud83d "),  # half an emoji, as broken JSON has it
+    ],
+)
+@pytest.mark.parametrize("near", [True, False])
+def test_case_form_and_white_space_do_not_count(one: str, other: str, near: bool) -> None:
+    assert normalise(one) == normalise(other)
+    assert find([one, other], near=near) == {1: Duplicate(1, 0, 1.0)}
+
+
+@given(st.lists(st.text(max_size=30), max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_without_near_duplicates_it_is_a_dictionary_of_normal_forms(texts: list[str]) -> None:
+    first: dict[str, int] = {}
+    expected: dict[int, Duplicate] = {}
+    for index, text in enumerate(texts):
+        of = first.setdefault(" ".join(plain_words(text)), index)
+        if of != index:
+            expected[index] = Duplicate(index, of, 1.0)
+    assert find(texts, near=False) == expected
+
+
+def test_without_near_duplicates_a_changed_word_makes_another_text() -> None:
+    text = " ".join(made_up(random.Random(0), 100))
+    assert find([text, text + " more"], near=False) == {}
+    assert find([text, text + " more"], near=True)[1].similarity == pytest.approx(98 / 99)
+
+
+# --- groups, thresholds, order -----------------------------------------------------------------------
+
+
+def test_every_duplicate_stands_for_something_that_was_kept() -> None:
+    """A, B like A, C like B but not like A: C stays. And B again is a duplicate of A, as B was."""
+    rng = random.Random(2)
+    words = made_up(rng, 72)
+    a, b, c = (" ".join(words[start : start + 60]) for start in (0, 6, 12))
+    assert similarity(a, b) >= 0.8
+    assert similarity(a, c) < 0.8 <= similarity(b, c)
+    found = find([a, b, c, b, c])
+    assert found.keys() == {1, 3, 4}
+    assert (found[1].of, found[3].of, found[4].of) == (0, 0, 2)
+    assert found[3].similarity == found[1].similarity == pytest.approx(similarity(a, b))
+    assert found[4] == Duplicate(4, 2, 1.0)
+
+
+def test_the_most_similar_counts_and_then_the_earliest() -> None:
+    words = made_up(random.Random(4), 80)
+    first, second = " ".join([*words[:68], *words[:12]]), " ".join([*words[12:], *words[68:]])
+    assert similarity(first, second) < 0.8
+    asked = " ".join(words[4:])
+    assert similarity(asked, second) > similarity(asked, first) > 0.5
+    assert find([first, second, asked], 0.7)[2].of == 1
+    twins = [" ".join([*words[:place], "other", *words[place + 1 :]]) for place in (20, 60)]
+    assert similarity(*twins) < 0.9 < similarity(twins[0], " ".join(words)) == similarity(twins[1], " ".join(words))
+    assert find([*twins, " ".join(words)], 0.9)[2].of == 0
+
+
+def test_separate_groups_are_the_same_in_any_order() -> None:
+    rng = random.Random(7)
+    texts: list[tuple[int, str]] = []
+    for group in range(40):
+        text = " ".join(made_up(rng, 90))
+        texts += [(group, text), (group, text.upper()), (group, text + " end"), (group, "so " + text)]
+    for _ in range(3):
+        rng.shuffle(texts)
+        found = find([text for _, text in texts])
+        assert len(found) == 120
+        assert all(texts[index][0] == texts[one.of][0] for index, one in found.items())
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0])
+def test_the_threshold_is_respected_from_both_sides(threshold: float) -> None:
+    rng = random.Random(11)
+    found = expected = 0
+    for num_changes in [1, 2, 3, 5, 8, 12] * 6:
+        text = " ".join(made_up(rng, 120))
+        other = edited(rng, text, num_changes)
+        (duplicate,) = find([text, other], threshold).values() or (None,)
+        assert duplicate is None or duplicate.similarity >= threshold
+        expected += similarity(text, other) >= threshold
+        found += duplicate is not None
+    assert found == expected
+
+
+def test_texts_of_few_different_runs_are_compared_exactly_only() -> None:
+    """Two grids of noughts and ones have all their runs in common, and are different puzzles."""
+    rng = random.Random(0)
+    grids = ["\n".join(" ".join(rng.choices("01", k=15)) for _ in range(15)) for _ in range(20)]
+    assert similarity(grids[0], grids[1]) == 1.0
+    strands = ["".join(rng.choices("ACGT", k=200_000)) for _ in range(3)]
+    assert similarity(strands[0], strands[1]) > 0.8
+    assert find(grids + strands) == {}
+    assert find([*grids, grids[7] + " "]) == {20: Duplicate(20, 7, 1.0)}
+
+
+def test_the_same_runs_in_another_order_are_alike_to_the_full() -> None:
+    words = made_up(random.Random(0), 40)
+    around = " ".join(words + words[:2]), " ".join(words[20:] + words[:22])  # a circle, cut in two places
+    assert find(list(around), threshold=1.0) == {1: Duplicate(1, 0, 1.0)}
+
+
+@pytest.mark.parametrize("threshold", [-1, 0.0, 0.49, 1.01, float("nan")])
+def test_thresholds_out_of_range(threshold: float) -> None:
+    with pytest.raises(ConfigError, match=r"between 0\.5 and 1"):
+        DuplicateFinder(threshold)
+
+
+# --- cost and determinism ----------------------------------------------------------------------------
+
+
+def test_other_processes_give_the_same_answers() -> None:
+    code = (
+        "import random; from allhands.data.duplicates import DuplicateFinder; f = DuplicateFinder();"
+        "r = random.Random(0);"
+        "print([f.add(' '.join(r.choices('abc', k=40))[:r.randint(5, 80)]) for _ in range(60)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert "Duplicate(" in outputs.pop()
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "length"),
+    [
+        ("abcdefghijklmnopqrstuvwxyz      ", 1_000_000),
+        ("0123456789abcdef", 1_000_000),
+        ("一二三四五六七八九十百千", 330_000),
+    ],
+)
+def test_a_text_of_a_megabyte_is_cut_down_to_its_sketch(alphabet: str, length: int) -> None:
+    text = "".join(random.Random(0).choices(alphabet, k=length))
+    finder = DuplicateFinder()
+    started = time.process_time()
+    assert finder.add(text) is None
+    assert time.process_time() - started < 1  # about 0.05 s; with room for a busy machine
+    found = finder.add(f"and {text[: length // 2]} or {text[length // 2 :]}")
+    assert found is not None
+    assert found.similarity > 0.99
+    assert finder.add(text[: length // 2]) is None
+    assert max(len(sketch) for index in (finder._words, finder._characters) for _, sketch, _ in index._kept) == 2048
+
+
+def test_a_common_template_does_not_make_it_slow_or_blind() -> None:
+    rng = random.Random(0)
+    template = " ".join(made_up(rng, 100))
+    own = [made_up(rng, 26) for _ in range(1500)]
+    finder = DuplicateFinder()
+    assert [finder.add(f"{template} {' '.join(words)}") for words in own] == [None] * 1500
+    found = 0
+    for number, words in enumerate(own[-200:], start=1300):
+        duplicate = finder.add(f"{template} {' '.join(words[:-1])}")
+        found += duplicate is not None and duplicate.of == number
+    assert found >= 198  # of 200
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, allhands.data.duplicates;"
+        "print([name for name in ('mlx', 'datasketch', 'scipy', 'matplotlib') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_links_lead_along_a_chain_of_small_changes() -> None:
+    words = [f"word{i}" for i in range(200)]
+    chain = [words]
+    for step in range(6):
+        # Ten words further on are others: about 0.85 alike to the one before, less to the ones before that.
+        changed = list(chain[-1])
+        changed[30 * step : 30 * step + 14] = [f"new{step}x{i}" for i in range(14)]
+        chain.append(changed)
+    texts = [" ".join(one) for one in chain]
+    finder, plain = DuplicateFinder(0.8, linked=True), DuplicateFinder(0.8)
+    found = [finder.add(text) for text in texts]
+    # What represents what is the same with and without links.
+    assert found == [plain.add(text) for text in texts]
+    assert any(one is None for one in found[1:])
+    assert {(i, i - 1) for i in range(1, len(texts))} <= set(finder.links)
+    assert plain.links == []
