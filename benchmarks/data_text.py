@@ -12,7 +12,9 @@ from pathlib import Path
 
 # Everyday questions and answers, for the words and how often they come.
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "allhands" / "data" / "demo" / "pirate.jsonl"
-_SYLLABLES = "ba con der el fi gra hal in jor ka lem mi nor o pre qui ra ster tion un ver wick xi yan zo".split()
+_SYLLABLES = [
+    first + rest for first in "bcdfghklmnprstvwz" for rest in ("a", "e", "i", "o", "u", "an", "er", "in", "ol")
+]
 # Words that no list holds: names, and words of other trades.
 _NUM_RARE = 20_000
 _RARE_SHARE = 0.06

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,3 +226,171 @@ def test_peers_are_shielded_from_the_persons_settings(harness: Any, monkeypatch:
     environ = harness.clean_environ(PYTHONPATH="/recorder")
     assert "OPENBLAS_NUM_THREADS" not in environ
     assert environ["PYTHONPATH"] == "/recorder"
+
+
+# --- data.py --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data_bench() -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        names = ("data", "data_memory", "data_padding", "data_text", "data_worker")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_generated_text(data_bench: Any, tmp_path: Path) -> None:
+    write = data_bench.data_text.write_documents
+    count = write(tmp_path / "a" / "train.jsonl", 300_000)
+    assert write(tmp_path / "b" / "train.jsonl", 300_000) == count
+    text = (tmp_path / "a" / "train.jsonl").read_bytes()
+    assert text == (tmp_path / "b" / "train.jsonl").read_bytes()
+    assert 230_000 < len(text) <= 300_000
+    documents = [json.loads(line)["text"] for line in text.splitlines()]
+    assert len(documents) == count
+    lengths = sorted(len(document.split()) for document in documents)
+    assert 120 < lengths[count // 2] < 260
+    assert lengths[-1] > 8 * lengths[count // 2]
+    # Natural text: the commonest word is common, and many come once.
+    words = Counter(re.findall(r"[a-z']+", " ".join(documents).lower()))
+    assert words.most_common(1)[0][1] > 0.02 * words.total()
+    assert sum(times == 1 for times in words.values()) > 1000
+    write(tmp_path / "c" / "train.jsonl", 100_000)
+    assert text.startswith((tmp_path / "c" / "train.jsonl").read_bytes())
+    assert write(tmp_path / "d" / "train.jsonl", 1) == 1
+
+
+SHARING = """
+import os, sys
+mine = bytearray(b"1") * (64 << 20)
+child = os.fork()
+own = bytearray(b"2") * (32 << 20) if child == 0 else None
+if child == 0:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_a_tree_counts_shared_pages_once(data_bench: Any) -> None:
+    memory = data_bench.data_memory
+    command = [sys.executable, "-c", SHARING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with memory.Peak(process.pid, interval_s=0.01) as peak:
+            assert process.stdout.readline() == "ready\n"
+            assert len(memory.tree(process.pid)) == 2
+            found = memory.pss_bytes([process.pid]) / 2**20
+            # 64 in both, 32 in one, and two interpreters.
+            assert 96 <= found < 96 + 30
+            assert memory.pss_bytes([process.pid] * 2) == pytest.approx(memory.pss_bytes([process.pid]), rel=0.05)
+            time.sleep(0.1)
+        assert 96 <= peak.bytes / 2**20 < 96 + 30
+        process.communicate("\n")
+    assert memory.pss_bytes([process.pid]) == 0
+
+
+def test_padding_of_passes(data_bench: Any) -> None:
+    padding = data_bench.data_padding
+    passes = [((2, 10), 15), ((2, 10), 20), ((1, 20), 13)]
+    assert padding.summary(passes) == {"padding": 0.2, "places": 60, "inputs": 48, "passes": 3, "shapes": 2}
+    assert padding.padded(np.array([3, 7, 5])) == ((3, 7), 15)
+
+
+def test_every_token_is_in_one_pass_of_an_epoch(data_bench: Any) -> None:
+    from allhands.data.tokens import TokenSet
+
+    padding = data_bench.data_padding
+    lengths = np.random.default_rng(0).integers(2, 200, size=70)
+    examples = [(np.arange(length), np.arange(length) > 0) for length in lengths]
+    tokens = TokenSet.of_examples(examples)
+    wanted = int(lengths.sum()) - 70
+    assert sum(count for _, count in padding.random_passes(tokens, 8)) == wanted
+    found = {
+        name: padding.summary(padding.allhands_passes(tokens, 8, sizing)) for name, sizing in padding.SIZINGS.items()
+    }
+    assert [figures["inputs"] for figures in found.values()] == [wanted] * 3
+    assert found["allhands_gpu_ladder"]["shapes"] <= found["allhands_gpu"]["shapes"]
+    random = padding.summary(padding.random_passes(tokens, 8))
+    assert found["allhands_gpu"]["padding"] < random["padding"]
+
+
+def test_mlx_lm_batches_are_counted_as_it_makes_them(data_bench: Any, tiny_model: Path, tiny_data: Path) -> None:
+    passes = data_bench.data_padding.mlx_lm_passes(str(tiny_data), str(tiny_model), 2)
+    rows = [json.loads(line) for line in (tiny_data / "train.jsonl").read_text().splitlines()]
+    assert len(passes) == len(rows) // 2
+    # A byte a token; <|im_start|>, the role, a line break, <|im_end|>, a line break.
+    sizes = [
+        sum(len(f"{m['role']}{m['content']}".encode()) + 4 for m in row["messages"]) - 1
+        for row in rows[: len(rows) // 2 * 2]
+    ]
+    assert sum(count for _, count in passes) == sum(sizes)
+    for (height, width), count in passes:
+        assert height == 2
+        assert width % 32 == 0
+        assert count <= height * width
+
+
+def test_waits_are_those_of_each_step_after_the_first(data_bench: Any) -> None:
+    loaded: list[int] = []
+    waits = data_bench.data_worker.step_waits(loaded.append, 5, 0.0)
+    assert loaded == [0, 1, 2, 3, 4]
+    assert len(waits) == 4
+    assert all(wait >= 0 for wait in waits)
+
+
+PEER = {
+    "num_bytes": 100_000_000,
+    "build_s": 20.0,
+    "num_tokens": 25 << 20,
+    "first": 7,
+    "peak_pss_bytes": 300 << 20,
+    "open_s": 0.0204,
+    "one_process_bytes": 50 << 20,
+    "all_processes_bytes": 55 << 20,
+    "processes_ratio": 1.1,
+}
+
+
+def test_data_tables(data_bench: Any) -> None:
+    rows = data_bench.data.peer_table({"allhands": PEER, "mlx_lm": PEER | {"open_s": None}})[2:]
+    assert rows[0] == "| allhands | 100 MB | 20.0 s | 5.0 | 300 MiB | 20 ms | 50.0 MiB | 55.0 MiB | 1.10 | 2.0 |"
+    assert rows[1].split(" | ")[5] == "tokenises again"
+    one = {"padding": 0.0312, "shapes": 4}
+    batches = {"4": {"random": one}, "8": {"random": one | {"shapes": 9}}}
+    table = data_bench.data.chat_table("mine", {"num_examples": 3, "num_inputs": 99, "batches": batches})
+    assert table[0].startswith("padding, mine (3 examples, 99 tokens)")
+    assert table[-1] == "| random batches | 3.1 % (4 shapes) | 3.1 % (9 shapes) |"
+
+
+def test_peers_must_have_the_same_tokens(data_bench: Any) -> None:
+    data_bench.data.same_tokens({"allhands": PEER, "mlx_lm": PEER})
+    with pytest.raises(data_bench.data.BenchmarkError, match="'mlx_lm': 8"):
+        data_bench.data.same_tokens({"allhands": PEER, "mlx_lm": PEER | {"first": 8}})
+
+
+def test_what_is_for_mlx_lm(data_bench: Any) -> None:
+    parse = data_bench.data.parse
+    assert [parse([]).megabytes, parse([]).mlx_lm_megabytes] == [1000, 100]
+    assert parse(["--megabytes", "20"]).mlx_lm_megabytes == 5
+    assert parse(["--megabytes", "3"]).mlx_lm_megabytes == 3
+    assert parse(["--megabytes", "20", "--mlx-lm-megabytes", "7"]).mlx_lm_megabytes == 7
+
+
+def data_run(data_bench: Any, tmp_path: Path, timeout: float) -> Any:
+    text = data_bench.data.Text(tmp_path, 1, 1)
+    return data_bench.data.Run(SimpleNamespace(timeout=timeout, step_ms=1.0), tmp_path, tmp_path, text, text)
+
+
+def test_data_workers_answer_or_are_quoted(data_bench: Any, tmp_path: Path) -> None:
+    told = data_bench.data.told
+    run = data_run(data_bench, tmp_path, 60)
+    assert told([sys.executable, "-c", "print('noise'); print('@{\"a\": 1}')"], run) == {"a": 1}
+    with pytest.raises(data_bench.data.BenchmarkError, match="ended with code 3:\nout of luck"):
+        told([sys.executable, "-c", "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"], run)
+    with pytest.raises(data_bench.data.BenchmarkError, match="ended with code -9"):
+        told([sys.executable, "-c", "import time; time.sleep(60)"], data_run(data_bench, tmp_path, 0.2))

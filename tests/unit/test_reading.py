@@ -21,8 +21,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from allhands.data import reading
-from allhands.data.reading import Problem, ReadOptions, Row, file_type, read_rows
+from allhands.data import jsontext
+from allhands.data.reading import file_type, read_rows
+from allhands.data.rows import Problem, ReadOptions, Row
 from allhands.errors import ConfigError, DataError
 
 SUFFIXES = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
@@ -87,7 +88,7 @@ def test_json_of_any_layout(folder: Path, rows: list[Any], ascii_only: bool, ind
     lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
     assert values(read(folder, "\n".join(lines))) == rows
     assert values(read(folder, "\r\n\r\n".join(["\ufeff", *lines]))) == rows
-    with mock.patch.object(reading, "_PIECE", piece):
+    with mock.patch.object(jsontext, "PIECE", piece):
         array = json.dumps(rows, ensure_ascii=ascii_only, indent=indent)
         assert values(read(folder, array, "f.json")) == rows
         assert values(read(folder, "\ufeff" + array, "f.json")) == rows
@@ -98,14 +99,14 @@ def test_json_of_any_layout(folder: Path, rows: list[Any], ascii_only: bool, ind
 @given(st.lists(VALUES, min_size=1, max_size=5), st.integers(1, 10))
 @settings(max_examples=50, deadline=None)
 def test_json_values_that_are_no_objects(folder: Path, rows: list[Any], piece: int) -> None:
-    with mock.patch.object(reading, "_PIECE", piece):
+    with mock.patch.object(jsontext, "PIECE", piece):
         assert values(read(folder, json.dumps(rows), "f.json")) == rows
 
 
 def test_line_numbers_of_json(tmp_path: Path) -> None:
     text = '[\n {"a": 1},\n\n {"b":\n 2}, {"c": 3}\n]\n'
     for piece in range(1, len(text)):
-        with mock.patch.object(reading, "_PIECE", piece):
+        with mock.patch.object(jsontext, "PIECE", piece):
             items = read(tmp_path, text, "f.json")
             assert [(item.source, item.line) for item in items] == [("f.json", 2), ("f.json", 4), ("f.json", 5)]
 
@@ -386,7 +387,7 @@ def test_any_damage(folder: Path, samples: dict[str, bytes], data: st.DataObject
     items = read(folder, bytes(content), f"f.{suffix}")
     assert items
     if suffix == "json":
-        with mock.patch.object(reading, "_PIECE", data.draw(st.integers(4, 50))):
+        with mock.patch.object(jsontext, "PIECE", data.draw(st.integers(4, 50))):
             assert outline(read(folder, bytes(content), "f.json")) == outline(items)
 
 

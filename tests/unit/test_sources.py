@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data import sources
-from allhands.data.reading import Problem, ReadOptions, Row, read_rows
+from allhands.data import tables
+from allhands.data.reading import read_rows
+from allhands.data.rows import Problem, ReadOptions, Row
 from allhands.data.sources import Source, SourceOptions, find_sources
 from allhands.errors import AllhandsError, ConfigError, DataError
 
@@ -384,7 +385,7 @@ def test_text_documents(tmp_path: Path, documents: str, expected: list[tuple[int
 @given(st.text("ab \n", min_size=1, max_size=300), st.integers(2, 40), st.sampled_from(["file", "line", "blank-line"]))
 @settings(deadline=None)
 def test_long_documents_are_cut_without_loss(folder: Path, text: str, size: int, documents: str) -> None:
-    with mock.patch.object(sources, "_PIECE", 8):
+    with mock.patch.object(tables, "_PIECE", 8):
         items = read(folder, text, documents=documents, max_document_chars=size)
     if text.strip():
         parts = texts_of(items)

@@ -274,8 +274,9 @@ def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
 
 
 def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
-    from allhands.data.reading import Problem, read_rows
+    from allhands.data.reading import read_rows
     from allhands.data.records import parse_record
+    from allhands.data.rows import Problem
     from allhands.data.shapes import parse_example
 
     for row in read_rows(file):

@@ -96,7 +96,7 @@ class Encoder:
 
     def encode_many(self, drafts: Sequence[Draft], *, offsets: bool) -> list[Encoded | AllhandsError]:
         """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
-        if self._backend is None or not (offsets or self._backend_is_all):
+        if not drafts or self._backend is None or not (offsets or self._backend_is_all):
             return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
         results: list[Encoded | AllhandsError] = [_NOTHING] * len(drafts)
         for framed in (False, True):

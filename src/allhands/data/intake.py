@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 from allhands.data.duplicates import normalise
 from allhands.data.outcome import LeftOut, Reasons, SourceTally
-from allhands.data.reading import Problem, Row
 from allhands.data.records import ColumnNames, Record
+from allhands.data.rows import Problem, Row
 from allhands.data.shapes import Example, parse_example
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, Share, hash64

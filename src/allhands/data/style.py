@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from allhands.data.outcome import LeftOut, Reason
 from allhands.data.prepare import check_output
-from allhands.data.reading import Problem, Row
 from allhands.data.records import ColumnNames, Record
+from allhands.data.rows import Problem, Row
 from allhands.data.shapes import Example, parse_example
 from allhands.data.styles import RuleSet
 from allhands.data.styles.engine import Styler, keyed_number

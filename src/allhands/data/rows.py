@@ -1,0 +1,131 @@
+"""Rows of training data as they are read, and what the readers of all types of files share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from allhands.data.records import SHORTEN
+from allhands.errors import ConfigError, DataError
+
+BOM = b"\xef\xbb\xbf"
+PIECE = 1 << 16
+_MAX_DEPTH = 200
+_BAD_BYTE = re.compile("[\udc80-\udcff]")
+_REST = ", and the rest of the file from here was not read"
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files are read.
+
+    Attributes:
+        documents: what one document of a plain text file is: "file", "line", "blank-line" (paragraphs), any other
+            string that separates documents (``\\n`` and ``\\t`` stand for line end and tab), or "auto": separated
+            by ``<|endoftext|>`` where that occurs, else the file.
+        max_row_bytes: a longer line, JSON value or CSV row is a Problem.
+        max_document_chars: a longer document is cut, at the end of a paragraph if there is one, into rows of about
+            this many characters.
+
+    Raises:
+        ConfigError: the separator is empty.
+    """
+
+    documents: str = "auto"
+    max_row_bytes: int = 64 << 20
+    max_document_chars: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not self.documents:
+            hint = "use file, line, blank-line or the string between two documents"
+            raise ConfigError("the separator is empty", where="--documents", hint=hint)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value as it was found. ``line`` (1-based) is where it begins; in a Parquet file, its row."""
+
+    value: Any
+    source: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What could not be read: one row, or the rest of the file if the message says so; line 0 is the file itself."""
+
+    source: str
+    line: int
+    message: str
+    hint: str | None = None
+
+    @property
+    def where(self) -> str:
+        """``file:line``, or the file."""
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+    def error(self) -> DataError:
+        """The same, to be raised."""
+        return DataError(self.message, where=self.where, hint=self.hint)
+
+
+Item = Row | Problem
+
+
+def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
+    """(line with its end, 0), or, of a line over ``limit`` bytes, (all its double quotes, number of bytes)."""
+    while raw := file.readline(limit + 1):
+        if len(raw) <= limit or raw.endswith(b"\n"):
+            yield raw, 0
+            continue
+        size, quotes = len(raw), raw.count(b'"')
+        while not raw.endswith(b"\n") and (raw := file.readline(PIECE)):
+            size, quotes = size + len(raw), quotes + raw.count(b'"')
+        yield b'"' * quotes, size
+
+
+def fragment(text: str, position: int) -> str:
+    """About 40 characters around a position, quoted."""
+    return repr(text[max(0, position - 20) : position + 20])
+
+
+def too_long(name: str, number: int, size: int) -> Problem:
+    """The line is longer than is read."""
+    hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
+    return Problem(name, number, f"the line is too long to be read: {size:,} bytes", hint)
+
+
+def not_utf8(text: str, name: str, line: int, start: int = 0) -> Problem | None:
+    """A Problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
+    found = None if text.isascii() else _BAD_BYTE.search(text, start)
+    if found is None:
+        return None
+    place = found.start()
+    column = len(text[text.rfind("\n", 0, place) + 1 : place].encode("utf-8", "surrogateescape")) + 1
+    message = f"not UTF-8: byte 0x{ord(found.group()) - 0xDC00:02x} at byte {column} of the line"
+    hint = "convert the file, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW"
+    return Problem(name, line + text.count("\n", start, place), message, hint)
+
+
+def checked_value(value: Any, text: str, name: str, line: int) -> Item:
+    """The row of a JSON value read from ``text``, unless it is nested too deeply."""
+    # Deeper values could be read, but whoever walks them by recursion would fail.
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
+        return Problem(name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN)
+    return Row(value, name, line)
+
+
+def _is_deep(value: Any) -> bool:
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [inner for part in parts for inner in part]
+    return bool(level)
+
+
+def with_rest(problem: Problem) -> Problem:
+    """The same, and that nothing after it was read."""
+    what, _, why = problem.message.partition(":")
+    return replace(problem, message=f"{what}{_REST}:{why}")

@@ -1,0 +1,200 @@
+"""Tables (CSV, TSV, Parquet) and plain text, streamed."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import IO, Any
+
+from allhands.data.rows import BOM, Item, Problem, ReadOptions, Row, lines, not_utf8, with_rest
+
+_PIECE = 1 << 20
+_BATCH_BYTES = 8 << 20
+_SEPARATORS = {"auto": re.escape("<|endoftext|>"), "file": None, "line": "\n", "blank-line": r"\n[^\S\n]*\n"}
+
+
+class _TableLines:
+    """Lines of a table for the csv module; what they held since ``begin`` is there to judge an error by."""
+
+    def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
+        self.number = 0
+        self._lines, self._name, self._limit = lines(file, limit), name, limit
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line begins a row."""
+        self.first, self.quotes, self._size = self.number + 1, 0, 0
+        self.bad: Problem | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        raw, too_long = next(self._lines)
+        self.number += 1
+        self.quotes += raw.count(b'"')
+        self._size += too_long or len(raw)
+        if self._size > self._limit:
+            raise csv.Error(f"the row is too long to be read, {self._size:,} bytes")
+        text = raw.removeprefix(BOM).decode("utf-8", "surrogateescape")
+        self.bad = self.bad or not_utf8(text, self._name, self.number)
+        if "\0" in text and self.bad is None:
+            self.bad = Problem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
+        return text
+
+
+def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: str) -> Iterator[Item]:
+    """The rows of a CSV or TSV file as objects of strings, by the names in its first row."""
+    # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
+    csv.field_size_limit(max(csv.field_size_limit(), options.max_row_bytes))
+    table = _TableLines(file, name, options.max_row_bytes)
+    reader = csv.reader(table, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        table.begin()
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            problem = _table_problem(table, name, error)
+            # With an odd number of quotes nobody knows whether the next line is inside a field.
+            if table.quotes % 2 or not header:
+                yield with_rest(problem)
+                return
+            yield problem
+            continue
+        if cells is None:
+            return
+        if table.bad is None and len(cells) <= 1 and not "".join(cells).strip():
+            continue
+        if header:
+            yield table.bad or _table_item(cells, header, name, table.first)
+            continue
+        header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+        if problem := table.bad or _twice(header, name, table.first):
+            yield with_rest(problem)
+            return
+
+
+def _table_problem(table: _TableLines, name: str, error: csv.Error) -> Problem:
+    several = f" (lines {table.first} to {table.number})" if table.number > table.first else ""
+    hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
+    return Problem(name, table.first, f"not a row of a table: {error}{several}", hint)
+
+
+def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
+    if len(cells) == len(header):
+        return Row(dict(zip(header, cells, strict=True)), name, line)
+    message = f"ragged row: {len(cells)} fields where the header has {len(header)}"
+    return Problem(name, line, message, 'put a field that has separators in it in "..."')
+
+
+def _twice(names: Sequence[str], source: str, line: int) -> Problem | None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    message = f"unusable columns: two are called {twice[0]!r}" if twice else ""
+    return Problem(source, line, message, "rename one of them") if twice else None
+
+
+def rows_of_parquet(file: IO[bytes], name: str) -> Iterator[Item]:
+    """The rows of a Parquet file, read in batches of about 8 MB."""
+    row = 0
+    hint = "the file is cut off or damaged: fetch it again"
+    try:
+        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # slow to import
+
+        with _seekable(file) as inner, pq.ParquetFile(inner, pre_buffer=False, buffer_size=_PIECE) as table:
+            if problem := _twice(table.schema_arrow.names, name, 0):
+                yield problem
+                return
+            groups = range(table.num_row_groups)
+            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in groups)
+            size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // max(1, num_bytes)))
+            for batch in table.iter_batches(batch_size=size, use_threads=False):
+                yield from _rows_of_batch(batch, name, row)
+                row += len(batch)
+    except ImportError:
+        yield Problem(name, 0, "Parquet files need pyarrow", "pip install pyarrow")
+    except Exception as error:  # pyarrow and what it calls raise many kinds
+        message = f"not readable as Parquet at row {row + 1}: {error}"
+        yield with_rest(Problem(name, row + 1 if row else 0, message, hint))
+
+
+def _seekable(file: IO[bytes]) -> IO[bytes]:
+    if file.seekable():
+        return file
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+    shutil.copyfileobj(file, copy, _PIECE)
+    copy.seek(0)
+    return copy
+
+
+def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
+    try:
+        values = batch.to_pylist()
+    except Exception:  # one bad value; found one row at a time below
+        values = None
+    for index in range(len(batch)):
+        try:
+            value = values[index] if values is not None else batch.slice(index, 1).to_pylist()[0]
+        except Exception as error:
+            message = f"row {before + index + 1} has a value that Python cannot hold: {error}"
+            yield Problem(name, before + index + 1, message, "repair or drop the column")
+        else:
+            yield Row(value, name, before + index + 1)
+
+
+def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
+    """The documents of a plain text file."""
+    by = options.documents
+    escaped = re.escape(by.replace("\\n", "\n").replace("\\t", "\t"))
+    pattern = _SEPARATORS.get(by, escaped)
+    separator = re.compile(pattern) if pattern else None
+    for line, text in _documents(_text_pieces(file), separator, options.max_document_chars):
+        document = text.strip("\n")
+        if not document.strip():
+            continue
+        line += len(text) - len(text.lstrip("\n"))
+        if "\0" in document:
+            hint = "is this a text file? remove the byte"
+            yield Problem(name, line + document[: document.index("\0")].count("\n"), "a NUL byte in the text", hint)
+        else:
+            yield not_utf8(document, name, line) or Row({"text": document}, name, line)
+
+
+def _text_pieces(file: IO[bytes]) -> Iterator[str]:
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True)
+    while data := file.read(_PIECE):
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
+
+
+def _documents(pieces: Iterator[str], separator: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, str]]:
+    """(line, text) of every document, those of over twice ``size`` characters in parts of at most ``size``."""
+    text, line = "", 1
+    for piece in chain(pieces, [None]):
+        text, start = text + (piece or ""), 0
+        while start < len(text):
+            match = separator.search(text, start) if separator else None
+            end, after = match.span() if match else (len(text), len(text))
+            if end - start > 2 * size:
+                end = after = _cut(text, start, size)
+            elif match is None and piece is not None:
+                break
+            yield line, text[start:end]
+            line, start = line + text.count("\n", start, after), after
+        text = text[start:]
+
+
+def _cut(text: str, start: int, size: int) -> int:
+    """Where the part that begins at ``start`` ends: after a paragraph, a line, a word, or anywhere."""
+    for mark in ("\n\n", "\n", " "):
+        found = text.rfind(mark, start + size // 2, start + size)
+        if found >= 0:
+            return found + len(mark)
+    return start + size
