@@ -332,7 +332,7 @@ def report(record: dict[str, Any]) -> str:
         "",
         "tokenise: wall time without imports; peak: the whole process tree, shared pages once;",
         "open: in a fresh process, after imports, with the files in the page cache;",
-        f"one, {NUM_PROCESSES} processes: memory of the data in all of them together, when each has read every example.",
+        f"one, {NUM_PROCESSES} processes: memory of the data in all together, when each has read every example.",
     ]
     if "mlx_lm" in record["peers"] and settings["mlx_lm_megabytes"] < settings["megabytes"]:
         lines.append(f"mlx_lm has only the first {settings['mlx_lm_megabytes']} MB of the text; nothing is scaled.")

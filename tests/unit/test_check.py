@@ -18,18 +18,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from allhands.cli.check import (
-    MESSAGES,
-    REMEDIES,
     SIGNS,
     Sample,
-    message_of,
-    remedy_of,
     run_text,
     vocabulary_of,
 )
 from allhands.cli.check import (
     check as check_command,
 )
+from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
 from allhands.data.check import CheckOptions, Examiner, Finding, SplitReport, check, estimate_padding, template_findings
 from allhands.data.loader import Sizing
 from allhands.data.order import GlobalOrder

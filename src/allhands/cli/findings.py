@@ -1,0 +1,75 @@
+"""The words for what ``allhands data check`` finds, and what to do about each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from allhands.data.check import Finding
+
+# What is said about a finding; errors bring their own words.
+MESSAGES = {
+    "answers-lost": "nothing of the answer is left within {limit} tokens",
+    "answers-cut": "the answer is cut off at {limit} tokens",
+    "cut": "cut off at {limit} tokens; {cut_tokens} tokens are lost",
+    "nothing-trained": "left out, because no token is trained",
+    "no-end-of-turn": "no end-of-turn token is trained, so the model does not learn to stop",
+    "end-not-eos": "the answer ends with {end}, at which generation does not stop",
+    "empty-answers": "the answer has no words",
+    "bos-twice": "the begin-of-text token stands twice",
+    "special-text": "special tokens are spelled out in the words: {special}",
+    "vocabulary": "token ids up to {largest}, but the model has {vocab_size}",
+    "short-answers": "the answer has only one or two tokens",
+    "repeats": "word for word an earlier one of the split",
+    "in-train": "also in the training set, so the loss here says little",
+    "near-train": "nearly the same as one in the training set",
+    "same-answer": "the answer is one and the same",
+    "no-examples": "no example can be trained on",
+    "no-split": "there is no {split} set",
+    "few-examples": "{examples} examples for batches of {batch_size}: every batch is the whole set",
+    "mask-prompt-off": "prompts are trained too; {share:.0%} of the trained tokens are theirs",
+    "no-generation-prompt": "the chat template does not open an answer with {header!r} when asked for a prompt",
+    "other-generation-prompt": "the chat template opens generated answers with {header!r}, the trained ones do not",
+    "no-row": "no record that can be shown begins in line {rows}",
+}
+# What to do about it.
+REMEDIES = {
+    "answers-lost": "raise --max-seq-length (the longest has {longest} tokens), or shorten the prompts",
+    "answers-cut": "raise --max-seq-length (the longest has {longest} tokens), or split these records",
+    "cut": "raise --max-seq-length (the longest has {longest} tokens), split the texts, or pack (--packing)",
+    "nothing-trained": "look at one with --row LINE",
+    "no-end-of-turn": "use a model whose chat template ends each answer with a special token",
+    "end-not-eos": "add that token to eos_token_id in the model's config.json",
+    "empty-answers": "fill it in or delete the record",
+    "bos-twice": "take it out of the data: it is added to each example",
+    "special-text": "take them out of the data: they open or end turns, and the template writes its own",
+    "vocabulary": "use the tokenizer that belongs to the model",
+    "short-answers": "right for labels; for conversation, check that the answers are whole",
+    "repeats": "allhands data prepare --dedupe exact drops them",
+    "in-train": "take them out of one of the two, or let allhands data prepare split the data",
+    "near-train": "look at them; allhands data prepare keeps what is alike in one split",
+    "same-answer": "right for labels; else thin these records out",
+    "no-examples": "see the other findings",
+    "no-split": "allhands data prepare makes one of a part of the data",
+    "few-examples": "lower --batch-size, or add examples",
+    "mask-prompt-off": "add --mask-prompt to train on the answers only",
+    "no-generation-prompt": "repair add_generation_prompt in the model's chat template",
+    "other-generation-prompt": "begin the data's answers with it, or generate with a template that does not write it",
+    "no-row": "look at the file, and at the rows that are bad",
+}
+
+
+def message_of(finding: Finding) -> str:
+    """What was found, in a sentence that begins with its count."""
+    if "message" in finding.details:
+        return f"{finding.count} {'row' if finding.count == 1 else 'rows'}: {finding.details['message']}"
+    details = {name: ", ".join(v) if isinstance(v, list) else v for name, v in finding.details.items()}
+    text = MESSAGES[finding.code].format(split=finding.split, **details)
+    return f"{finding.count} of {finding.total} examples: {text}" if finding.count else text
+
+
+def remedy_of(finding: Finding) -> str:
+    """What to do about it; empty if that is not known."""
+    if "message" in finding.details:
+        return finding.details["hint"] or ""
+    return REMEDIES[finding.code].format(split=finding.split, **finding.details)
