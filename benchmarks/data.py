@@ -222,7 +222,8 @@ def measure_peer(run: Run, peer: str) -> dict[str, Any]:
         "open_s": statistics.median(opened) if opened else None,
         "one_process_bytes": one,
         "all_processes_bytes": many,
-        "processes_ratio": many / one,
+        # With a small text the data can drown in what the allocator does.
+        "processes_ratio": many / one if one > 0 else None,
     }
 
 
@@ -359,7 +360,7 @@ def peer_table(peers: dict[str, dict[str, Any]]) -> list[str]:
             opened,
             f"{figures['one_process_bytes'] / 2**20:.1f} MiB",
             f"{figures['all_processes_bytes'] / 2**20:.1f} MiB",
-            f"{figures['processes_ratio']:.2f}",
+            "-" if figures["processes_ratio"] is None else f"{figures['processes_ratio']:.2f}",
             f"{figures['one_process_bytes'] / figures['num_tokens']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -95,7 +95,7 @@ def collectives(context, backend, script):
 with worker.install(launch, os.environ) as context:
     (here / f"facts-{launch.rank}.json").write_text(json.dumps(facts()))
     script, *words = scripts[launch.rank].split()
-    if script not in ("silent", "mlx", "bind"):
+    if script not in ("silent", "busy", "mlx", "bind"):
         context.mark_started()
         others_started()
     print(f"rank {launch.rank} does {script}")
@@ -124,6 +124,13 @@ with worker.install(launch, os.environ) as context:
         context.mark_started()
     elif script == "mlx":
         collectives(context, words[0], words[1] if len(words) > 1 else "")
+    elif script == "busy":
+        end = time.monotonic() + float(words[0])
+        while time.monotonic() < end:
+            context.mark_busy()
+            time.sleep(0.1)
+        time.sleep(float(words[1]))
+        context.mark_started()
     elif script in ("wait", "silent"):
         time.sleep(60)
 """
@@ -298,6 +305,18 @@ def test_a_rank_that_does_not_start_is_named(start: Callable[..., _Job]) -> None
     assert job.finish() == 7
     assert "rank 0 did not finish starting within 1.5 s" in job.err or "rank 0, 1" in job.err
     assert "Traceback" not in job.err
+
+
+def test_a_rank_at_work_on_the_data_may_take_longer_to_start(start: Callable[..., _Job]) -> None:
+    # Twice the deadline at work, then done; the other rank waits for the first without a word.
+    job = start("busy 3 0", "busy 0.2 2.8", start_deadline_s=1.5)
+    assert job.finish() == 0
+
+
+def test_a_rank_that_stops_working_on_the_data_is_named(start: Callable[..., _Job]) -> None:
+    job = start("busy 1 60", start_deadline_s=1.5)
+    assert job.finish() == 7
+    assert "rank 0 did not finish starting within 1.5 s" in job.err
 
 
 def test_a_command_that_does_not_exist(start: Callable[..., _Job]) -> None:

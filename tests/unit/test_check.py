@@ -27,9 +27,10 @@ from allhands.cli.check import (
     check as check_command,
 )
 from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
-from allhands.data.check import CheckOptions, Examiner, Finding, SplitReport, check, estimate_padding, template_findings
+from allhands.data.check import CheckOptions, Examiner, Finding, SplitReport, check, template_findings
 from allhands.data.loader import Sizing
 from allhands.data.order import GlobalOrder
+from allhands.data.padding import estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.data.shapes import Example
@@ -269,16 +270,25 @@ def test_rows_that_training_refuses_are_grouped_and_the_rest_is_counted() -> Non
         *chats(),
         *(bad(line, f"not JSON at column {line}", "repair it") for line in (11, 12, 13, 14)),
         bad(15, '"completion" is empty: there is nothing to learn', "fill it in"),
-        text("no prompt here", 16),
     ]
     report, found = look(items)
-    assert (report.examples, report.bad_rows) == (6, 6)
+    assert (report.examples, report.bad_rows) == (6, 5)
     assert message_of(found["bad-rows"]) == "4 rows: not JSON at column 11"
     assert found["bad-rows"].places == ("train.jsonl:11", "train.jsonl:12", "train.jsonl:13")
     assert remedy_of(found["bad-rows"]) == "repair it"
     assert found["empty-rows"].places == ("train.jsonl:15",)
-    assert found["text-with-mask-prompt"].places == ("train.jsonl:16",)
     assert {finding.severity for finding in found.values()} == {"ruins"}
+
+
+def test_texts_among_chats_are_trained_as_a_whole_and_nothing_but_texts_is_a_mistake() -> None:
+    report, found = look([*chats(), text("no prompt here", 16)])
+    assert (report.examples, report.bad_rows) == (7, 0)
+    assert (found["some-texts"].severity, found["some-texts"].count) == ("note", 1)
+    _, alone = look([text("no prompt here", n) for n in range(1, 7)])
+    assert (alone["all-texts"].severity, alone["all-texts"].count) == ("ruins", 6)
+    assert "--mask-prompt" in message_of(alone["all-texts"])
+    _, unmasked = look([*chats(), text("no prompt here", 16)], mask_prompt=False)
+    assert not {"some-texts", "all-texts"} & set(unmasked)
 
 
 def test_a_tokenizer_without_chat_template_cannot_take_chats() -> None:

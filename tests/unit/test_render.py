@@ -404,9 +404,9 @@ def test_refusals_name_the_record_and_the_remedy() -> None:
         render(bare, chat(user("u"), answer("a")))
     assert lacking.value.where == "train.jsonl:7"
     assert "text" in (lacking.value.hint or "")
-    with pytest.raises(ConfigError, match="--mask-prompt"):
-        render(bare, Record("text", text="t", source="train.jsonl", line=1))
-    assert render(bare, Record("text", text="t"), train_on="all").mask.any()
+    # A text has no prompt: all of it is trained, whatever is masked elsewhere.
+    for train_on in ("assistant", "last", "all"):
+        assert render(bare, Record("text", text="t"), train_on=train_on).mask.tolist() == [False, True]
     with pytest.raises(ConfigError, match="below 2"):
         Renderer(bare, mask_prompt=False, max_seq_length=1)
 

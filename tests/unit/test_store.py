@@ -48,7 +48,7 @@ def rendered(example: Example) -> Rendered:
 
 def report_of(content: Sequence[Example]) -> TokenSetReport:
     tokens, trained = sum(len(ids) for ids, _ in content), sum(sum(mask) for _, mask in content)
-    return TokenSetReport(len(content) + 1, len(content), 0, 0, 1, ("train.jsonl:9",), tokens, trained, 0.25)
+    return TokenSetReport(len(content) + 1, 0, len(content), 0, 0, 1, ("train.jsonl:9",), tokens, trained, 0.25)
 
 
 def building(content: Sequence[Example], sizes: Sequence[int] = ()) -> Callable[[StoreWriter], TokenSetReport]:

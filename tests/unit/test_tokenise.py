@@ -20,7 +20,7 @@ from allhands.data.records import Record
 from allhands.data.render import Rendered
 from allhands.data.store import StoredTokens, open_store
 from allhands.data.tokenise import Rendering, every_core, fill_store, tokenizer_facts, usable_cores, vocabulary_of
-from allhands.errors import DataError
+from allhands.errors import ConfigError, DataError
 
 VOCABULARY = 259
 WORDS = ["ahoy", "matie", "the", "sea", "is", "wide", "and", "the", "rum", "is", "gone", "café", "漢字", "🏴"]
@@ -322,3 +322,16 @@ def test_tokenising_gives_the_cores_back(one_core: set[int], tokenizer_path: Pat
     with pytest.raises(DataError):
         stored([chat(1, weight=9)], rendering)
     assert os.sched_getaffinity(0) == {min(one_core)}
+
+
+def test_texts_in_a_mixture_are_counted_and_nothing_but_texts_cannot_be_masked(tokenizer_path: Path) -> None:
+    masking = Rendering(load(tokenizer_path), True, "assistant", 64)
+    texts = [Record("text", text="ahoy matie", source="t.jsonl", line=n) for n in (1, 2)]
+    made = stored([*mixed(4), *texts], masking)
+    assert (made.report.num_texts, made.report.num_records) == (2, 6)
+    _, mask = made.tokens.example(len(made.tokens) - 1)
+    assert mask.tolist() == [False] + [True] * (len(mask) - 1)
+    with pytest.raises(ConfigError, match="plain texts") as caught:
+        stored(texts, masking)
+    assert caught.value.where == "--mask-prompt"
+    assert len(stored(texts, Rendering(load(tokenizer_path), True, "all", 64)).tokens) == 2

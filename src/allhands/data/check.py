@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from allhands.data.duplicates import DuplicateFinder
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
-from allhands.data.order import GlobalOrder, micro_batches
+from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template
 from allhands.data.shapes import Example
-from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
+from allhands.errors import AllhandsError, DataError, ModelError
 
 Severity = Literal["ruins", "harms", "note"]
 
@@ -32,8 +32,6 @@ Severity = Literal["ruins", "harms", "note"]
 WHOLE = 1 << 40
 _PLACES = 3
 _SHORT_TOKENS = 3
-# Padding is estimated on so many batches of the first epoch: they are a random sample of it.
-_SAMPLED_BATCHES = 500
 # An answer is conspicuous if so many records, and this share of them, have it.
 _SAME_ANSWERS, _SAME_ANSWER_SHARE = 5, 0.2
 _FIRST_ANSWERS = 1000
@@ -62,6 +60,11 @@ class CheckOptions:
     near_limit: int = 0
 
     @property
+    def masks(self) -> bool:
+        """Whether prompts are kept from the loss."""
+        return self.mask_prompt and self.train_on != "all"
+
+    @property
     def limit(self) -> int:
         """Tokens after which an example is cut."""
         return WHOLE if self.packing else self.max_seq_length
@@ -87,23 +90,6 @@ class Finding:
     total: int = 0
     places: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True)
-class Padding:
-    """What an epoch costs on one process.
-
-    Attributes:
-        batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last one included.
-        share: of the computed places, those that hold padding, 0 to 1; estimated on some hundred batches.
-        random_share: the same if examples were put into batches at random, each padded to its longest.
-        rows: rows of an epoch with packing; None without.
-    """
-
-    batches_per_epoch: int
-    share: float
-    random_share: float
-    rows: int | None
 
 
 @dataclass(frozen=True)
@@ -207,7 +193,7 @@ class Examiner:
             AllhandsError: the renderer's own.
         """
         rendered = self._renderer.render(record)
-        if record.kind == "text" or (self.options.mask_prompt and self.options.train_on != "all"):
+        if record.kind == "text" or self.options.masks:
             return View(rendered.tokens, rendered.mask, rendered.mask)
         try:
             alone = self._answers.render(record)
@@ -252,7 +238,7 @@ def answer_text(record: Record) -> str:
 # --- one split ---------------------------------------------------------------------------------------
 
 # What it means that a record is not rendered.
-_REFUSALS: dict[type, str] = {ConfigError: "text-with-mask-prompt", ModelError: "model-cannot"}
+_REFUSALS: dict[type, str] = {ModelError: "model-cannot"}
 # Findings that are counted example by example: how grave, from which share of the examples on they are told, and
 # from which share on they ruin the run.
 _RULES: dict[str, tuple[Severity, float, float]] = {
@@ -465,34 +451,10 @@ class _Tally:
         key, count = self._answers.most_common(1)[0] if self._answers else (b"", 0)
         if count >= _SAME_ANSWERS and count > _SAME_ANSWER_SHARE * total:
             yield self._finding("same-answer", "harms", _Hits(count, self._answer_places[key].places))
+        texts = self._shapes["text"]
+        if texts and options.masks:
+            severity: Severity = "ruins" if texts >= total else "note"
+            yield self._finding("all-texts" if severity == "ruins" else "some-texts", severity, _Hits(texts))
         if self._trained_prompt and not options.mask_prompt and self.name == "train":
             share = self._trained_prompt / sum(self._numbers["trained"])
             yield self._finding("mask-prompt-off", "note", _Hits(), share=share)
-
-
-def estimate_padding(work: NDArray[np.int64], tokens: int, options: CheckOptions) -> Padding:
-    """Padding and batches of an epoch on one process.
-
-    Args:
-        work: (num_examples,) inputs that must be computed for each example.
-        tokens: of all examples.
-    """
-    size = options.batch_size
-    if options.packing:
-        rows = max(0, -(-(tokens - 1) // options.max_seq_length))
-        return Padding(-(-rows // size), 0.0, 0.0, rows)
-    order = GlobalOrder(work, size, options.seed)
-    total = order.batches_per_epoch
-    sizing = options.sizing.fitted(work)
-    padded = sizing.padded(work)
-    batches = [order.batch(i) for i in range(min(total, _SAMPLED_BATCHES))]
-    parts = [p for b in batches for p in micro_batches(b, padded[b], sizing.max_tokens, sizing.overhead_tokens)]
-    shuffled = np.random.default_rng(options.seed).permutation(len(work))
-    random = [shuffled[i * size : (i + 1) * size] for i in range(len(batches))]
-    return Padding(total, _padding(work, padded, parts), _padding(work, work, random), None)
-
-
-def _padding(work: NDArray[np.int64], padded: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
-    """Share of the places of ``parts`` that hold no example."""
-    places = sum(int(padded[part].max()) * len(part) for part in parts)
-    return 1 - sum(int(work[part].sum()) for part in parts) / places if places else 0.0

@@ -59,7 +59,8 @@ class Renderer:
     Without ``mask_prompt`` (or with ``train_on="all"``) every token but the first is a target. With it,
     targets are the answers and the end-of-turn token after each: the completion of a completion record,
     every assistant turn of a chat (``train_on="assistant"``) or the last one only (``"last"``), less those of
-    weight 0. Tool calls and thinking belong to the answer; the header that opens a turn does not.
+    weight 0. Tool calls and thinking belong to the answer; the header that opens a turn does not. A text has
+    no prompt, so that all of it is a target in any case.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class Renderer:
             DataError: the template rejects the conversation, its answers cannot be located, or a message's
                 weight is neither 0 nor 1.
             ModelError: the tokenizer lacks the chat template or the offsets that the record needs.
-            ConfigError: a text record with ``mask_prompt``, which has no prompt to mask.
         """
         (result,) = self.render_many([record])
         if isinstance(result, AllhandsError):
@@ -165,11 +165,7 @@ class Renderer:
     def _draft(self, record: Record) -> Draft:
         """The record as one text and the ranges of its answers."""
         if record.kind == "text":
-            if self._masked:
-                raise ConfigError(
-                    "a text record has no prompt, so --mask-prompt cannot mask it",
-                    hint="leave out --mask-prompt, or give the data as prompt and completion, or as messages",
-                )
+            # There is no prompt to mask: in a mixture with chats all of it is trained.
             return Draft(record.text or "", framed=True, spans=None)
         return self._draft_plain(record) if self._template is None else self._draft_chat(self._template, record)
 

@@ -47,6 +47,7 @@ class TokenSetReport:
 
     Attributes:
         num_records: records read.
+        num_texts: those of them that are plain texts, without prompt and answer.
         num_examples: examples in the set.
         num_truncated: examples (kept ones) that lost tokens to the length limit.
         num_truncated_tokens: tokens that those lost.
@@ -58,6 +59,7 @@ class TokenSetReport:
     """
 
     num_records: int
+    num_texts: int
     num_examples: int
     num_truncated: int
     num_truncated_tokens: int
@@ -328,12 +330,16 @@ def _remember_check(path: Path, state: list[Any]) -> None:
 
 
 def _remove_unused() -> None:
-    """Remove stores that nobody has opened for a month."""
+    """Remove stores that nobody has opened for a month, and what killed builds have left."""
     oldest = time.time() - _KEPT_DAYS * 86400
     for path in stores().iterdir():
         with suppress(OSError):
-            if not path.name.startswith(".") and path.is_dir() and path.stat().st_mtime < oldest:
+            if path.stat().st_mtime >= oldest:
+                continue
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 # --- inputs ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
 from allhands.data.store import StoreWriter, TokenSetReport
-from allhands.errors import AllhandsError, DataError
+from allhands.errors import AllhandsError, ConfigError, DataError
 
 # A chunk's encodings are alive at once: some 100 bytes a character.
 CHUNK_CHARACTERS = 1 << 20
@@ -62,6 +62,11 @@ class Rendering:
         """The renderer that does it."""
         limit = self.max_seq_length or 1 << 40
         return Renderer(self.tokenizer, mask_prompt=self.mask_prompt, max_seq_length=limit, train_on=self.train_on)
+
+    @property
+    def masks(self) -> bool:
+        """Whether prompts are kept from the loss."""
+        return self.mask_prompt and self.train_on != "all"
 
     def facts(self) -> dict[str, Any]:
         """What its results depend on besides the records, as JSON values."""
@@ -115,9 +120,10 @@ def fill_store(
 
     Raises:
         DataError: no record has a trained token, or one cannot be rendered.
+        ConfigError: prompts are to be masked, and there is none in the data.
     """
     started = time.perf_counter()
-    num_records = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
+    num_records = num_texts = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
     dropped: list[str] = []
     with every_core():
         for chunk, results in _rendered(_chunks(records), rendering):
@@ -135,10 +141,17 @@ def fill_store(
             if kept:
                 writer.append(kept)
             num_records += len(chunk)
+            num_texts += sum(record.kind == "text" for record in chunk)
             num_examples += len(kept)
             num_tokens += sum(len(example.tokens) for example in kept)
             num_trained += sum(int(example.mask.sum()) for example in kept)
             progress(num_records, num_tokens)
+    if rendering.masks and num_texts == num_records > 0:
+        raise ConfigError(
+            "all records are plain texts, which have no prompt that could be masked",
+            where="--mask-prompt",
+            hint="leave it out, or give the data as prompt and completion, or as messages",
+        )
     if not num_examples:
         raise DataError(
             f"none of the {num_dropped} examples has a token to train on",
@@ -147,6 +160,7 @@ def fill_store(
         )
     return TokenSetReport(
         num_records,
+        num_texts,
         num_examples,
         num_truncated,
         num_lost,

@@ -137,7 +137,7 @@ class TokenSet:
         return Window(ids[: self.work[i]], trained - 1, ids[trained])
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal: equal if and only if the tokens, the masks and the division into examples are."""
+        """SHA-256 in hexadecimal: equal if and only if the arrays are (tokens of two bytes and of four are not)."""
         return joined_fingerprint([array_fingerprint(array) for array in (self.tokens, self.mask_bits, self.offsets)])
 
 

@@ -207,6 +207,11 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
             f"{split}: {report.num_examples} examples tokenised in {format_duration(report.build_s)} "
             f"({format_count(report.num_tokens)} tokens), kept for the next run in {stored.path}"
         )
+    if report.num_texts and config.mask_prompt and config.train_on != "all":
+        notes.append(
+            f"{split}: {report.num_texts} of {report.num_records} records are plain texts, which have no prompt: "
+            "all of their tokens are trained"
+        )
     if report.num_truncated:
         notes.append(
             f"{split}: {report.num_truncated} of {report.num_examples} examples are longer than {limit} tokens "

@@ -1,0 +1,62 @@
+"""How much of what a run computes would be padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.data.order import GlobalOrder, micro_batches
+
+if TYPE_CHECKING:
+    from allhands.data.check import CheckOptions
+
+# They are a random sample of an epoch.
+_SAMPLED_BATCHES = 500
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What an epoch costs on one process.
+
+    Attributes:
+        batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last one included.
+        share: of the computed places, those that hold padding, 0 to 1; estimated on some hundred batches.
+        random_share: the same if examples were put into batches at random, each padded to its longest.
+        rows: rows of an epoch with packing; None without.
+    """
+
+    batches_per_epoch: int
+    share: float
+    random_share: float
+    rows: int | None
+
+
+def estimate_padding(work: NDArray[np.int64], tokens: int, options: CheckOptions) -> Padding:
+    """Padding and batches of an epoch on one process.
+
+    Args:
+        work: (num_examples,) inputs that must be computed for each example.
+        tokens: of all examples.
+    """
+    size = options.batch_size
+    if options.packing:
+        rows = max(0, -(-(tokens - 1) // options.max_seq_length))
+        return Padding(-(-rows // size), 0.0, 0.0, rows)
+    order = GlobalOrder(work, size, options.seed)
+    total = order.batches_per_epoch
+    sizing = options.sizing.fitted(work)
+    padded = sizing.padded(work)
+    batches = [order.batch(i) for i in range(min(total, _SAMPLED_BATCHES))]
+    parts = [p for b in batches for p in micro_batches(b, padded[b], sizing.max_tokens, sizing.overhead_tokens)]
+    shuffled = np.random.default_rng(options.seed).permutation(len(work))
+    random = [shuffled[i * size : (i + 1) * size] for i in range(len(batches))]
+    return Padding(total, _padding(work, padded, parts), _padding(work, work, random), None)
+
+
+def _padding(work: NDArray[np.int64], padded: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
+    """Share of the places of ``parts`` that hold no example."""
+    places = sum(int(padded[part].max()) * len(part) for part in parts)
+    return 1 - sum(int(work[part].sum()) for part in parts) / places if places else 0.0
