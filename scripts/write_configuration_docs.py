@@ -25,8 +25,9 @@ This page is made from the code: `python scripts/write_configuration_docs.py`.
 
 
 def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
-    """All classes below ``base``."""
-    return [kind for child in base.__subclasses__() for kind in (child, *kinds(child))]
+    """All classes below ``base`` that have a code of their own; others in the package only carry more facts."""
+    children = [child for child in base.__subclasses__() if child.__module__ == AllhandsError.__module__]
+    return [kind for child in children for kind in (child, *kinds(child))]
 
 
 def page() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from typer.testing import CliRunner
 
 from allhands.cli.check import (
     SIGNS,
-    Sample,
     run_text,
     vocabulary_of,
 )
@@ -329,30 +327,6 @@ def test_a_line_without_a_record_is_said(tmp_path: Path, tiny_model: Path) -> No
     _, out = run(folder, "--model", tiny_model, "--mask-prompt", "--row", 99, "--row", 2, "--row", 77)
     assert "no record that can be shown begins in line 77, 99\n" in out
     assert "--- train.jsonl:2: " in out
-
-
-# --- the choice of examples ----------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None, database=None)
-@given(st.integers(1, 6), st.integers(0, 400))
-def test_shown_examples_are_spread_over_the_set(number: int, rows: int) -> None:
-    sample = Sample(number, ())
-    items = [chat("q", "a", line) for line in range(1, rows + 1)]
-    assert list(sample.watch(items)) == items
-    lines = [record.line for record in sample.chosen()]
-    assert len(lines) == min(number, rows)
-    assert lines == sorted(set(lines))
-    assert lines[:1] == ([1] if rows else [])
-    if 1 < number <= rows:
-        gaps = [b - a for a, b in pairwise([*lines, rows + 1])]
-        assert max(gaps) <= 2 * rows / (number - 1) + 1
-
-
-def test_asked_lines_come_first() -> None:
-    sample = Sample(1, [5, 3])
-    list(sample.watch(chat("q", "a", line) for line in range(1, 9)))
-    assert [record.line for record in sample.chosen()] == [3, 5, 1]
 
 
 # --- the command -----------------------------------------------------------------------------------------
