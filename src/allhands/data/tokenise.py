@@ -13,11 +13,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 from allhands.data.records import Record
@@ -197,11 +198,22 @@ def _rendered(chunks: Iterator[list[Record]], rendering: Rendering) -> Iterator[
     """Each chunk with its results, in order."""
     renderer = rendering.renderer()
     alone_until = time.perf_counter() + ALONE_S
-    for chunk in chunks:
-        yield chunk, renderer.render_many(chunk)
-        chats = any(record.kind != "text" for record in chunk)
-        if chats and rendering.reload and time.perf_counter() > alone_until and usable_cores() > 1:
-            yield from _with_helpers(chunks, rendering, renderer)
+    # One chunk is rendered while the next is read and the one before is stored: the encoder lets other threads run.
+    with ThreadPoolExecutor(1, thread_name_prefix="allhands-render") as thread:
+        waiting: deque[tuple[list[Record], Future[list[Result]]]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, thread.submit(renderer.render_many, chunk)))
+            if len(waiting) > 1:
+                first, future = waiting.popleft()
+                yield first, future.result()
+            chats = any(record.kind != "text" for record in chunk)
+            if chats and rendering.reload and time.perf_counter() > alone_until and usable_cores() > 1:
+                break
+        for first, future in waiting:
+            yield first, future.result()
+    # What is left, if it takes long: otherwise there is none.
+    if (more := next(chunks, None)) is not None:
+        yield from _with_helpers(chain([more], chunks), rendering, renderer)
 
 
 def _with_helpers(
