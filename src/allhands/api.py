@@ -56,7 +56,7 @@ def finetune(
             hint="start the script itself that often: mpirun -np N python script.py",
         )
 
-    mesh = mesh_of(launch)
+    mesh = mesh_of(launch, chosen.rank_weights)
     console = Console(file=sys.stdout, highlight=False) if progress and mesh.is_main else None
     return run_finetune(
         chosen,

@@ -214,11 +214,14 @@ class TrainConfig(_Strict):
     num_ranks: int = Field(1, ge=1, le=1024, description="Local processes to start.")
     backend: Literal["auto", "ring", "mpi", "nccl"] = Field("auto", description="Who moves the bytes.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
+    rank_weights: list[float] | None = Field(
+        None, description="Relative speed of each rank (JSON): its share of every batch, in tokens. [equal]"
+    )
     bucket_mb: float = Field(32.0, gt=0, description="Size of an all-reduce call in MB.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
 
-    @field_validator("lora_parameters", "optimizer_config", "hf_dataset", mode="before")
+    @field_validator("lora_parameters", "optimizer_config", "hf_dataset", "rank_weights", mode="before")
     @classmethod
     def _json_value(cls, value: Any) -> Any:
         return _parse_json(value)
@@ -239,6 +242,13 @@ class TrainConfig(_Strict):
     def _some_layers(cls, value: int | None) -> int | None:
         if value == 0:
             raise ValueError("0 layers would train nothing: give a number from 1, or -1 for all")
+        return value
+
+    @field_validator("rank_weights")
+    @classmethod
+    def _positive_weights(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and not (value and all(weight > 0 for weight in value)):
+            raise ValueError("each rank needs a weight above 0, for example [2, 1]")
         return value
 
     @field_validator("report_to")

@@ -126,6 +126,10 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         (["--lora-rank", "8"], 2, ["--lora-rank", "lora_parameters"]),
         (["--test", "--test-batches", "0"], 2, ["--test-batches"]),
         (["-n", "2", "--backend", "nccl"], 2, ["--backend nccl", "GPU"]),
+        (["-n", "2", "--rank-weights", "[1, 2, 3]"], 2, ["--rank-weights", "3 weights for 2 ranks", "[2, 1]"]),
+        (["--rank-weights", "[2, 1]"], 2, ["--rank-weights", "2 weights for 1 rank"]),
+        (["--packing", "--mask-prompt"], 2, ["--packing", "--mask-prompt"]),
+        (["--isolate-documents"], 2, ["--isolate-documents", "--packing"]),
         (["-n", "1000", "--cores-per-rank", "1000"], 2, ["--cores-per-rank", "cores"]),
         # Data.
         (["--data", "./nowhere"], 3, ["nowhere", "does not exist", "--data"]),

@@ -191,6 +191,10 @@ def together(
         {"kind": "finetune", "flags": _flags(model, data, root / name, scenario)}
         for name, scenario in SCENARIOS.items()
     ]
+    # Unequal computers: the first does as much as all others together. The last, if there are three, next to nothing.
+    weights = [ranks - 1.0, *[1.0] * (ranks - 2), 0.01][:ranks]
+    flags = _flags(model, data, root / "uneven", {**FEW_SAMPLES, "rank_weights": weights})
+    tasks.append({"kind": "finetune", "flags": flags})
     tasks.append({"kind": "mean_of_means", "flags": _flags(model, data, root / "means", FEW_SAMPLES)})
     for dtype in ("float32", "bfloat16"):
         for reduction in ("mean", "sum"):
@@ -211,6 +215,10 @@ def test_ranks_compute_the_run_of_one(alone: dict[str, Run], together: tuple[int
     assert len(run.losses) == 20
     assert run.losses[-1] < run.losses[0] - 0.3
     assert_same_run(alone[scenario], run)
+
+
+def test_unequal_shares_are_the_same_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
+    assert_same_run(alone["few"], read_run(together[1] / "uneven"))
 
 
 def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:

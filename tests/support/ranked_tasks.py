@@ -42,7 +42,7 @@ def finetune(config: TrainConfig, communicator: Communicator | None = None) -> P
     if communicator is None:
         return run_finetune(config, Surroundings()).adapter_path
     rank, size = communicator.rank, communicator.size
-    mesh = Mesh(rank, size, rank, size, (1.0,) * size)
+    mesh = Mesh(rank, size, rank, size, tuple(config.rank_weights or (1.0,) * size))
     return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator)).adapter_path
 
 

@@ -330,7 +330,7 @@ FULL: dict[str, Any] = {
     "clear_cache_threshold": 10, "hf_dataset": [{"path": "p", "config": {"k": 1}}], "prompt_feature": "p",
     "completion_feature": "c", "chat_feature": "m", "text_feature": "t", "trust_remote_code": True,
     "report_to": "wandb,swanlab", "project_name": "n", "num_ranks": 2, "backend": "ring", "cores_per_rank": 1,
-    "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
+    "rank_weights": [2.0, 1.0], "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
 }  # fmt: skip
 
 
@@ -356,6 +356,12 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 def test_the_round_trip_covers_every_field_but_two() -> None:
     # iters excludes epochs; config names a file; packing excludes mask_prompt and has a case of its own.
     assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config", "packing", "isolate_documents"}
+
+
+@pytest.mark.parametrize("weights", [[], [1, 0], [2, -1], "[1, x]", "fast"])
+def test_weights_of_ranks_are_positive_numbers(weights: Any) -> None:
+    assert refused({"rank_weights": weights}).where == "--rank-weights"
+    assert build_config({"rank_weights": "[2, 0.5]"}).rank_weights == [2.0, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,26 @@ def test_a_lonely_test_file_is_split_like_any_other(tmp_path: Path) -> None:
     assert again.kept["test"] == 10
 
 
+def test_ids_that_repeat_are_warned_of_with_line_and_remedy(tmp_path: Path) -> None:
+    rows = [{"id": n % 4, "text": sentence(n)} for n in range(6)]
+    outcome = run(tmp_path, {"a.jsonl": [*rows, {"id": True, "text": sentence(7)}, {"id": True, "text": sentence(8)}]})
+    (warning,) = outcome.warnings
+    assert (warning.message, warning.count) == ("the id of an earlier row", 2)
+    assert [place.partition("a.jsonl")[2] for place in warning.places] == [":5", ":6"]
+    assert "--split-by id" in (warning.hint or "")
+    assert sum(outcome.kept.values()) == 8
+
+
+def test_warnings_have_remedies(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "s"}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    outcome = run(tmp_path, {"a.jsonl": [{"messages": [system, system, *talk]}, {"messages": [*talk, talk[0]]}]})
+    assert {warning.message: bool(warning.hint) for warning in outcome.warnings} == {
+        "more than one system message": True,
+        "does not end with an answer": True,
+    }
+
+
 def test_a_chain_of_near_duplicates_is_not_torn(tmp_path: Path) -> None:
     words = [f"{WORDS[i % len(WORDS)]}{i}" for i in range(200)]
     chain_rows = [{"text": " ".join(words)}]

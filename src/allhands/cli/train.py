@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from allhands.cluster.environment import Launch, recognise
-from allhands.cluster.join import join_group, mesh_of
+from allhands.cluster.join import check_weights, join_group, mesh_of
 from allhands.cluster.mpi import require_mpi, usable_mpi
 from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
@@ -56,7 +56,8 @@ def _rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
 
 
 def _check_launch(config: TrainConfig, launch: Launch) -> None:
-    """Refuse options that contradict a launcher other than this command."""
+    """Refuse options that contradict the number of ranks, or a launcher other than this command."""
+    check_weights(config.rank_weights, config.num_ranks if launch.launcher == "single" else launch.size)
     if launch.launcher == "single":
         return
     if config.num_ranks not in (1, launch.size):
@@ -206,7 +207,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s)
 
-    mesh = mesh_of(launch)
+    mesh = mesh_of(launch, config.rank_weights)
     surroundings = Surroundings(
         mesh=mesh,
         connect=join,

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from allhands.cluster.environment import Launch, rendezvous
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
     from allhands.distributed.backend import Communicator
@@ -29,9 +30,29 @@ if not select.select([0], [], [], float(sys.argv[2]))[0]:
 """
 
 
-def mesh_of(launch: Launch) -> Mesh:
-    """This rank's place among the others, all taken to be equally fast."""
-    return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, (1.0,) * launch.size)
+def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
+    """This rank's place among the others, which are equally fast unless ``weights`` says otherwise.
+
+    Raises:
+        ConfigError: not one weight for each rank.
+    """
+    check_weights(weights, launch.size)
+    chosen = (1.0,) * launch.size if weights is None else tuple(weights)
+    return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, chosen)
+
+
+def check_weights(weights: Sequence[float] | None, size: int) -> None:
+    """Refuse weights that are not one for each of ``size`` ranks.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if weights is not None and len(weights) != size:
+        raise ConfigError(
+            f"{len(weights)} weights for {size} rank{'s' * (size != 1)}",
+            where="--rank-weights",
+            hint="give one for each rank, for example '[2, 1]' where rank 0 is twice as fast as rank 1",
+        )
 
 
 def join_group(launch: Launch, timeout_s: float) -> Communicator:

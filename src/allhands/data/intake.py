@@ -12,7 +12,7 @@ from allhands.data.duplicates import normalise
 from allhands.data.outcome import LeftOut, Reasons, SourceTally
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
-from allhands.data.shapes import Example, parse_example
+from allhands.data.shapes import Example, parse_example, remedy_of_warning
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, Share, hash64
 from allhands.data.spool import Entry, Spool
@@ -101,6 +101,8 @@ class Intake:
         self._key_column = options.split_by if options.split_by != BY_SOURCE else None
         self._wanted = [*options.columns.values(), *([self._key_column] if self._key_column else [])]
         self._found: set[str] = set()
+        # Hashes: about 60 bytes a row that has an id.
+        self._ids: set[int] = set()
         # Names in rows, in order.
         self.columns: dict[str, None] = {}
         self._done = 0
@@ -165,7 +167,18 @@ class Intake:
         shapes = self.tallies[number].shapes
         shapes[example.shape] = shapes.get(example.shape, 0) + 1
         for warning in example.warnings:
-            self.warnings.add(warning, None, where)
+            self.warnings.add(warning, remedy_of_warning(warning), where)
+        self._look_at_id(row.value, where)
+
+    def _look_at_id(self, value: dict[str, Any], where: str) -> None:
+        """Ids that repeat are no reason to leave a row out, but a sign that something was put together twice."""
+        own = value.get("id")
+        if isinstance(own, str | int) and not isinstance(own, bool):
+            key = hash64("id", str(own))
+            if key in self._ids:
+                hint = "if these rows are the same example, keep one: --dedupe exact or near; or keep them in one split"
+                self.warnings.add("the id of an earlier row", f"{hint}: --split-by id", where)
+            self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:
         """The mapping, for a row that has one of its columns; in a mixture, other rows have their usual names."""

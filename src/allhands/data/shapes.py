@@ -227,6 +227,25 @@ UNCALLED_TOOL = "tool's answer without a tool call"
 ARGUMENTS_NOT_JSON = "tool call whose arguments are not a JSON object"
 PROMPT_DIFFERS = "the prompt is not part of the conversations of a preference, and not used"
 
+# What to do about each; for a phrase that names a column see `remedy_of_warning`.
+_REMEDIES = {
+    TWO_SYSTEM: "most chat templates use one or none: join them into the first",
+    LATE_SYSTEM: "put it first: most chat templates refuse or misplace it elsewhere",
+    STARTS_WITH_ANSWER: "put the question before it, or delete that message: many templates refuse it",
+    NO_LAST_ANSWER: "the last question is never answered, so it teaches nothing: delete it or add the answer",
+    EMPTY_QUESTION: "fill it in or delete the record",
+    SAME_ROLE: "join them into one message: many templates refuse it",
+    UNANSWERED_CALL: "add the tool's answer, or end the conversation with the call",
+    UNCALLED_TOOL: "write the call as tool_calls of the answer before it",
+    ARGUMENTS_NOT_JSON: "write them as an object; the model learns them as they stand",
+    PROMPT_DIFFERS: "make both conversations begin with the prompt",
+}
+
+
+def remedy_of_warning(warning: str) -> str:
+    """What to do about one of the warnings of an :class:`Example`."""
+    return _REMEDIES.get(warning, "rename the column, or map it to the part that it is")
+
 
 def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:
     """What looks wrong in checked messages but may be meant; fixed phrases, each once, so they can be counted.
