@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 from chat_tokenizers import CHATML, THINKING, WORDS, ZEPHYR, load_folder, tiny
@@ -26,9 +26,6 @@ from allhands.cli.check import (
 )
 from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
 from allhands.data.check import CheckOptions, Examiner, Finding, SplitReport, check, template_findings
-from allhands.data.loader import Sizing
-from allhands.data.order import GlobalOrder
-from allhands.data.padding import estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.data.shapes import Example
@@ -43,6 +40,15 @@ ANSWERS = ("Ahoy.", "Because of it all.", "Nobody knows, matey!", "Over there.",
 def chat(question: str, answer: str, line: int = 1) -> Example:
     messages = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
     return Example("chat", Record("chat", messages=messages, source="train.jsonl", line=line), None)
+
+
+def weighted(weight: int, line: int) -> Example:
+    answer = {"role": "assistant", "content": f"Aye {line}, matey", "weight": weight}
+    return Example(
+        "chat",
+        Record("chat", messages=({"role": "user", "content": "Hm?"}, answer), source="train.jsonl", line=line),
+        None,
+    )
 
 
 def text(words: str, line: int = 1) -> Example:
@@ -129,25 +135,6 @@ def test_the_numbers_are_those_of_what_training_renders(
 TOKENIZERS: dict[Path, Any] = {}
 
 
-def test_padding_is_that_of_the_batches() -> None:
-    work = np.array([3, 50, 4, 48, 5, 49, 6, 51], dtype=np.int64)
-    options = CheckOptions(batch_size=4, sizing=Sizing(10_000, overhead_tokens=1_000_000))
-    # No micro-batches at such a price: the batch as a whole is padded to its longest.
-    order = GlobalOrder(work, 4, 0)
-    batches = [order.batch(i) for i in range(2)]
-    places = sum(int(work[batch].max()) * 4 for batch in batches)
-    found = estimate_padding(work, 0, options)
-    assert found.share == pytest.approx(1 - work.sum() / places)
-    assert found.batches_per_epoch == 2
-    # Sorted by length: 3 to 6 in one batch, 48 to 51 in the other.
-    assert found.share == pytest.approx(1 - 216 / (4 * 6 + 4 * 51))
-    assert found.random_share > found.share
-    # Each on its own: nothing is padded.
-    alone = estimate_padding(work, 0, CheckOptions(batch_size=1))
-    assert (alone.share, alone.random_share, alone.batches_per_epoch) == (0.0, 0.0, 8)
-    assert estimate_padding(work[:0], 0, CheckOptions()).share == 0.0
-
-
 def test_packing_counts_rows_and_cuts_nothing(byte_tokenizer: Any) -> None:
     # 19 + 39 tokens with their ends; one is only an input, 57 are left for rows of 16.
     options: dict[str, Any] = {"packing": True, "mask_prompt": False, "max_seq_length": 16}
@@ -190,6 +177,13 @@ PROVOKED: dict[str, tuple[list[Example], dict[str, Any], int, str, str]] = {
     "bos-twice": ([completion("<s><s>Ahoy", " matey", 50), *chats()], {}, 1, "harms", "twice"),
     "few-examples": (chats(3), {"batch_size": 4}, 0, "harms", "3 examples for batches of 4"),
     "mask-prompt-off": (chats(), {"mask_prompt": False}, 0, "note", "of the trained tokens are theirs"),
+    "weights-unused": (
+        [*chats(), weighted(0, 50), weighted(1, 51)],
+        {"mask_prompt": False},
+        1,
+        "harms",
+        "weight 0 is trained",
+    ),
     "no-examples": ([], {}, 0, "ruins", "no example"),
 }
 
@@ -214,6 +208,7 @@ def test_each_finding_is_provoked(code: str) -> None:
         ("answers-cut", [*chats(9), chat("Hm?", LONG, 50)], {"max_seq_length": 600}),
         ("special-text", [text("Say </s> and go on"), text("Something else")], {"mask_prompt": False}),
         ("vocabulary", chats(4), {"vocab_size": 500}),
+        ("weights-unused", [*chats(), weighted(0, 50)], {}),
         ("short-answers", [*chats(20), chat("Yes?", "7")], {}),
         ("same-answer", [*chats(16), *(chat(f"Q{n}", "Yo ho ho") for n in range(4))], {}),
         ("repeats", [*chats(30), chats()[2]], {}),
@@ -247,6 +242,20 @@ def test_the_end_of_an_answer_must_be_trained_and_stop_generation() -> None:
     assert (found["end-not-eos"].count, found["end-not-eos"].total) == (6, 6)
     assert "'" not in message_of(found["end-not-eos"])
     assert "<|im_end|>" in message_of(found["end-not-eos"])
+
+
+def test_what_the_template_leaves_out_is_said() -> None:
+    deaf = "{% for m in messages %}{% if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content + eos_token }}"
+    deaf += "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    instructed = chat("Hm?", "Aye, matey, aye", 50)
+    assert instructed.record is not None
+    told = ({"role": "system", "content": "Be brief."}, *instructed.record.turns)
+    record = replace(instructed.record, messages=told, tools=[{"type": "function", "function": {"name": "f"}}])
+    items = [*chats(), replace(instructed, record=record)]
+    _, found = look(items, tiny.__wrapped__(deaf))
+    assert [found[code].places for code in ("system-dropped", "tools-dropped")] == [("train.jsonl:50",)] * 2
+    # Zephyr's takes any role.
+    assert "system-dropped" not in look(items)[1]
 
 
 def test_a_template_that_opens_generated_answers_otherwise_is_named() -> None:

@@ -12,17 +12,19 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.duplicates import DuplicateFinder
+from allhands.data.explained import TemplateFacts
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
-from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template
+from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
 from allhands.data.shapes import Example
 from allhands.errors import AllhandsError, DataError, ModelError
 
@@ -202,6 +204,21 @@ class Examiner:
         same = np.array_equal(alone.tokens, rendered.tokens)
         return View(rendered.tokens, rendered.mask, alone.mask if same else None)
 
+    @cached_property
+    def facts(self) -> TemplateFacts:
+        """What the chat template does."""
+        return self._renderer.template_facts()
+
+    def unheard(self, record: Record) -> Iterator[str]:
+        """What the record says and training does not hear."""
+        roles = {message["role"] for message in record.turns}
+        if self.facts.system == "dropped" and roles & {"system", "developer"}:
+            yield "system-dropped"
+        if self.facts.tools == "dropped" and record.tools:
+            yield "tools-dropped"
+        if not self.options.masks and any(is_untrained(message) for message in record.turns):
+            yield "weights-unused"
+
     def special_text(self, words: str) -> list[str]:
         """Special tokens that are written in ``words``."""
         return self._special_text.findall(words) if self._special_text else []
@@ -252,6 +269,9 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "bos-twice": ("harms", 0.0, 2.0),
     "special-text": ("harms", 0.0, 2.0),
     "vocabulary": ("ruins", 0.0, 0.0),
+    "system-dropped": ("harms", 0.0, 2.0),
+    "tools-dropped": ("harms", 0.0, 2.0),
+    "weights-unused": ("harms", 0.0, 2.0),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
     "in-train": ("harms", 0.0, 0.1),
@@ -368,6 +388,7 @@ class _Tally:
 
     def _contents(self, record: Record, view: View, text: str) -> Iterator[str]:
         examiner, tokens = self._examiner, view.tokens
+        yield from examiner.unheard(record)
         if code := self._ending(view):
             yield code
         if (bos := examiner.bos) is not None and np.any((tokens[1:] == bos) & (tokens[:-1] == bos)):

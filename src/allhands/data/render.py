@@ -211,6 +211,11 @@ def _conversation(record: Record) -> tuple[list[Message], int]:
     return head + list(tail or ()), len(head)
 
 
+def is_untrained(message: Message) -> bool:
+    """Whether the message says of itself that it is not trained."""
+    return any(message.get(key, 1) in (0, 0.0, False) for key in _WEIGHTS)
+
+
 def _weight(message: Message, index: int) -> int | None:
     """1 or 0 as the message says whether it is trained; None if it says nothing.
 
