@@ -22,7 +22,7 @@ from allhands.data.loader import Loader, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.model.load import load_tokenizer
-from allhands.train.datasets import open_data
+from allhands.train.datasets import find_splits, open_data
 
 MAX_SEQ_LENGTH = 2048
 # As allhands.accelerator has them for a CPU, a GPU with uncompiled steps, and a GPU with compiled ones.
@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     values = {"model": options.tokenizer, "data": options.data, "train": True, "val_batches": 0}
     config = build_config({**values, "max_seq_length": MAX_SEQ_LENGTH})
-    tokens = open_data(config, load_tokenizer(options.tokenizer)).stored["train"].tokens
+    tokens = open_data(config, find_splits(config), load_tokenizer(options.tokenizer)).stored["train"].tokens
     figures: dict[str, Any] = {"num_examples": len(tokens), "num_inputs": int(tokens.work.sum()), "batches": {}}
     for size in map(int, options.batch_sizes.split(",")):
         ways = {"mlx_lm": mlx_lm_passes(options.data, options.tokenizer, size), "random": random_passes(tokens, size)}

@@ -52,15 +52,16 @@ class Allhands(Peer):
         from allhands.data.loader import Loader, Sizing
         from allhands.data.order import GlobalOrder
         from allhands.model.load import load_tokenizer
-        from allhands.train.datasets import open_data
+        from allhands.train.datasets import find_splits, open_data
 
         values = {"model": self.tokenizer_path, "data": str(self.data), "train": True, "val_batches": 0}
         self._config = build_config({**values, "max_seq_length": NO_LIMIT})
-        self._open, self._loader, self._order, self._sizing = open_data, Loader, GlobalOrder, Sizing
+        self._open, self._find, self._loader, self._order = open_data, find_splits, Loader, GlobalOrder
+        self._sizing = Sizing
         self._tokenizer = load_tokenizer(self.tokenizer_path)
 
     def open(self) -> Any:
-        return self._open(self._config, self._tokenizer).stored["train"].tokens
+        return self._open(self._config, self._find(self._config), self._tokenizer).stored["train"].tokens
 
     def num_tokens(self, data: Any, first: int | None = None) -> int:
         return int(data.offsets[len(data) if first is None else first])

@@ -5,6 +5,7 @@ Like the loss curves, it is made without pyplot and drawn by Agg: matplotlib's g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,12 +131,21 @@ def _draw(figure: Figure, sets: Mapping[str, Lengths], scale: _Scale, title: str
         _draw_set(axes, name, lengths, scale)
     # Shared by all panels, hence set on one.
     bottom.xaxis.set_major_locator(
-        LogLocator(subs=(1, 2, 5)) if scale.wide else MaxNLocator(nbins=10, integer=True, steps=[1, 2, 5, 10])
+        LogLocator(subs=_label_steps(scale)) if scale.wide else MaxNLocator(nbins=10, integer=True, steps=[1, 2, 5, 10])
     )
     bottom.xaxis.set_minor_locator(NullLocator())
-    bottom.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    bottom.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 or not scale.wide else "")
+    )
     bottom.set_xlabel(f"length ({scale.unit}{', logarithmic' if scale.wide else ''})")
     _draw_legend(figure, scale)
+
+
+def _label_steps(scale: _Scale) -> tuple[int, ...]:
+    """Which multiples of a power of ten are labelled, so that the labels of a wide range keep apart."""
+    low, high = _ends(scale)
+    decades = math.log10(high / max(low, 0.5))
+    return (1, 2, 5) if decades < 3.5 else (1, 3) if decades < 5 else (1,)
 
 
 def _ends(scale: _Scale) -> tuple[float, float]:

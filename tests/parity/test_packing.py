@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2, gemma3_text, llama, mamba, qwen3
 
-from allhands.data.loader import MicroBatch, collate
+from allhands.data.loader import MicroBatch, collate, pad_targets
 from allhands.data.tokens import PackedRows, TokenSet
 from allhands.errors import ConfigError
 from allhands.model.checkpointing import checkpoint_layers
@@ -51,9 +51,10 @@ def documents(seed: int, count: int) -> TokenSet:
     return TokenSet.of_examples([(random.integers(1, 96, n), np.arange(n) > 0) for n in lengths])
 
 
-def sums(model: object, batches: list[MicroBatch], *, eager: bool) -> tuple[float, int, dict[str, np.ndarray]]:
+def sums(model: object, batches: list[MicroBatch], form: str = "lazy") -> tuple[float, int, dict[str, np.ndarray]]:
     """Loss sum, targets and gradients of the sum over ``batches``."""
-    gradient = make_gradient(model, eager=eager, compiled=False)  # type: ignore[arg-type]
+    gradient = make_gradient(model, eager=form == "eager", compiled=form == "compiled")  # type: ignore[arg-type]
+    batches = [pad_targets(batch) for batch in batches] if form == "compiled" else batches
     loss, count, total = 0.0, 0, {}
     for batch in batches:
         value, grads = gradient(*batch_arrays(batch))
@@ -77,16 +78,16 @@ def alone(tokens: TokenSet, block: int) -> list[MicroBatch]:
     return [collate(cut, np.array([i]), int(cut.work[i])) for i in range(len(cut))]
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("form", ["eager", "lazy", "compiled"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_isolated_documents_teach_what_they_teach_alone(name: str, eager: bool) -> None:
+def test_isolated_documents_teach_what_they_teach_alone(name: str, form: str) -> None:
     model = make(name)
     require_isolation(model, name)
     tokens = documents(seed=3, count=9)
     rows = PackedRows(tokens, 32, isolate=True)
     batches = [collate(rows, np.arange(len(rows)), 32)]
-    packed_loss, packed_count, packed = sums(model, batches, eager=eager)
-    loss, count, grads = sums(model, alone(tokens, 32), eager=eager)
+    packed_loss, packed_count, packed = sums(model, batches, form)
+    loss, count, grads = sums(model, alone(tokens, 32), "eager" if form == "eager" else "lazy")
     assert packed_count == count == len(tokens.tokens) - len(tokens)
     assert packed_loss == pytest.approx(loss, rel=2e-6)
     for key, grad in grads.items():
@@ -99,7 +100,7 @@ def test_without_isolation_documents_do_see_each_other() -> None:
     losses = []
     for isolate in (True, False):
         rows = PackedRows(tokens, 32, isolate=isolate)
-        loss, count, _ = sums(model, [collate(rows, np.arange(len(rows)), 32)], eager=False)
+        loss, count, _ = sums(model, [collate(rows, np.arange(len(rows)), 32)])
         losses.append(loss / count)
     assert abs(losses[0] - losses[1]) > 1e-4
 
@@ -107,7 +108,7 @@ def test_without_isolation_documents_do_see_each_other() -> None:
 def test_joined_rows_are_one_stream() -> None:
     model, tokens = make("llama"), documents(seed=5, count=7)
     rows = PackedRows(tokens, 24, isolate=False)
-    loss, count, _ = sums(model, [collate(rows, np.arange(len(rows)), 24)], eager=False)
+    loss, count, _ = sums(model, [collate(rows, np.arange(len(rows)), 24)])
     stream = np.asarray(tokens.tokens)
     expected = 0.0
     for start in range(0, len(stream) - 1, 24):
@@ -128,8 +129,8 @@ def test_isolation_with_recomputed_activations() -> None:
     plain, recomputing = make("llama"), make("llama")
     checkpoint_layers(recomputing.layers)
     require_isolation(recomputing, "llama")
-    loss, _, grads = sums(plain, batches, eager=False)
-    again, _, same = sums(recomputing, batches, eager=False)
+    loss, _, grads = sums(plain, batches)
+    again, _, same = sums(recomputing, batches)
     assert again == pytest.approx(loss, rel=1e-6)
     for key, grad in grads.items():
         np.testing.assert_allclose(same[key], grad, rtol=1e-4, atol=1e-6, err_msg=key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,3 +185,4 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
     assert lines["micro-batches"].startswith("at most 300 tokens (asked for)")
     assert lines["loss"] == "chunked over the vocabulary, at the trained tokens only"
     assert lines["all-reduce"] == "calls of about 32 MB"
+    assert re.search(r"shapes of micro-batches: [1-9]\d* computed, none of them compiled", text)

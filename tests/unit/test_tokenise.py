@@ -19,7 +19,7 @@ from allhands.data import tokenise
 from allhands.data.records import Record
 from allhands.data.render import Rendered
 from allhands.data.store import StoredTokens, open_store
-from allhands.data.tokenise import Rendering, every_core, fill_store, tokenizer_facts, usable_cores, vocabulary_of
+from allhands.data.tokenise import Rendering, every_core, fill_store, num_helpers, tokenizer_facts, vocabulary_of
 from allhands.errors import ConfigError, DataError
 
 VOCABULARY = 259
@@ -123,7 +123,7 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers from the second chunk on, and small chunks."""
     monkeypatch.setattr(tokenise, "ALONE_S", 0)
     monkeypatch.setattr(tokenise, "CHUNK_RECORDS", 7)
-    monkeypatch.setattr(tokenise, "usable_cores", lambda: 2)
+    monkeypatch.setattr(tokenise, "num_helpers", lambda: 2)
 
 
 def helper_processes() -> list[psutil.Process]:
@@ -299,10 +299,10 @@ def leave_with(error: Exception | None) -> None:
 
 
 def test_every_core_is_for_the_block(one_core: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores() == 1
+    assert num_helpers() == 1
     with every_core():
         assert os.sched_getaffinity(0) == one_core
-        assert usable_cores() == len(one_core)
+        assert num_helpers() == min(len(one_core), psutil.virtual_memory().available // tokenise.HELPER_BYTES)
     assert os.sched_getaffinity(0) == {min(one_core)}
     with pytest.raises(KeyError):
         leave_with(KeyError())

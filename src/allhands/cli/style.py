@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NUM_RULES = 10
 _SAMPLE_CHARS = 240
+_QUESTION_CHARS = 90
 
 
 def style(
@@ -160,9 +161,10 @@ def _show_samples(console: Console, report: StyleReport) -> None:
         table.add_column(name, ratio=ratio)
     for sample in report.samples:
         # As text: an answer may hold what looks like markup.
-        table.add_row(*(Text(_short(part)) for part in (sample.question, sample.before, sample.after)))
+        parts = (sample.question, _QUESTION_CHARS), (sample.before, _SAMPLE_CHARS), (sample.after, _SAMPLE_CHARS)
+        table.add_row(*(Text(_short(part, length)) for part, length in parts))
     console.print(table)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _SAMPLE_CHARS else text[:_SAMPLE_CHARS] + " ..."
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + " ..."

@@ -21,6 +21,8 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
+import psutil
+
 from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
 from allhands.data.store import StoreWriter, TokenSetReport
@@ -31,6 +33,8 @@ CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 1024
 # Starting a helper costs about this many seconds.
 ALONE_S = 3.0
+# What a helper needs at most: the libraries, a tokenizer and some chunks.
+HELPER_BYTES = 500_000_000
 _SHOWN = 5
 
 Progress = Callable[[int, int], None]
@@ -207,7 +211,7 @@ def _rendered(chunks: Iterator[list[Record]], rendering: Rendering) -> Iterator[
                 first, future = waiting.popleft()
                 yield first, future.result()
             chats = any(record.kind != "text" for record in chunk)
-            if chats and rendering.reload and time.perf_counter() > alone_until and usable_cores() > 1:
+            if chats and rendering.reload and time.perf_counter() > alone_until and num_helpers() > 1:
                 break
         for first, future in waiting:
             yield first, future.result()
@@ -224,7 +228,7 @@ def _with_helpers(
 
     assert rendering.reload is not None
     task = _Task(*rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length)
-    workers = usable_cores()
+    workers = num_helpers()
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(workers, timeout=600)
         # Not waited for when an error ends it all: the rest of the data need not be rendered.
@@ -275,9 +279,11 @@ def _helpers_renderer(task: _Task) -> Renderer:
     return Rendering(tokenizer, task.mask_prompt, task.train_on, task.max_seq_length).renderer()
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on now."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def num_helpers() -> int:
+    """Processes to render with: a core each, as far as affinity, containers' limits and free memory go."""
+    from loky import cpu_count  # pyright: ignore[reportMissingTypeStubs]
+
+    return max(1, min(cpu_count(), psutil.virtual_memory().available // HELPER_BYTES))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,14 +89,22 @@ class Packing:
         return PackedRows(tokens, self.block, self.isolate)
 
 
-def open_data(config: TrainConfig, tokenizer: LoadedTokenizer, progress: Progress = no_progress) -> Datasets:
-    """The splits that ``config`` needs, an optional one that is absent left out; tokenised now if need be.
+def open_data(
+    config: TrainConfig,
+    sources: Mapping[str, RecordSource],
+    tokenizer: LoadedTokenizer,
+    progress: Progress = no_progress,
+) -> Datasets:
+    """The splits of ``sources`` as tokens; tokenised now if need be.
+
+    Args:
+        sources: of :func:`find_splits`.
 
     Raises:
-        DataError: missing, malformed or empty data, nothing to train on, or a record that cannot be rendered.
+        DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
+        ConfigError: an option has no effect on these data.
         StorageError: the tokens cannot be stored.
     """
-    sources = find_splits(config)
     rendering = rendering_of(config, tokenizer)
     notes: list[str] = []
     stored: dict[str, StoredTokens] = {}
@@ -106,14 +114,16 @@ def open_data(config: TrainConfig, tokenizer: LoadedTokenizer, progress: Progres
             stored[split] = _open_split(split, source, rendering, (facts, vocabulary), progress)
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
-        notes.append("no valid.jsonl: training goes on without validation")
+        notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
     return Datasets(stored, packing, tuple(notes))
 
 
 def load_data(config: TrainConfig) -> Datasets:
-    """:func:`open_data` with the tokenizer of ``config.model``."""
-    return open_data(config, load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+    """:func:`open_data` of what :func:`find_splits` finds, with the tokenizer of ``config.model``."""
+    return open_data(
+        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    )
 
 
 def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
@@ -197,6 +207,13 @@ def _full_places(config: TrainConfig, split: str) -> Generator[None, None, None]
         if error.where and error.where.startswith(f"{split}.json"):
             error.where = str(Path(config.data) / error.where)
         raise
+
+
+def _misnamed(config: TrainConfig) -> str:
+    """That there is a file which may be the validation set under another name."""
+    folder = Path(config.data).expanduser()
+    names = [f"{name}.jsonl" for name in ("val", "validation", "dev", "eval") if (folder / f"{name}.jsonl").is_file()]
+    return f" (there is a {names[0]}: call it valid.jsonl)" if names else ""
 
 
 def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:

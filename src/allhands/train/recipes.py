@@ -141,9 +141,9 @@ def _prepare(
     mesh = surroundings.mesh
     accelerator = detect()
     # The data first, because mistakes in them are frequent and a model takes long to load.
-    find_splits(config)
+    sources = find_splits(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    data = open_data(config, tokenizer, _tell_progress(surroundings))
+    data = open_data(config, sources, tokenizer, _tell_progress(surroundings))
     loaded = load_model(str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer)
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
@@ -248,7 +248,11 @@ class _Run:
             )
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights)
         with Prefetcher(loader.load, end=total) as prefetcher:
-            return train_loop(self._parts(step, order, prefetcher.get, sink, optimizer, total), state)
+            ended = train_loop(self._parts(step, order, prefetcher.get, sink, optimizer, total), state)
+        if config.log_level == "verbose":
+            kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
+            self._say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
+        return ended
 
     def _parts(
         self,

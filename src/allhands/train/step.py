@@ -184,10 +184,13 @@ class TrainStep:
         after_backward: Callable[[Any], None] | None = None,
     ) -> None:
         """``after_backward`` is given the tree of mean gradients of the global batch, before clipping."""
+        self.eager = eager
         self._model = model
         self._optimizer = optimizer
         self._communicator = communicator
         self._gradient = make_gradient(model, eager=eager, compiled=compiled)
+        # (B, T, N) of every micro-batch so far: a compiled step is traced once for each.
+        self.shapes: set[tuple[int, int, int]] = set()
         self._max_grad_norm = max_grad_norm
         self._bucket_bytes = bucket_bytes
         self._after_backward = after_backward
@@ -235,6 +238,7 @@ class TrainStep:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
         total, grads = mx.zeros(()), None
         for batch in micro_batches:
+            self.shapes.add(batch.shape)
             loss, new = self._gradient(*batch_arrays(batch))
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
