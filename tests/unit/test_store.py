@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -402,3 +403,14 @@ def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path, monkeypa
     monkeypatch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path / "file" / "stores"))
     with pytest.raises(StorageError):
         make()
+
+
+def test_who_does_not_lead_leaves_the_building_to_others(cache: Path) -> None:
+    leader = threading.Timer(0.2, make, ["k"])
+    leader.start()
+    try:
+        assert not open_store("k", 100, never, patience_s=20.0).built
+    finally:
+        leader.join()
+    # Nobody comes: it does the work itself.
+    assert open_store("other", 100, building(CONTENT), patience_s=0.2).built

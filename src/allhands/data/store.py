@@ -36,6 +36,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _CHECKED = "checked.json"
 _KEPT_DAYS = 30
+_POLL_S = 0.05
 _DTYPES = {"mask_bits": "|u1", "offsets": "<i8", "work": "<i4", "num_targets": "<i4"}
 # Smaller files are read again each time, which is faster than to remember them.
 _REMEMBERED_BYTES = 4 << 20
@@ -179,7 +180,7 @@ def stores() -> Path:
     return Path(chosen).expanduser() if chosen else cache_dir() / "tokens"
 
 
-def open_store(key: str, vocabulary: int, build: Build) -> StoredTokens:
+def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:
     """The store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
 
     Args:
@@ -187,6 +188,7 @@ def open_store(key: str, vocabulary: int, build: Build) -> StoredTokens:
         vocabulary: one more than the largest token id.
         build: appends all examples and tells what became of them; called in one process only, while others
             wait.
+        patience_s: how long to leave the building to another process, which can tell a person of its progress.
 
     Raises:
         StorageError: the store cannot be written.
@@ -195,6 +197,11 @@ def open_store(key: str, vocabulary: int, build: Build) -> StoredTokens:
     path = stores() / key
     if (found := _opened(path) or _checked_unlocked(path)) is not None:
         return found
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        time.sleep(_POLL_S)
+        if (found := _opened(path)) is not None:
+            return found
     with locked(stores() / f".{key}.lock"):
         if (found := _opened(path) or _checked(path)) is not None:
             return found

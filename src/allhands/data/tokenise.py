@@ -116,7 +116,7 @@ def fill_store(
     records: Iterable[Record],
     rendering: Rendering,
     writer: StoreWriter,
-    progress: Progress = lambda records, tokens: None,
+    progress: Progress = no_progress,
 ) -> TokenSetReport:
     """Render every record and append it; records without a trained token are left out and counted.
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
 from allhands.data.splits import RecordSource, split_of_folder, split_of_hub
-from allhands.data.store import StoredTokens, TokenSetReport, open_store, store_key
+from allhands.data.store import Build, StoredTokens, TokenSetReport, open_store, store_key
 from allhands.data.tokenise import Rendering, fill_store, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
 
+# Ranks of one host come to their data within this time of each other.
+PATIENCE_S = 3.0
 # Shorter work is not worth a line.
 _TOLD_FROM_S = 2.0
 
@@ -94,11 +97,14 @@ def open_data(
     sources: Mapping[str, RecordSource],
     tokenizer: LoadedTokenizer,
     progress: Progress = no_progress,
+    *,
+    leads: bool = True,
 ) -> Datasets:
     """The splits of ``sources`` as tokens; tokenised now if need be.
 
     Args:
         sources: of :func:`find_splits`.
+        leads: whether this process is the one of its host that should do the work, because its progress is seen.
 
     Raises:
         DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
@@ -111,7 +117,12 @@ def open_data(
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
     for split, source in sources.items():
         with _full_places(config, split):
-            stored[split] = _open_split(split, source, rendering, (facts, vocabulary), progress)
+            stored[split] = open_store(
+                store_key({"records": source.identity(), "rendering": facts}),
+                vocabulary,
+                _builder(source, rendering, partial(progress, split)),
+                patience_s=0.0 if leads else PATIENCE_S,
+            )
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
@@ -185,17 +196,8 @@ def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | N
     return split_of_folder(path, split, columns, required=required)
 
 
-def _open_split(
-    split: str, source: RecordSource, rendering: Rendering, facts: tuple[Any, int], progress: Progress
-) -> StoredTokens:
-    rendering_facts, vocabulary = facts
-    return open_store(
-        store_key({"records": source.identity(), "rendering": rendering_facts}),
-        vocabulary,
-        lambda writer: fill_store(
-            source.records(), rendering, writer, lambda records, tokens: progress(split, records, tokens)
-        ),
-    )
+def _builder(source: RecordSource, rendering: Rendering, progress: Callable[[int, int], None]) -> Build:
+    return lambda writer: fill_store(source.records(), rendering, writer, progress)
 
 
 @contextmanager

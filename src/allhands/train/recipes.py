@@ -143,7 +143,7 @@ def _prepare(
     # The data first, because mistakes in them are frequent and a model takes long to load.
     sources = find_splits(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    data = open_data(config, sources, tokenizer, _tell_progress(surroundings))
+    data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
     loaded = load_model(str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer)
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
