@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.data.loader import Sizing, collate_share
+from allhands.data.loader import Sizing, collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
@@ -42,12 +42,13 @@ class Evaluator:
         self._communicator = communicator
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
-        self._sizing = sizing
         self._stop_requested = stop_requested
         wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
-        self._share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
+        share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
+        # Cut once: for a large set that takes seconds.
+        self._parts = list(cut_share(windows, share, sizing))
 
     def __call__(self) -> tuple[float, int]:
         """Mean loss a trained token and the number of those tokens, the same on every rank.
@@ -59,7 +60,8 @@ class Evaluator:
         """
         self._model.eval()
         loss, count, stop = mx.zeros(()), 0, False
-        for batch in collate_share(self._windows, self._share, self._sizing):
+        for part, length in self._parts:
+            batch = collate(self._windows, part, length)
             if stop := bool(self._stop_requested()):
                 break
             loss = loss + self._loss(*batch_arrays(batch))

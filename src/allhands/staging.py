@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import filecmp
+import glob
 import os
 import shutil
 import tempfile
@@ -13,14 +14,17 @@ from pathlib import Path
 
 from allhands.files import storage_error
 
+_PARTIAL, _REPLACED = "partial", "replaced"
+
 
 @contextmanager
 def staging(target: Path) -> Generator[Path]:
     """A new empty directory beside ``target``; gone at the end unless :func:`publish` moved it.
 
-    What earlier, killed runs left is removed first: a staging directory is locked as long as its process
-    lives. ``OSError`` in the body becomes a ``StorageError``.
+    What earlier, killed runs left is removed first, or put back if it is what stood at ``target``: a staging
+    directory is locked as long as its process lives. ``OSError`` in the body becomes a ``StorageError``.
     """
+    target = target.resolve()
     made: Path | None = None
     descriptor = -1
     try:
@@ -41,7 +45,12 @@ def staging(target: Path) -> Generator[Path]:
 
 
 def publish(staged: Path, target: Path) -> None:
-    """Sync ``staged`` and rename it to ``target``, in place of the directory that may be there."""
+    """Sync ``staged`` and rename it to ``target``, in place of the directory that may be there.
+
+    Raises:
+        OSError: it cannot be done; what stood at ``target`` is there again.
+    """
+    target = target.resolve()
     for path in (*staged.rglob("*"), staged):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -51,10 +60,15 @@ def publish(staged: Path, target: Path) -> None:
     if not target.is_dir():
         staged.rename(target)
         return
-    # Directories cannot be exchanged portably: for an instant there is none, never half of one.
-    replaced = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
+    # Directories cannot be exchanged portably: for an instant there is none, never half of one. Who is killed in
+    # that instant leaves the old one under this name, and the next run puts it back.
+    replaced = Path(tempfile.mkdtemp(prefix=_prefix(target, _REPLACED), dir=target.parent))
     target.rename(replaced)
-    staged.rename(target)
+    try:
+        staged.rename(target)
+    except OSError:
+        replaced.rename(target)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -82,8 +96,20 @@ def locked(file: Path) -> Generator[None]:
         yield
 
 
-def _prefix(target: Path) -> str:
-    return f".{target.name}.partial-"
+@contextmanager
+def locked_now(file: Path) -> Generator[bool]:
+    """Whether an exclusive lock on ``file`` (made if absent) could be had at once; it is held for the block."""
+    with file.open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _prefix(target: Path, kind: str = _PARTIAL) -> str:
+    return f".{target.name}.{kind}-"
 
 
 def _lock_directory(path: Path) -> int:
@@ -102,6 +128,11 @@ def _lock_directory(path: Path) -> int:
 
 
 def _remove_abandoned(target: Path) -> None:
+    for left in target.parent.glob(f"{glob.escape(_prefix(target, _REPLACED))}*"):
+        with suppress(OSError):
+            if not target.exists() and any(left.iterdir()):
+                left.rename(target)
+            shutil.rmtree(left, ignore_errors=True)
     for left in target.parent.iterdir():
         if not left.name.startswith(_prefix(target)):
             continue

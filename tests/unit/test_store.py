@@ -24,6 +24,7 @@ from allhands.data.render import Rendered
 from allhands.data.store import StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.tokens import TokenSet
 from allhands.errors import DataError, ModelError, StorageError
+from allhands.staging import locked
 
 Example = tuple[list[int], list[bool]]
 ARRAYS = ("tokens", "mask_bits", "offsets", "work", "num_targets")
@@ -64,6 +65,11 @@ def building(content: Sequence[Example], sizes: Sequence[int] = ()) -> Callable[
         return report_of(content)
 
     return build
+
+
+def checked_file(path: Path) -> Path:
+    (found,) = path.glob("checked-*.json")
+    return found
 
 
 def never(_: StoreWriter) -> TokenSetReport:
@@ -228,7 +234,7 @@ def test_a_flipped_bit_in_the_manifest_changes_nothing(cache: Path) -> None:
         content = bytearray(file.read_bytes())
         content[place % len(content)] ^= 1
         file.write_bytes(bytes(content))
-        (cache / "k" / "checked.json").unlink()
+        checked_file(cache / "k").unlink()
         stored = make()
         assert examples_of(stored.tokens) == CONTENT, place
         assert (stored.report, stored.fingerprint) == (made.report, made.fingerprint), place
@@ -259,7 +265,7 @@ def test_another_manifest_is_not_believed(cache: Path, change: Callable[[Any], A
 @pytest.mark.parametrize("content", [None, "", "{", "null", "[]", '"x"'])
 def test_a_lost_note_of_the_check_costs_a_check_only(cache: Path, content: str | None) -> None:
     make()
-    note = cache / "k" / "checked.json"
+    note = checked_file(cache / "k")
     note.unlink() if content is None else note.write_text(content)
     assert not open_store("k", 100, never).built
     assert isinstance(json.loads(note.read_text()), list)
@@ -293,7 +299,7 @@ def test_sums_are_computed_once_a_boot(cache: Path, hashed: list[str], monkeypat
 
 def test_a_change_during_the_check_is_not_remembered_as_right(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make()
-    (cache / "k" / "checked.json").unlink()
+    checked_file(cache / "k").unlink()
     original = store.file_hash
 
     def changed_after(path: Path) -> str:
@@ -335,6 +341,53 @@ def test_a_failing_build_leaves_nothing(cache: Path, error: BaseException) -> No
     assert caught.value is error
     assert files_in(cache) == []
     assert_rebuilt()
+
+
+def test_what_is_not_ours_is_never_removed(cache: Path) -> None:
+    """The variable may name a folder in which a person keeps other things."""
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / "thesis").mkdir()
+    (cache / "thesis" / "chapter.txt").write_text("years of work")
+    (cache / "model.safetensors").write_text("weights")
+    for path in (cache / "thesis" / "chapter.txt", cache / "thesis", cache / "model.safetensors"):
+        os.utime(path, (0, 0))
+    make()
+    assert (cache / "thesis" / "chapter.txt").read_text() == "years of work"
+    assert (cache / "model.safetensors").exists()
+
+
+def test_a_store_that_is_being_built_anew_is_not_removed(cache: Path) -> None:
+    make("old")
+    os.utime(cache / "old", (0, 0))
+    with locked(cache / ".old.lock"):
+        make("new")
+    assert (cache / "old").is_dir()
+    make("newer")
+    assert not (cache / "old").exists()
+
+
+def test_two_hosts_with_one_cache_leave_each_other_their_notes(
+    cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    for boot in ("host a", "host b", "host a", "host b"):
+        monkeypatch.setattr(store, "_boot", lambda boot=boot: boot)
+        open_store("k", 100, never)
+    assert sorted(hashed) == sorted(2 * [f"{name}.bin" for name in ARRAYS])
+
+
+def test_a_store_that_vanishes_as_it_is_made_is_an_error_of_storage(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    def vanish(staged: Path, target: Path) -> None:
+        built.append(target.name)
+
+    monkeypatch.setattr(store, "publish", vanish)
+    with pytest.raises(StorageError, match="vanish"):
+        make()
+    assert built == ["k"] * 3
 
 
 def test_stores_that_nobody_opens_are_removed_after_a_month(cache: Path) -> None:

@@ -81,8 +81,9 @@ class DuplicateFinder:
     Args:
         threshold: Jaccard similarity from which on two texts are near duplicates, 0.5 to 1.
         near: look for near duplicates, too.
-        linked: also collect all pairs of near duplicates in :attr:`links`, those between duplicates included, for
-            who must keep together what is alike; near duplicates then take as much memory as other texts.
+        linked: also collect in :attr:`links` pairs of near duplicates that join all that are alike, those between
+            duplicates included, for who must keep together what is alike. No more pairs than texts; near duplicates
+            then take as much memory as other texts.
 
     Raises:
         ConfigError: the threshold is out of range.
@@ -97,6 +98,7 @@ class DuplicateFinder:
         self._near = near
         self._linked = linked
         self.links: list[tuple[int, int]] = []
+        self._families: dict[int, int] = {}
         # With `linked`: texts that are kept although they are duplicates.
         self._represented: set[int] = set()
         self._count = 0
@@ -120,6 +122,21 @@ class DuplicateFinder:
         self._exact[digest] = (found.of, found.similarity) if found else (index, 1.0)
         return found
 
+    def _link(self, index: int, alike: list[tuple[float, int]]) -> None:
+        """Note a pair for each family of texts that ``index`` joins."""
+        for _, other in alike:
+            one, two = self._family(index), self._family(other)
+            if one != two:
+                self._families[max(one, two)] = min(one, two)
+                self.links.append((index, other))
+
+    def _family(self, index: int) -> int:
+        """The first text of all that are alike (union-find with path halving)."""
+        families = self._families
+        while (above := families.get(index, index)) != index:
+            families[index] = index = families.get(above, above)
+        return index
+
     def _search(self, index: int, normal: str) -> Duplicate | None:
         """Look up ``normal`` among the kept texts; keep it if nothing is like it."""
         words, length = normal.count(" ") + 1, len(normal)
@@ -136,7 +153,7 @@ class DuplicateFinder:
         searched = [(place, entry) for place, entry in entries if entry]
         alike = [match for place, entry in searched for match in place.matches(entry)]
         if self._linked:
-            self.links += [(index, other) for _, other in alike]
+            self._link(index, alike)
         found = [match for match in alike if match[1] not in self._represented]
         if self._linked or not found:
             for place, entry in searched:

@@ -133,10 +133,16 @@ class Loader:
 
 def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[MicroBatch]:
     """Cut a rank's ``share`` of windows into micro-batches as ``sizing`` says."""
+    for part, length in cut_share(windows, share, sizing):
+        batch = collate(windows, part, length)
+        yield pad_targets(batch) if sizing.few_shapes else batch
+
+
+def cut_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Which windows of a ``share`` make up each micro-batch, and to what length they are padded."""
     work = windows.work
     for part in micro_batches(share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens):
-        batch = collate(windows, part, int(sizing.padded(work[part]).max()))
-        yield pad_targets(batch) if sizing.few_shapes else batch
+        yield part, int(sizing.padded(work[part]).max())
 
 
 def collate(windows: Windows, chosen: NDArray[np.int64], length: int) -> MicroBatch:

@@ -118,6 +118,8 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
         if source.exists() and (source == whole or whole in source.parents):
             hint = "choose another directory: what is read is never replaced"
             raise ConfigError(f"the source {name} is in it", where=where, hint=hint)
+    if whole == Path.cwd():
+        raise ConfigError("this is the directory that you are in", where=where, hint="name a new one in it: --out data")
     if not out.exists():
         return
     if not out.is_dir():
@@ -238,10 +240,18 @@ def _notes(intake: Intake, split: NDArray[np.int8], wanted: Wanted, outcome: Out
     for name, number, target in (("valid", 1, wanted.valid), ("test", 2, wanted.test)):
         got = int(np.count_nonzero(split == number))
         if name not in carried and got != target:
-            yield f"{name} has {got} rows, {target} were wanted: rows that belong together are not torn apart"
+            kept = split != NONE
+            alone = np.unique(spool.contents[kept]).size == np.count_nonzero(kept) and options.split_by is None
+            why = "there are too few" if np.count_nonzero(kept) < 4 and alone else "rows that belong together stay so"
+            yield f"{name} has {got} rows, {target} were wanted: {why}"
     torn = _torn_keys(spool, split) if options.split_by is not None else 0
     if torn:
         yield f"{torn} values of {options.split_by} are in several splits, because the sources have them there"
+    for name, number in (("valid", 1), ("test", 2)):
+        preferences = spool.preferences[split == number]
+        for kind, members in (("ordinary", ~spool.preferences), ("preference", spool.preferences)):
+            if len(preferences) and np.any(members & (split != NONE)) and not np.any(members & (split == number)):
+                yield f"{name} has no {kind} rows: both kinds are split as one"
     if not np.any(split == TRAIN):
         yield "there is no train.jsonl: all rows that are left are held out"
 

@@ -53,7 +53,8 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
 
 def _source_of_file(path: Path, columns: ColumnNames) -> RecordSource:
     return RecordSource(
-        lambda: {"sha256": _hash(path), "columns": asdict(columns)}, lambda: read_records(path, columns)
+        lambda: {"name": path.name, "sha256": _hash(path), "columns": asdict(columns)},
+        lambda: read_records(path, columns),
     )
 
 

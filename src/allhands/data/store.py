@@ -27,14 +27,15 @@ from numpy.typing import NDArray
 from allhands.blas import cache_dir
 from allhands.data.render import Rendered
 from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
-from allhands.errors import ModelError
+from allhands.errors import ModelError, StorageError
 from allhands.files import write_whole
-from allhands.staging import locked, publish, staging
+from allhands.staging import locked, locked_now, publish, staging
 
 # A new number whenever the layout of the files, or what the same input gives, changes.
 FORMAT = 1
 MANIFEST = "manifest.json"
-_CHECKED = "checked.json"
+_CHECKED = "checked-"
+_ATTEMPTS = 3
 _KEPT_DAYS = 30
 _POLL_S = 0.05
 _DTYPES = {"mask_bits": "|u1", "offsets": "<i8", "work": "<i4", "num_targets": "<i4"}
@@ -202,7 +203,19 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         time.sleep(_POLL_S)
         if (found := _opened(path)) is not None:
             return found
-    with locked(stores() / f".{key}.lock"):
+    for _ in range(_ATTEMPTS):
+        if (made := _made(path, vocabulary, build)) is not None:
+            return made
+    raise StorageError(
+        "the tokens vanish as soon as they are stored",
+        where=str(path),
+        hint="let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE",
+    )
+
+
+def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
+    """The store at ``path``, built if there is none; None if another process has removed it meanwhile."""
+    with locked(_lock_of(path)):
         if (found := _opened(path) or _checked(path)) is not None:
             return found
         # Whoever has mapped the old files keeps them until it ends.
@@ -211,12 +224,15 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         with staging(path) as staged:
             with ExitStack() as files:
                 writer = StoreWriter(staged, vocabulary, files)
-                writer.finish(build(writer), key)
+                writer.finish(build(writer), path.name)
             publish(staged, path)
-        _remember_check(path, _state(path))
-        made = _mapped(path, built=True)
-    assert made is not None, path
-    return made
+        with suppress(OSError):
+            _remember_check(path, _state(path))
+        return _mapped(path, built=True)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
 
 
 def store_key(facts: Any) -> str:
@@ -237,7 +253,7 @@ def _code() -> str:
 def _opened(path: Path) -> StoredTokens | None:
     """The store at ``path``, if it is unchanged since its sums were computed."""
     try:
-        remembered = json.loads((path / _CHECKED).read_text(encoding="utf-8"))
+        remembered = json.loads(_checked_file(path).read_text(encoding="utf-8"))
         unchanged = remembered == _state(path)
     except (OSError, ValueError):  # another process may be replacing it
         return None
@@ -315,8 +331,13 @@ def _sum(manifest: dict[str, Any]) -> str:
 
 def _state(path: Path) -> list[Any]:
     """What changes when a file does, as JSON; the boot, too, because a crash can tear files without a trace."""
-    files = sorted(file for file in path.iterdir() if file.name != _CHECKED and not file.name.startswith("."))
+    files = sorted(file for file in path.iterdir() if not file.name.startswith((_CHECKED, ".")))
     return [_boot(), [[file.name, *_stamp(file)] for file in files]]
+
+
+def _checked_file(path: Path) -> Path:
+    """Where it is remembered that sums were right: for each host, and boot, that uses the cache, a file of its own."""
+    return path / f"{_CHECKED}{hashlib.sha256(_boot().encode()).hexdigest()[:12]}.json"
 
 
 def _stamp(file: Path) -> list[int]:
@@ -333,20 +354,23 @@ def _remember_check(path: Path, state: list[Any]) -> None:
     # A cache that may only be read is checked at each opening.
     with suppress(Exception):
         content = json.dumps(state)
-        write_whole(path / _CHECKED, lambda draft: draft.write_text(content, encoding="utf-8"))
+        write_whole(_checked_file(path), lambda draft: draft.write_text(content, encoding="utf-8"))
 
 
 def _remove_unused() -> None:
-    """Remove stores that nobody has opened for a month, and what killed builds have left."""
+    """Remove stores that nobody has opened for a month; what else lies there is not ours."""
     oldest = time.time() - _KEPT_DAYS * 86400
+
+    def unused(path: Path) -> bool:
+        return path.stat().st_mtime < oldest and _manifest(path) is not None
+
     for path in stores().iterdir():
         with suppress(OSError):
-            if path.stat().st_mtime >= oldest:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
+            if unused(path):
+                with locked_now(_lock_of(path)) as free:
+                    # Somebody may have opened it since.
+                    if free and unused(path):
+                        shutil.rmtree(path, ignore_errors=True)
 
 
 # --- inputs ------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,13 +21,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
-from allhands.data.store import StoreWriter, TokenSetReport
+from allhands.data.store import StoreWriter, TokenSetReport, file_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
 
 # A chunk's encodings are alive at once: some 100 bytes a character.
@@ -36,6 +39,10 @@ ALONE_S = 3.0
 # What a helper needs at most: the libraries, a tokenizer and some chunks.
 HELPER_BYTES = 500_000_000
 _SHOWN = 5
+_POLL_S = 1.0
+_STRFTIME = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
+# Files of a model's directory that a tokenizer may be made of.
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.jinja", "chat_template*", "*.py")
 
 Progress = Callable[[int, int], None]
 
@@ -55,6 +62,7 @@ class Rendering:
         max_seq_length: longer examples are cut; ``None`` keeps them whole, to be packed.
         reload: makes the tokenizer anew in another process: a function of a module and its arguments. ``None`` if
             that cannot be done, and this process renders alone.
+        files: :func:`tokenizer_files` of the directory that it was loaded from.
     """
 
     tokenizer: Tokenizer
@@ -62,6 +70,7 @@ class Rendering:
     train_on: TrainOn
     max_seq_length: int | None
     reload: tuple[Callable[..., Tokenizer], tuple[Any, ...]] | None = None
+    files: str | None = None
 
     def renderer(self) -> Renderer:
         """The renderer that does it."""
@@ -77,6 +86,7 @@ class Rendering:
         """What its results depend on besides the records, as JSON values."""
         return {
             "tokenizer": tokenizer_facts(self.tokenizer),
+            "files": self.files,
             "mask_prompt": self.mask_prompt,
             "train_on": self.train_on,
             "max_seq_length": self.max_seq_length,
@@ -101,10 +111,25 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
         # mlx_lm has templates of its own for some models.
         "versions": [tokenizers.__version__, transformers.__version__, version("mlx-lm")],
     }
+    # mlx_lm's wrapper may have a template of its own in place of the tokenizer's.
+    own = getattr(tokenizer, "_chat_template", None)
+    if callable(own):
+        facts["own_template"] = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '')}"
     if "strftime_now" in str(template):
         # Llama 3 writes today's date into its system message.
-        facts["day"] = time.strftime("%Y-%m-%d")
+        formats = _STRFTIME.findall(str(template))
+        literal = len(formats) == str(template).count("strftime_now(")
+        facts["now"] = [time.strftime(one) for one in formats] if literal else time.time_ns()
     return facts
+
+
+def tokenizer_files(directory: Path) -> str:
+    """SHA-256 of the files in a model's directory that its tokenizer may be made of."""
+    found = {path.name: path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    digest = hashlib.sha256()
+    for name, path in sorted(found.items()):
+        digest.update(f"{name} {file_hash(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def vocabulary_of(tokenizer: Any) -> int:
@@ -230,7 +255,7 @@ def _with_helpers(
     task = _Task(*rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length)
     workers = num_helpers()
     with ExitStack() as stack:
-        pool = ProcessPoolExecutor(workers, timeout=600)
+        pool = ProcessPoolExecutor(workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),))
         # Not waited for when an error ends it all: the rest of the data need not be rendered.
         stack.callback(pool.shutdown, wait=True, kill_workers=True)
         waiting: deque[tuple[list[Record], Any]] = deque()
@@ -242,6 +267,17 @@ def _with_helpers(
                 yield first, _result(future, first, alone)
         for first, future in waiting:
             yield first, _result(future, first, alone)
+
+
+def _end_with(parent: int) -> None:
+    """In a helper: end when the process that it helps does, however that ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="allhands-watch", daemon=True).start()
 
 
 def _submitted(pool: Any, task: _Task, chunk: list[Record]) -> Any:

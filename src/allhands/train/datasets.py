@@ -12,13 +12,14 @@ from typing import Any, cast
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
 from allhands.data.splits import RecordSource, split_of_folder, split_of_hub
-from allhands.data.store import Build, StoredTokens, TokenSetReport, open_store, store_key
-from allhands.data.tokenise import Rendering, fill_store, vocabulary_of
+from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
+from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
-from allhands.errors import AllhandsError, DataError
+from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
 
+COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
 # Ranks of one host come to their data within this time of each other.
 PATIENCE_S = 3.0
 # Shorter work is not worth a line.
@@ -117,10 +118,11 @@ def open_data(
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
     for split, source in sources.items():
         with _full_places(config, split):
+            identity = source.identity()
             stored[split] = open_store(
-                store_key({"records": source.identity(), "rendering": facts}),
+                store_key({"records": identity, "rendering": facts}),
                 vocabulary,
-                _builder(source, rendering, partial(progress, split)),
+                _builder(source, identity, rendering, partial(progress, split)),
                 patience_s=0.0 if leads else PATIENCE_S,
             )
         notes.extend(_data_notes(split, stored[split], config))
@@ -145,6 +147,7 @@ def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
         train_on=config.train_on,
         max_seq_length=None if config.packing else config.max_seq_length,
         reload=(_reload, (str(tokenizer.path), config.trust_remote_code)),
+        files=tokenizer_files(tokenizer.path),
     )
 
 
@@ -172,13 +175,26 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
             source = _source(config, split, required)
         if source is not None:
             found[split] = source
+        elif required:
+            raise DataError(
+                f"no {split} split of the dataset is named",
+                where=config.data if config.hf_dataset is None else "hf_dataset",
+                hint=f'name it: hf_dataset with {split}_split, for example "{split}"',
+            )
     if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
         raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
     return found
 
 
 def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | None:
-    columns = ColumnNames.from_options(config.model_dump())
+    features = {name: value for name in COLUMN_OPTIONS if (value := getattr(config, name)) is not None}
+    columns = ColumnNames.from_options(features)
+    if features and (config.hf_dataset is not None or config.data == "demo"):
+        flag = f"--{next(iter(features)).replace('_', '-')}"
+        what, hint = "the demo's data", "leave it out"
+        if config.hf_dataset is not None:
+            what, hint = "hf_dataset", "write it into hf_dataset, where each dataset has its own"
+        raise ConfigError(f"it has no effect on {what}", where=flag, hint=hint)
     if config.hf_dataset is not None:
         specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
         return split_of_hub([spec.model_dump(exclude_none=True) for spec in specs], split)
@@ -189,15 +205,25 @@ def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | N
     path = Path(config.data).expanduser()
     if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
         try:
-            return split_of_hub({"path": config.data}, split)
+            return split_of_hub({"path": config.data, **features}, split)
         except DataError as error:
             message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
             raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
     return split_of_folder(path, split, columns, required=required)
 
 
-def _builder(source: RecordSource, rendering: Rendering, progress: Callable[[int, int], None]) -> Build:
-    return lambda writer: fill_store(source.records(), rendering, writer, progress)
+def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress: Callable[[int, int], None]) -> Build:
+    def build(writer: StoreWriter) -> TokenSetReport:
+        report = fill_store(source.records(), rendering, writer, progress)
+        # Else tokens of the new content would be stored, and trusted, under the name of the old.
+        if source.identity() != identity:
+            raise DataError(
+                "the data changed while they were read",
+                hint="wait until whatever writes them is done, then start again",
+            )
+        return report
+
+    return build
 
 
 @contextmanager

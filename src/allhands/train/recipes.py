@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import math
 import platform
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -67,6 +68,7 @@ BEST_DIRECTORY = "best"
 # Compiling costs 10 to 40 s at the start on a GPU and saves about a sixth of each step.
 COMPILE_FROM_BATCHES = 400
 TELL_EVERY_S = 5.0
+BUSY_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Surroundings:
     Attributes:
         connect: joins the group; called after data and model are known to be good.
         started: called once when this rank is ready to train.
-        busy: called now and then while the data are tokenised, which may take longer than a start should.
+        busy: called now and then, by another thread, while the data are fetched and tokenised.
         stop_requested: the signal that asked this process to stop, or 0.
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
@@ -141,9 +143,10 @@ def _prepare(
     mesh = surroundings.mesh
     accelerator = detect()
     # The data first, because mistakes in them are frequent and a model takes long to load.
-    sources = find_splits(config)
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
+    with _busy(surroundings):
+        sources = find_splits(config)
+        tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
     loaded = load_model(str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer)
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
@@ -163,13 +166,30 @@ def _prepare(
     return _Run(config, mesh, accelerator, communicator, data, loaded, trainable, directory, surroundings, callbacks)
 
 
+@contextmanager
+def _busy(surroundings: Surroundings) -> Generator[None]:
+    """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start should."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BUSY_EVERY_S):
+            surroundings.busy()
+
+    thread = threading.Thread(target=beat, name="allhands-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def _tell_progress(surroundings: Surroundings) -> Progress:
-    """Keep the supervisor patient and, from time to time, a person informed."""
+    """Keep a person informed, from time to time."""
     told = time.monotonic()
 
     def tell(split: str, records: int, tokens: int) -> None:
         nonlocal told
-        surroundings.busy()
         if surroundings.console is not None and time.monotonic() > told + TELL_EVERY_S:
             told = time.monotonic()
             line = f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far"
@@ -224,7 +244,7 @@ class _Run:
         config, windows = self.config, self.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, config.batch_size, config.seed)
-        total = config.iters or (math.ceil(config.epochs * order.batches_per_epoch) if config.epochs else 1000)
+        total = config.iters or (_batches(config.epochs, order.batches_per_epoch) if config.epochs else 1000)
         optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
         state = LoopState()
         compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
@@ -368,6 +388,11 @@ class _Run:
         if self.surroundings.console is not None:
             for line in lines:
                 self.surroundings.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _batches(epochs: float, batches_per_epoch: int) -> int:
+    """Batches of so many passes; a part of one counts whole, but not what multiplication rounds up."""
+    return math.ceil(round(epochs * batches_per_epoch, 6))
 
 
 def _fresh(path: Path) -> Path:

@@ -1,0 +1,138 @@
+"""From the options of a run to its tokens: what is refused, what is noticed, what is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands.config import build_config
+from allhands.data import store
+from allhands.data.splits import RecordSource
+from allhands.errors import ConfigError, DataError
+from allhands.model.load import load_tokenizer
+from allhands.train import datasets
+from allhands.train.datasets import find_splits, load_data, open_data
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(folder: Path, *texts: str, name: str = "train") -> Path:
+    folder.mkdir(exist_ok=True)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / f"{name}.jsonl").write_text(rows, encoding="utf-8")
+    return folder
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
+    """A stand-in for the ``datasets`` library, whose every split has ``rows``."""
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda *_, **__: rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def text_of(data: Any, tokenizer: Any) -> str:
+    return tokenizer.decode(data.stored["train"].tokens.tokens.tolist())
+
+
+def test_data_that_change_while_they_are_read_are_not_stored(
+    tiny_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "data", "the first version")
+    config = build_config({"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0})
+    tokenizer = load_tokenizer(str(tiny_model))
+    sources = find_splits(config)
+    plain = sources["train"]
+
+    def records() -> Any:
+        write(folder, "another version")
+        return plain.records()
+
+    with pytest.raises(DataError, match="changed while they were read"):
+        open_data(config, {"train": RecordSource(plain.identity, records)}, tokenizer)
+    write(folder, "the first version")
+    data = open_data(config, find_splits(config), tokenizer)
+    assert data.stored["train"].built
+    assert "the first version" in text_of(data, tokenizer.tokenizer)
+
+
+def test_a_split_that_a_hub_dataset_lacks_is_said_before_training(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub(monkeypatch, [{"text": "some words"}])
+    config = build_config({"model": str(tiny_model), "data": "owner/name", "train": True, "test": True})
+    with pytest.raises(DataError, match="no test split") as caught:
+        find_splits(config)
+    assert "test_split" in (caught.value.hint or "")
+
+
+def test_columns_are_heeded_for_a_hub_dataset_named_by_data(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, [{"text": "not this", "story": "once upon a time"}])
+    flags = {"model": str(tiny_model), "data": "owner/name", "train": True, "val_batches": 0, "text_feature": "story"}
+    tokenizer = load_tokenizer(str(tiny_model)).tokenizer
+    assert "once upon a time" in text_of(load_data(build_config(flags)), tokenizer)
+
+
+@pytest.mark.parametrize("where", [{"data": "demo"}, {"hf_dataset": {"path": "owner/name"}}])
+def test_columns_without_effect_are_refused(where: dict[str, Any], tiny_model: Path) -> None:
+    config = build_config({"model": str(tiny_model), "train": True, "text_feature": "story", **where})
+    with pytest.raises(ConfigError) as caught:
+        find_splits(config)
+    assert caught.value.where == "--text-feature"
+
+
+def test_places_in_notes_are_those_of_the_file_that_was_read(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * 90, "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"model": str(tiny_model), "data": str(folder), "train": True, "mask_prompt": True, "max_seq_length": 60}
+    notes = [note for note in load_data(build_config(flags)).notes if "left out" in note]
+    assert [note.rpartition(": ")[2] for note in notes] == ["train.jsonl:1", "valid.jsonl:1"]
+
+
+def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
+    folder = write(write(tmp_path / "data", "some words"), "more words", name="val")
+    flags = {"model": str(tiny_model), "data": str(folder), "train": True}
+    assert any("val.jsonl: call it valid.jsonl" in note for note in load_data(build_config(flags)).notes)
+
+
+def test_the_tokenizers_files_are_part_of_the_key(tiny_model: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "some words")
+    flags = {"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0}
+    assert load_data(build_config(flags)).stored["train"].built
+    assert not load_data(build_config(flags)).stored["train"].built
+    other = tmp_path / "model"
+    other.mkdir()
+    for file in tiny_model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    assert not load_data(build_config({**flags, "model": str(other)})).stored["train"].built
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({**settings, "new_setting": 1}))
+    assert load_data(build_config({**flags, "model": str(other)})).stored["train"].built
+
+
+def test_a_rank_that_does_not_lead_waits_for_the_one_that_does(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def noted(*arguments: Any, patience_s: float) -> Any:
+        asked.append(patience_s)
+        return store.open_store(*arguments, patience_s=0.0)
+
+    monkeypatch.setattr(datasets, "open_store", noted)
+    flags = {"model": str(tiny_model), "data": str(write(tmp_path / "data", "words")), "train": True, "val_batches": 0}
+    config, tokenizer = build_config(flags), load_tokenizer(str(tiny_model))
+    for leads in (True, False):
+        open_data(config, find_splits(config), tokenizer, leads=leads)
+    assert asked == [0.0, datasets.PATIENCE_S]
