@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -335,3 +337,23 @@ def test_texts_in_a_mixture_are_counted_and_nothing_but_texts_cannot_be_masked(t
         stored(texts, masking)
     assert caught.value.where == "--mask-prompt"
     assert len(stored(texts, Rendering(load(tokenizer_path), True, "all", 64)).tokens) == 2
+
+
+HELPED = """
+import os, time
+from loky import ProcessPoolExecutor
+from allhands.data.tokenise import _end_with
+pool = ProcessPoolExecutor(1, initializer=_end_with, initargs=(os.getpid(),))
+print(pool.submit(os.getpid).result(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_helper_ends_with_the_process_that_it_helps_however_that_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", HELPED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        helper = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        process.wait()
+        helper.wait(timeout=20)
+    assert not helper.is_running()
