@@ -1,6 +1,7 @@
 """``python -m allhands`` is the command ``allhands``."""
 
 import signal
+import sys
 
 # Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -9,8 +10,11 @@ from allhands.cli.main import main  # noqa: E402
 
 
 def run() -> None:
-    """Run the command line, in which Ctrl-C is an exception again."""
+    """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
     signal.signal(signal.SIGINT, _INTERRUPT)
+    if sys.argv[1:2] in (["data"], ["model"]):
+        # Training has handlers of its own.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()
 
 

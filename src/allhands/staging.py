@@ -72,6 +72,18 @@ def publish(staged: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@contextmanager
+def publishing(target: Path) -> Generator[None]:
+    """For who looks at ``target`` and then publishes: one process at a time does so in its directory."""
+    descriptor = os.open(target.resolve().parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def same_files(one: Path, other: Path) -> bool:
     """Whether two directories hold the same files with the same contents, one level deep."""
     if not other.is_dir():

@@ -37,6 +37,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
     module = types.ModuleType("datasets")
     module.load_dataset = lambda *_, **__: rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr("allhands.data.hub._reachable", lambda: True)
 
 
 def text_of(data: Any, tokenizer: Any) -> str:

@@ -294,11 +294,9 @@ def test_choices_depend_on_seed_question_and_answer_only() -> None:
         ),
         ("name: x\nprotect:\n  - code\n  - codes\n", "r.yaml:4: protect: 2", "must be 'code', 'urls'", "see a"),
         ("name: x\nwords:\n  you: []\n", "r.yaml:3: words: you", "at least 1 item", "see a"),
-        ("words: {you: ye}\n", "r.yaml:1: name", "'name' is missing", "add the key 'name'"),
         ("name: x\nwords:\n  you: 'ye\n", "r.yaml:", "not valid YAML", "double quotes"),
         ("name: x\nwords: &a\n  you: *a\n", "r.yaml", "contains itself", "anchors"),
         ("- a\n", "r.yaml", "'key: value' pairs", "--show pirate"),
-        ("", "r.yaml:1: name", "'name' is missing", "add the key"),
     ],
 )
 def test_broken_rules_name_line_rule_and_remedy(yaml: str, where: str, message: str, hint: str) -> None:
@@ -369,3 +367,18 @@ def test_the_pirate_share_of_real_answers_rises_well_above_a_tenth() -> None:
     assert pirate_share(after) > 0.12
     numbers = re.compile(r"\d+")
     assert [numbers.findall(row["output"]) for row in rows] == [numbers.findall(text) for text in after]
+
+
+def test_a_rule_set_without_a_name_has_that_of_its_file() -> None:
+    rules = parse_rules("words: {you: ye}\n", "my-own.yaml")
+    assert rules.name == "my-own"
+    assert Styler(rules).restyle("you there") == "ye there"
+
+
+def test_the_rule_set_in_the_documentation_works() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    rules = parse_rules(page.partition("```text\n")[2].partition("```")[0], "own.yaml")
+    styler = Styler(rules)
+    assert rules.num_rules == 6
+    assert styler.failures() == []
+    assert styler.restyle("Good morning, you are sailing.") == "Ahoy there, ye are sailin'."

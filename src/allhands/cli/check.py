@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from allhands.cli.findings import message_of, remedy_of
+from allhands.cli.findings import counted, message_of, remedy_of
 from allhands.cli.options import option_function
 from allhands.config import TrainConfig, build_config
 from allhands.data.records import ColumnNames
@@ -100,7 +100,12 @@ def _chosen_splits(name: str | None) -> tuple[str, ...]:
 
 
 def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_json: bool = False) -> bool:
-    """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined."""
+    """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined.
+
+    Raises:
+        DataError: the data are missing, or the one split that is asked for.
+        typer.Exit: with that error's code, after all is printed: lines were asked for, and no example was shown.
+    """
     from allhands.data.check import Examiner, Finding, template_findings
     from allhands.data.check import check as look
     from allhands.model.load import load_tokenizer
@@ -123,6 +128,8 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
         print(json.dumps(to_json(reports, found, shown), ensure_ascii=False, indent=2))
     else:
         _print_all(config, reports, found, shown, list(examiner.special.values()))
+    if sample.lines and not shown:
+        raise typer.Exit(DataError.exit_code)
     return any(finding.severity == "ruins" for finding in found)
 
 
@@ -162,7 +169,7 @@ def _progress() -> Generator[Callable[[str, int], None], None, None]:
 
         def report(split: str, done: int) -> None:
             if done % 100 == 0:
-                status.update(f"{split}: {done} rows")
+                status.update(f"{split}: {done:,} rows")
 
         yield report
 
@@ -182,6 +189,9 @@ def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Ex
         if len(names) == 1:
             raise
         found = find_splits(chosen.model_copy(update={"test": False}))
+    if len(names) == 1 and names[0] not in found:
+        hint = "leave --split out to check what is there; allhands data prepare makes all three"
+        raise DataError(f"there is no {names[0]} set", where="--split", hint=hint)
     folder = Path(config.data).expanduser()
     splits: dict[str, Iterator[Example | DataError]] = {}
     for name in names:
@@ -196,11 +206,11 @@ def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Ex
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
-    from allhands.data.shapes import Example
+    from allhands.data.shapes import Example, suspicions
 
     try:
         for record in records:
-            yield Example(record.kind, record, None)
+            yield Example(record.kind, record, None, suspicions(record.turns))
     except DataError as error:
         yield error
 
@@ -325,35 +335,53 @@ def _print_all(
 
 def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> None:
     shapes = ", ".join(f"{shape} {number:,}" for shape, number in report.shapes.items())
-    console.print(f"{report.name}: {report.examples:,} examples" + (f" ({shapes})" if shapes else ""), style="bold")
+    title = f"{report.name}: {counted(report.examples, 'example')}" + (f" ({shapes})" if shapes else "")
+    console.print(title, style="bold")
     if report.lengths.count:
-        console.print(f"  {'':15}{'min':>8}{'median':>9}{'mean':>9}{'max':>9}{'total':>13}", style="dim")
-        console.print(_spread("tokens", report.lengths))
-        console.print(_spread("trained tokens", report.trained) + f"  {report.trained_share:>4.0%} of all")
+        header, *rows = spread_table({"tokens": report.lengths, "trained tokens": report.trained})
+        console.print(header, style="dim")
+        for row in rows:
+            console.print(row)
     for name, words in _lines(report, config):
         console.print(f"  {name:15}  {words}")
     console.print()
 
 
-def _spread(name: str, spread: LengthSummary) -> str:
-    return f"  {name:15}{spread.min:>8,}{spread.median:>9,.1f}{spread.mean:>9,.1f}{spread.max:>9,}{spread.total:>13,}"
+def spread_table(spreads: Mapping[str, LengthSummary]) -> list[str]:
+    """A header and a line for each of ``spreads``. Columns are as wide as usual, or as their longest number needs."""
+    table = [["min", "median", "mean", "max", "total"]]
+    table += [
+        [f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}"] for s in spreads.values()
+    ]
+    usual = (8, 9, 9, 9, 13)
+    widths = [max(least, *(len(cell) + 2 for cell in column)) for least, *column in zip(usual, *table, strict=True)]
+    return [
+        f"  {name:15}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, cells in zip(("", *spreads), table, strict=True)
+    ]
 
 
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
     """The other numbers of a split."""
-    masked = f"{report.tokens - report.trained.total:,} of {report.tokens:,} tokens"
-    if report.examples:
+    from allhands.data.lengths import percent
+
+    if report.lengths.count:
+        left = " that are left" if report.tokens != report.lengths.total else ""
+        whole = f"of {'the ' if left else ''}{counted(report.tokens, 'token')}{left}"
+        masked = f"{report.tokens - report.trained.total:,} {whole}"
+        yield "trained", f"{report.trained.total:,} {whole} ({percent(report.trained.total, report.tokens)})"
         yield "masked", masked + ("" if config.mask_prompt else ": the first of each (no --mask-prompt)")
     if over := report.lengths.over_limit:
         lost, limit = report.lengths.lost_tokens, config.max_seq_length
-        yield "cut off", f"{lost:,} tokens beyond {limit:,}, in {over:,} of {report.lengths.count:,} examples"
+        total = counted(report.lengths.count, "example")
+        yield "cut off", f"{counted(lost, 'token')} beyond {limit:,}, in {over:,} of {total}"
         if set(report.shapes) != {"text"}:
             part, whole = (report.counts.get(f"answers-{how}", 0) for how in ("cut", "lost"))
             yield "", f"answers: {part:,} lose a part, {whole:,} all"
     elif report.examples and not config.packing:
-        yield "cut off", f"nothing, at {config.max_seq_length:,} tokens"
+        yield "cut off", f"nothing, at {counted(config.max_seq_length, 'token')}"
     if report.left_out:
-        yield "left out", f"{report.left_out:,} of {report.lengths.count:,} examples, without a trained token"
+        yield "left out", f"{report.left_out:,} of {counted(report.lengths.count, 'example')}, without a trained token"
     if report.bad_rows:
         yield "bad rows", f"{report.bad_rows:,}; training stops at the first"
     if report.name == "train" and report.examples:
@@ -365,10 +393,11 @@ def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]
     if padding.rows is None:
         yield "padding", f"{padding.share:.0%} of what is computed (in random batches: {padding.random_share:.0%})"
     else:
-        yield "padding", f"none: {padding.rows:,} rows of {config.max_seq_length:,} tokens"
+        yield "padding", f"none: {counted(padding.rows, 'row')} of {counted(config.max_seq_length, 'token')}"
     iters = config.iters or (1000 if config.epochs is None else None)
-    passes = f"; {iters:,} (--iters) are {iters / padding.batches_per_epoch:.1f} epochs" if iters else ""
-    yield "an epoch", f"{padding.batches_per_epoch:,} batches of {config.batch_size}{passes}"
+    batches = padding.batches_per_epoch
+    passes = f"; {counted(iters, 'iteration')} (--iters): {counted(iters / batches, 'epoch')}" if iters else ""
+    yield "an epoch", f"{counted(batches, 'batch', 'batches')} of {config.batch_size}{passes}"
 
 
 def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
@@ -409,7 +438,7 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
             continue
         total = len(explained.tokens) + explained.truncated
         trained = int(explained.mask.sum())
-        console.print(f"--- {record.where}: {total:,} tokens, {trained:,} trained", style="dim")
+        console.print(f"--- {record.where}: {counted(total, 'token')}, {trained:,} trained", style="dim")
         text = Text()
         for kind, words in runs_of(explained):
             text.append_text(run_text(kind, words, special, coloured=coloured))

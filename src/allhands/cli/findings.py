@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from allhands.data.check import Finding
 
 # What is said about a finding; errors bring their own words.
 MESSAGES = {
-    "answers-lost": "nothing of the answer is left within {limit} tokens",
-    "answers-cut": "the answer is cut off at {limit} tokens",
-    "cut": "cut off at {limit} tokens; {cut_tokens} tokens are lost",
+    "answers-lost": "nothing of the answer is left within {limit}",
+    "answers-cut": "the answer is cut off at {limit}",
+    "cut": "cut off at {limit}; {cut_tokens} lost",
     "nothing-trained": "left out, because no token is trained",
     "no-end-of-turn": "no end-of-turn token is trained, so the model does not learn to stop",
     "end-not-eos": "the answer ends with {end}, at which generation does not stop",
     "empty-answers": "the answer has no words",
     "bos-twice": "the begin-of-text token stands twice",
     "special-text": "special tokens are spelled out in the words: {special}",
-    "vocabulary": "token ids up to {largest}, but the model has {vocab_size}",
+    "vocabulary": "token ids up to {largest:,}, but the model has {vocab_size:,}",
     "system-dropped": "the chat template leaves the system message out, so the model never sees it",
     "tools-dropped": "the chat template leaves the tools out, so the model never sees them",
     "weights-unused": "a message of weight 0 is trained all the same, because prompts are not masked",
@@ -29,7 +29,7 @@ MESSAGES = {
     "same-answer": "the answer is one and the same",
     "no-examples": "no example can be trained on",
     "no-split": "there is no {split} set",
-    "few-examples": "{examples} examples for batches of {batch_size}: every batch is the whole set",
+    "few-examples": "{examples} for batches of {batch_size}: every batch is the whole set",
     "all-texts": "plain texts have no prompt that --mask-prompt could mask",
     "some-texts": "plain text without a prompt, so all of it is trained",
     "mask-prompt-off": "prompts are trained too; {share:.0%} of the trained tokens are theirs",
@@ -39,9 +39,9 @@ MESSAGES = {
 }
 # What to do about it.
 REMEDIES = {
-    "answers-lost": "raise --max-seq-length (the longest has {longest} tokens), or shorten the prompts",
-    "answers-cut": "raise --max-seq-length (the longest has {longest} tokens), or split these records",
-    "cut": "raise --max-seq-length (the longest has {longest} tokens), split the texts, or pack (--packing)",
+    "answers-lost": "raise --max-seq-length (the longest has {longest}), or shorten the prompts",
+    "answers-cut": "raise --max-seq-length (the longest has {longest}), or split these records",
+    "cut": "raise --max-seq-length (the longest has {longest}), split the texts, or pack (--packing)",
     "nothing-trained": "look at one with --row LINE",
     "no-end-of-turn": "use a model whose chat template ends each answer with a special token",
     "end-not-eos": "add that token to eos_token_id in the model's config.json",
@@ -67,19 +67,36 @@ REMEDIES = {
     "other-generation-prompt": "begin the data's answers with it, or generate with a template that does not write it",
     "no-row": "look at the file, and at the rows that are bad",
 }
+# Details that are told with what they count.
+_NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples": "example"}
+
+
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """``1 row``, ``2,000 rows``, ``0.5 rows``: at most one decimal."""
+    digits = f"{number:,.1f}".removesuffix(".0")
+    return f"{digits} {noun if digits == '1' else plural or noun + 's'}"
 
 
 def message_of(finding: Finding) -> str:
     """What was found, in a sentence that begins with its count."""
     if "message" in finding.details:
-        return f"{finding.count} {'row' if finding.count == 1 else 'rows'}: {finding.details['message']}"
-    details = {name: ", ".join(v) if isinstance(v, list) else v for name, v in finding.details.items()}
-    text = MESSAGES[finding.code].format(split=finding.split, **details)
-    return f"{finding.count} of {finding.total} examples: {text}" if finding.count else text
+        return f"{counted(finding.count, 'row')}: {finding.details['message']}"
+    text = MESSAGES[finding.code].format(split=finding.split, **_worded(finding))
+    return f"{finding.count:,} of {counted(finding.total, 'example')}: {text}" if finding.count else text
 
 
 def remedy_of(finding: Finding) -> str:
     """What to do about it; empty if that is not known."""
     if "message" in finding.details:
         return finding.details["hint"] or ""
-    return REMEDIES[finding.code].format(split=finding.split, **finding.details)
+    return REMEDIES[finding.code].format(split=finding.split, **_worded(finding))
+
+
+def _worded(finding: Finding) -> dict[str, Any]:
+    return {name: _word(name, value) for name, value in finding.details.items()}
+
+
+def _word(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType]
+    return counted(value, _NOUNS[name]) if name in _NOUNS else value

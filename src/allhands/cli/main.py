@@ -12,6 +12,8 @@ from allhands.cli import commands
 from allhands.cli.options import canonical_flag
 from allhands.errors import AllhandsError, ConfigError
 
+_INTERRUPTED = 130
+
 
 def make_app() -> typer.Typer:
     """The parser with every verb."""
@@ -37,6 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         result: Any = make_app()(args=arguments, prog_name="allhands", standalone_mode=False)
         code = result if isinstance(result, int) else 0
+        if code == _INTERRUPTED and arguments[:1] != ["train"]:
+            # The parser passes Ctrl-C on as this code; training has said more about it already.
+            print("allhands: interrupted", file=sys.stderr)
     except AllhandsError as error:
         print_error(error)
         code = error.exit_code

@@ -32,23 +32,6 @@ _UPDATE_EVERY = 100
 _BARS_WIDTH = 76
 
 
-_PARTS = {
-    "prompt_feature": "the prompt",
-    "completion_feature": "the answer to it",
-    "chat_feature": "a list of messages",
-    "text_feature": "plain text",
-    "instruction_feature": "Alpaca's instruction",
-    "input_feature": "Alpaca's input",
-    "output_feature": "Alpaca's answer",
-    "history_feature": "earlier questions and answers",
-    "system_feature": "a system message",
-    "tools_feature": "tools that may be called",
-    "chosen_feature": "the preferred answer",
-    "rejected_feature": "the rejected answer",
-    "label_feature": "a rating, true or false",
-}
-
-
 @dataclass(frozen=True)
 class _Flags:
     """The options as they were typed; help and defaults of the command line are made from the fields."""
@@ -190,8 +173,10 @@ def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
         raise ConfigError(
             "it is a number of tokens, and there is no model to count them", where="--max-seq-length", hint=hint
         )
+    columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
-        columns={**_short_columns(flags.column or ()), **features},
+        columns={**columns, **features},
+        column_flags=typed,
         valid=Share.parse(flags.valid, "--valid") if flags.valid is not None else None,
         test=Share.parse(flags.test, "--test") if flags.test is not None else None,
         split_by=flags.split_by,
@@ -206,11 +191,19 @@ def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
     )
 
 
-def _short_columns(given: Sequence[str]) -> dict[str, str]:
-    """``["prompt=question"]`` as ``{"prompt_feature": "question"}``."""
+def _short_columns(given: Sequence[str], features: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """``["prompt=question"]`` as ``{"prompt_feature": "question"}``, and ``{"prompt_feature": "--column ..."}``.
+
+    Args:
+        features: what the long flags say, ``{"prompt_feature": "question"}``.
+
+    Raises:
+        ConfigError: a part is not known, or is mapped twice.
+    """
     known = {field.name.removesuffix("_feature"): field.name for field in fields(ColumnNames)}
     known["messages"] = "chat_feature"
     columns: dict[str, str] = {}
+    typed: dict[str, str] = {}
     for text in given:
         part, equals, name = text.partition("=")
         if not equals or not name or part.strip() not in known:
@@ -219,8 +212,15 @@ def _short_columns(given: Sequence[str]) -> dict[str, str]:
                 where="--column",
                 hint=f"for example --column prompt=question; parts: {', '.join(known)}",
             )
-        columns[known[part.strip()]] = name
-    return columns
+        key, flag = known[part.strip()], f"--column {text}"
+        other = typed.get(key) if columns.get(key, name) != name else None
+        if key in features:
+            other = f"--{key.replace('_', '-')} {features[key]}"
+        if other is not None:
+            hint = "one part is one column: keep one of the two"
+            raise ConfigError(f"the column of one part is named twice, also by {other}", where=flag, hint=hint)
+        columns[key], typed[key] = name, flag
+    return columns, typed
 
 
 def _source_options(flags: _Flags) -> SourceOptions:

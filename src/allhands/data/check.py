@@ -22,10 +22,11 @@ from allhands.data.duplicates import DuplicateFinder
 from allhands.data.explained import TemplateFacts
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
+from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
-from allhands.data.shapes import Example
+from allhands.data.shapes import Example, remedy_of_warning
 from allhands.errors import AllhandsError, DataError, ModelError
 
 Severity = Literal["ruins", "harms", "note"]
@@ -37,6 +38,8 @@ _SHORT_TOKENS = 3
 # An answer is conspicuous if so many records, and this share of them, have it.
 _SAME_ANSWERS, _SAME_ANSWER_SHARE = 5, 0.2
 _FIRST_ANSWERS = 1000
+# How `Reasons` calls what it groups no further.
+_OTHER_REASONS = "other reasons"
 _MARKER = "\ue0a1answer\ue0a2"
 
 
@@ -326,7 +329,8 @@ class _Tally:
         self._shapes: Counter[str] = Counter()
         self._numbers = {key: array("q") for key in ("length", "kept", "trained", "work")}
         self._hits: defaultdict[str, _Hits] = defaultdict(_Hits)
-        self._errors: dict[tuple[str, str | None], tuple[str, _Hits]] = {}
+        self._errors: defaultdict[str, Reasons] = defaultdict(Reasons)
+        self._warnings = Reasons()
         self._answers: Counter[bytes] = Counter()
         self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
         self._texts: dict[str, Counter[str]] = {"special": Counter(), "end": Counter()}
@@ -340,6 +344,8 @@ class _Tally:
         record, words = item.record, item.texts()
         assert record is not None, "preference data is refused where it is read"
         self._shapes[item.shape] += 1
+        for warning in item.warnings:
+            self._warnings.add(warning, remedy_of_warning(warning), record.where)
         try:
             view = self._examiner.view(record)
         except AllhandsError as error:
@@ -352,7 +358,7 @@ class _Tally:
             self._hits[code].add(record.where)
 
     def _fail(self, error: AllhandsError, code: str, where: str) -> None:
-        self._errors.setdefault((code, error.hint), (error.message, _Hits()))[1].add(where)
+        self._errors[code].add(error.message, error.hint, where)
 
     def _measure(self, record: Record, view: View) -> None:
         kept = np.flatnonzero(view.trained[: self._options.limit])
@@ -424,7 +430,7 @@ class _Tally:
             name=self.name,
             examples=len(kept),
             shapes=dict(self._shapes.most_common()),
-            bad_rows=sum(hits.count for _, hits in self._errors.values()),
+            bad_rows=sum(reason.count for reasons in self._errors.values() for reason in reasons.listed()),
             left_out=len(lengths) - len(kept),
             lengths=LengthSummary.of(lengths, None if self._options.packing else self._options.limit),
             tokens=int(kept.sum()),
@@ -435,14 +441,23 @@ class _Tally:
 
     def findings(self) -> Iterator[Finding]:
         """What there is to say about the split."""
-        for (code, hint), (message, hits) in self._errors.items():
-            yield self._finding(code, "ruins", hits, message=message, hint=hint)
+        for code, reasons in self._errors.items():
+            yield from self._reasons(code, "ruins", reasons)
+        yield from self._reasons("suspicious-rows", "note", self._warnings)
         total, details = len(self._numbers["length"]), self._facts()
         for code, (severity, told_from, ruins_from) in _RULES.items():
             hits = self._hits.get(code)
             if hits and hits.count >= told_from * total:
                 yield self._finding(code, "ruins" if hits.count >= ruins_from * total else severity, hits, **details)
         yield from self._about_the_whole()
+
+    def _reasons(self, code: str, severity: Severity, reasons: Reasons) -> Iterator[Finding]:
+        """A finding for each reason; it brings its own words."""
+        for reason in reasons.listed():
+            hits = _Hits(reason.count, reason.places[:_PLACES])
+            # Its remedy is a file that only `data prepare` writes.
+            hint = "repair the others first" if reason.message == _OTHER_REASONS else reason.hint
+            yield self._finding(code, severity, hits, message=reason.message, hint=hint)
 
     def _finding(self, code: str, severity: Severity, hits: _Hits, **details: Any) -> Finding:
         total = len(self._numbers["length"])

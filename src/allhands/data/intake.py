@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from allhands.data.duplicates import normalise
-from allhands.data.outcome import LeftOut, Reasons, SourceTally
+from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
 from allhands.data.shapes import Example, parse_example, remedy_of_warning
@@ -34,6 +34,7 @@ class PrepareOptions:
 
     Attributes:
         columns: the column mapping as it was given: {"prompt_feature": "question"}.
+        column_flags: how a person typed them, where not as --prompt-feature: {"prompt_feature": "--column prompt=q"}.
         valid, test: sizes of the held-out splits; None leaves it to what the sources say.
         split_by: rows with the same value of this column stay together; "source": rows of one file.
         near_threshold: similarity from which rows are near duplicates; 1 searches exact ones only.
@@ -43,6 +44,7 @@ class PrepareOptions:
     """
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    column_flags: Mapping[str, str] = field(default_factory=dict[str, str])
     valid: Share | None = None
     test: Share | None = None
     split_by: str | None = None
@@ -67,6 +69,7 @@ class PrepareOptions:
     def to_json(self) -> dict[str, Any]:
         """As report.json has them."""
         given = asdict(self) | {"columns": dict(self.columns)}
+        del given["column_flags"]
         return given | {name: share and str(share) for name, share in (("valid", self.valid), ("test", self.test))}
 
 
@@ -141,6 +144,7 @@ class Intake:
             self._leave_out(error, item.value)
 
     def _leave_out(self, error: DataError, value: Any) -> None:
+        error.hint = as_flags(error.hint) if error.hint else None
         if self.options.strict:
             raise error
         self.left_out.add(error, value)
@@ -176,8 +180,7 @@ class Intake:
         if isinstance(own, str | int) and not isinstance(own, bool):
             key = hash64("id", str(own))
             if key in self._ids:
-                hint = "if these rows are the same example, keep one: --dedupe exact or near; or keep them in one split"
-                self.warnings.add("the id of an earlier row", f"{hint}: --split-by id", where)
+                self.warnings.add("the id of an earlier row", _remedy_of_id(self.options), where)
             self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:
@@ -206,7 +209,8 @@ class Intake:
                     self.columns.update(dict.fromkeys(f"{name}.{key}" for key in cast(dict[str, Any], inner)))
 
     def _check_columns(self) -> None:
-        named = {f"--{field.replace('_', '-')}": column for field, column in self.options.columns.items()}
+        typed = self.options.column_flags
+        named = {typed.get(key, f"--{key.replace('_', '-')}"): name for key, name in self.options.columns.items()}
         if self._key_column:
             named["--split-by"] = self._key_column
         for flag, column in named.items():
@@ -216,6 +220,16 @@ class Intake:
                 raise ConfigError(
                     f'no row has a column "{column}"', where=flag, hint=f"{hint}the columns are {few([*self.columns])}"
                 )
+
+
+def _remedy_of_id(options: PrepareOptions) -> str:
+    """Advice that is not followed already."""
+    advice: list[str] = []
+    if options.dedupe == "off":
+        advice.append("if these rows are the same example, keep one: --dedupe exact or near")
+    if options.split_by != "id":
+        advice.append("keep them in one split: --split-by id")
+    return "; or ".join(advice) or "if these rows are the same example, delete all but one"
 
 
 def _reach(value: Any, name: str) -> tuple[bool, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,31 @@ NUM_PLACES = 5
 NUM_REASONS = 200
 
 # What differs from row to row within one reason: excerpts at the end, positions, hexadecimal bytes.
-_PARTICULARS = re.compile(r"(?:,? (?:near|after) ['\"].*$)|0x[0-9a-f]{2}|\d+", re.DOTALL)
+_PARTICULARS = re.compile(r"(?:,? (?:near|after) ['\"].*$)|0x[0-9a-f]{2}|\d+(?:,\d{3})*", re.DOTALL)
 _OTHER = "other reasons"
+# How advice for training, which has YAML keys, names columns: in full, and one by one.
+_COLUMN_ADVICE = re.compile(
+    r"name the columns?: (?:prompt_feature: (?P<prompt>.+?) and completion_feature: (?P<completion>.+?)(?=; join |$)"
+    r"|chat_feature: (?P<chat>.+?)(?= \(a list of messages)|text_feature: (?P<text>.+)$)",
+    re.DOTALL,
+)
+_NAMED = re.compile(r'\b([a-z]+)_feature: "((?:[^"\\]|\\.)*)",?')
+_PART = re.compile(r"\b([a-z]+)_feature\b")
+
+
+def as_flags(hint: str) -> str:
+    """Advice that names columns by YAML keys, as flags of ``data prepare`` that can be pasted into a shell."""
+    if found := _COLUMN_ADVICE.match(hint):
+        flags = (column_flag(part, name) for part, name in found.groupdict().items() if name is not None)
+        return f"name it: {' '.join(flags)}{hint[found.end() :]}"
+    if _NAMED.search(hint):
+        return _NAMED.sub(lambda match: column_flag(match[1], match[2]), hint)
+    return _PART.sub(r"--column \1=NAME", hint)
+
+
+def column_flag(part: str, name: str) -> str:
+    """``--column prompt=question``, quoted for a shell where that is needed."""
+    return f"--column {shlex.quote(f'{part}={name}')}"
 
 
 @dataclass
@@ -34,10 +58,15 @@ class Reason:
 
 
 class Reasons:
-    """Problems grouped: messages that differ in numbers and excerpts only are one reason."""
+    """Problems grouped: messages that differ in numbers and excerpts only are one reason.
+
+    Its text holds for all of them: where the numbers differ it has N.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, Reason] = {}
+        # By key: the first message, and its particulars, None where another message has others.
+        self._first: dict[str, tuple[str, list[str | None]]] = {}
 
     def add(self, message: str, hint: str | None, where: str) -> None:
         """Count a row."""
@@ -45,13 +74,31 @@ class Reasons:
         if key not in self._groups and len(self._groups) >= NUM_REASONS:
             key, message, hint = _OTHER, _OTHER, "left-out.jsonl has each"
         group = self._groups.setdefault(key, Reason(message, hint))
+        self._generalise(key, group, message)
         group.count += 1
         if len(group.places) < NUM_PLACES:
             group.places.append(where)
 
+    def _generalise(self, key: str, group: Reason, message: str) -> None:
+        if key not in self._first:
+            self._first[key] = message, [*_PARTICULARS.findall(message)]
+        first, common = self._first[key]
+        if message == first or message == group.message:
+            return
+        for number, other in enumerate(_PARTICULARS.findall(message)[: len(common)]):
+            if common[number] != other:
+                common[number] = None
+        left = iter(common)
+        group.message = _PARTICULARS.sub(lambda match: _general(match[0], next(left)), first)
+
     def listed(self) -> list[Reason]:
         """The reasons, the commonest first."""
         return sorted(self._groups.values(), key=lambda reason: -reason.count)
+
+
+def _general(own: str, common: str | None) -> str:
+    """A number that is not common to all is N; an excerpt is left out."""
+    return common if common is not None else "N" if own[0].isdigit() else ""
 
 
 class LeftOut:

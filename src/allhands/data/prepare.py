@@ -19,11 +19,24 @@ from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Pro
 from allhands.data.lengths import LengthSummary, Unit
 from allhands.data.outcome import LeftOut, Outcome
 from allhands.data.sources import Source
-from allhands.data.splitting import NONE, SPLITS, TRAIN, Ints, Share, Wanted, assign, keepers, shuffled
+from allhands.data.splitting import (
+    NONE,
+    SPLITS,
+    TEST,
+    TRAIN,
+    VALID,
+    Ints,
+    Share,
+    assign,
+    check_fractions,
+    keepers,
+    shuffled,
+    wanted_rows,
+)
 from allhands.data.spool import Spool, open_spool
 from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
-from allhands.staging import publish, staging
+from allhands.staging import publish, publishing, staging
 
 DEFAULT_SHARE = Share(0.05, False)
 REPORT, LEFT_OUT, LENGTHS, PREFERENCE = "report.json", "left-out.jsonl", "lengths.png", "preference"
@@ -85,7 +98,10 @@ def prepare(
             (staged / LEFT_OUT).unlink()
         text = json.dumps(outcome.to_json(), indent=1, default=str)
         (staged / REPORT).write_text(text + "\n", encoding="utf-8")
-        publish(staged, out)
+        with publishing(out):
+            # Another run may have written there meanwhile.
+            check_output(out, [source.name for source in sources], options.force)
+            publish(staged, out)
     return outcome
 
 
@@ -146,6 +162,7 @@ def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
                 where=f"--{split}",
                 hint=f"add --resplit to split all rows anew, or leave --{split} out to keep theirs",
             )
+    check_fractions(options.valid, options.test)
 
 
 # --- duplicates and splits --------------------------------------------------------------------------
@@ -166,12 +183,14 @@ def _split_and_write(staged: Path, intake: Intake, outcome: Outcome, progress: P
     if options.split_by is not None:
         groups.join_equal(spool.keys)
     rows = np.flatnonzero(keep)
-    wanted = _wanted(intake, len(rows))
+    labels, given = groups.labels()[rows], spool.given[rows]
+    free = int(np.count_nonzero((given == NONE) | (given == TRAIN)))
+    wanted = wanted_rows(options.valid, options.test, _default(intake), len(rows), free)
     split = np.full(len(spool), NONE, dtype=np.int8)
-    split[rows] = assign(groups.labels()[rows], spool.keys[rows], spool.given[rows], wanted, options.seed)
+    split[rows] = assign(labels, spool.keys[rows], given, wanted, options.seed)
     outcome.duplicates = report_duplicates(spool, twins, split)
     _write_splits(staged, spool, split, options, outcome)
-    outcome.notes.extend(_notes(intake, split, wanted, outcome))
+    outcome.notes.extend(_notes(intake, split, np.unique(labels).size == len(rows), outcome))
     assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
     outcome.row_lengths = {
         name: spool.lengths[split == number] for number, name in enumerate(SPLITS) if np.any(split == number)
@@ -186,10 +205,8 @@ def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> No
         intake.left_out.write(entry, json.loads(spool.row(row)))
 
 
-def _wanted(intake: Intake, num_rows: int) -> Wanted:
-    default = Share(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
-    valid, test = (share or default for share in (intake.options.valid, intake.options.test))
-    return Wanted(valid.rows(num_rows), test.rows(num_rows))
+def _default(intake: Intake) -> Share:
+    return Share(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
 
 
 def _write_lengths(path: Path, outcome: Outcome, limit: int | None) -> None:
@@ -222,28 +239,26 @@ def _write_splits(
                     file.writelines(spool.row(row) for row in rows[np.argsort(place[rows], kind="stable")].tolist())
 
 
-def _notes(intake: Intake, split: NDArray[np.int8], wanted: Wanted, outcome: Outcome) -> Iterator[str]:
-    """What was decided, and what a person may not expect of it."""
+def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Outcome) -> Iterator[str]:
+    """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
     options, spool = intake.options, intake.spool
     carried = carried_splits(intake.sources, options)
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
-    elif left := [name for name, share in (("valid", options.valid), ("test", options.test)) if share is None]:
-        flags = ", ".join(f"--{name}" for name in left)
-        yield f"{DEFAULT_SHARE.value:.0%} of the rows are {' and as many '.join(left)} ({flags}; seed {options.seed})"
+    yield from _sizes(options, split, bool(carried))
     if options.split_by is not None:
         yield f"rows with the same {options.split_by} are in one split"
     if options.split_by == BY_SOURCE and BY_SOURCE in intake.columns:
         yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
     if not carried and outcome.duplicates.exact + outcome.duplicates.near > outcome.duplicates.removed:
         yield "duplicates, near ones too, are in one split, so that no validation example was trained on"
-    for name, number, target in (("valid", 1, wanted.valid), ("test", 2, wanted.test)):
+    for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got = int(np.count_nonzero(split == number))
+        target = (share or _default(intake)).rows(int(np.count_nonzero(split != NONE)))
         if name not in carried and got != target:
-            kept = split != NONE
-            alone = np.unique(spool.contents[kept]).size == np.count_nonzero(kept) and options.split_by is None
-            why = "there are too few" if np.count_nonzero(kept) < 4 and alone else "rows that belong together stay so"
-            yield f"{name} has {got} rows, {target} were wanted: {why}"
+            why = "there are too few rows" if alone else "rows that belong together stay so"
+            counts = f"{got} row{'s' * (got != 1)}, {target} {'was' if target == 1 else 'were'} wanted"
+            yield f"{name} has {counts}: {why}"
     torn = _torn_keys(spool, split) if options.split_by is not None else 0
     if torn:
         yield f"{torn} values of {options.split_by} are in several splits, because the sources have them there"
@@ -254,6 +269,21 @@ def _notes(intake: Intake, split: NDArray[np.int8], wanted: Wanted, outcome: Out
                 yield f"{name} has no {kind} rows: both kinds are split as one"
     if not np.any(split == TRAIN):
         yield "there is no train.jsonl: all rows that are left are held out"
+
+
+def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> Iterator[str]:
+    """What was asked for, and what was taken where nothing was."""
+    shares = (("valid", VALID, "validation", options.valid), ("test", TEST, "testing", options.test))
+    asked = [f"{share} for {purpose}" for _, _, purpose, share in shares if share is not None]
+    if asked:
+        yield f"asked for: {' and '.join(asked)} (seed {options.seed})"
+    # Of a split that got nothing another note says why.
+    usual = [(name, purpose) for name, number, purpose, share in shares if share is None and np.any(split == number)]
+    if usual and not carried:
+        flags = ", ".join(f"--{name}" for name, _ in usual)
+        purposes = " and as many for ".join(purpose for _, purpose in usual)
+        share = f"{DEFAULT_SHARE.value:.0%} of the rows, at least one,"
+        yield f"{share} are kept for {purposes} ({flags}; seed {options.seed})"
 
 
 def _torn_keys(spool: Spool, split: NDArray[np.int8]) -> int:

@@ -14,6 +14,7 @@ BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 16
 _MAX_DEPTH = 200
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 _REST = ", and the rest of the file from here was not read"
 
 
@@ -105,7 +106,10 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> Problem | None:
     place = found.start()
     column = len(text[text.rfind("\n", 0, place) + 1 : place].encode("utf-8", "surrogateescape")) + 1
     message = f"not UTF-8: byte 0x{ord(found.group()) - 0xDC00:02x} at byte {column} of the line"
-    hint = "convert the file, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW"
+    # CP1252 has the curly quotes that Windows writes where Latin-1 has control characters.
+    hint = "convert the file; from Windows, for example: iconv -f CP1252 -t UTF-8 OLD > NEW"
+    if _CONTROL.search(text, start):
+        hint = "this does not look like text: look at the file, and name another"
     return Problem(name, line + text.count("\n", start, place), message, hint)
 
 

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from allhands.data.hub import load_hub
 from allhands.data.reading import TYPE_NAMES, FileType, file_type, read_rows
 from allhands.data.rows import Item, Problem, ReadOptions, Row, with_rest
 from allhands.errors import ConfigError, DataError
@@ -29,6 +30,8 @@ _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
+# What `data prepare` writes beside the data.
+_OWN = {"report.json", "left-out.jsonl", "lengths.png"}
 _ABOUT_FOLDER = re.compile(r"(dataset_infos?|dataset_dict|state|report)\.json|left-out\.jsonl")
 
 
@@ -184,6 +187,8 @@ def _walk(root: Path) -> tuple[list[Path], list[Problem]]:
                 folders.remove(name)
                 skipped.append(_skip(path, why))
         for path in (Path(folder, name) for name in names):
+            if path.name in _OWN:
+                continue
             why = _why_skipped(path)
             skipped.append(_skip(path, why)) if why else files.append(path)
     return sorted(files, key=lambda path: path.parts), skipped
@@ -208,7 +213,9 @@ def _missing(name: str, path: Path) -> DataError:
         near = []
     meant = " or ".join(str(path.parent / other) for other in near)
     hint = f"did you mean {meant}?" if meant else f"check the name; there is no {path.name} in {path.parent.absolute()}"
-    return DataError("no such file or directory", where=name, hint=f"{hint} A Hub dataset is named hf://OWNER/NAME")
+    return DataError(
+        "no such file or directory", where=name, hint=f"{hint.rstrip('?')}; or, for a dataset of the Hub: OWNER/NAME"
+    )
 
 
 # The Hub
@@ -226,7 +233,7 @@ def _hub_name(name: str) -> str | None:
 
 
 def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
-    loaded = _load(name, options)
+    loaded = load_hub(name, name=options.hub_config, split=options.hub_split, streaming=options.streaming)
     parts = {options.hub_split: loaded} if options.hub_split else cast(Mapping[str, Any], loaded)
     return [
         Source(where, _split_of_part(part), partial(_hub_rows, rows, where), options.limit)
@@ -238,44 +245,6 @@ def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
 def _split_of_part(part: str) -> str | None:
     """Of the Hub's name for a split: train of ``train_sft`` and ``train[:10%]``."""
     return _NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
-
-
-def _load(name: str, options: SourceOptions) -> Any:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]  # slow to import
-    except ImportError as error:
-        hint = "pip install datasets"
-        raise DataError("a Hub dataset needs the datasets library", where=name, hint=hint) from error
-    try:
-        return datasets.load_dataset(name, options.hub_config, split=options.hub_split, streaming=options.streaming)
-    except Exception as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
-        raise _hub_error(name, error) from error
-
-
-def _hub_error(name: str, error: Exception) -> DataError:
-    """What the library's error means, with the remedy."""
-    text, kind = str(error), type(error).__name__
-    choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
-    page = f"https://huggingface.co/datasets/{name}"
-    if "gated" in text.lower() or kind == "GatedRepoError":
-        message, hint = "access to the dataset must be asked for", f"ask for it at {page}, then: hf auth login"
-    elif "OfflineModeIsEnabled" in text or "offline mode" in text.lower():
-        message = "the dataset is not on this machine, and downloads are switched off"
-        hint = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
-    elif isinstance(error, ConnectionError | TimeoutError) or re.search("Connect|Timeout|Proxy", kind):
-        message = "the Hugging Face Hub cannot be reached"
-        hint = "check the network, or fetch the files on another machine and name them here"
-    elif re.search("(Unknown|Bad) split", text):
-        message, hint = "the dataset has no such split", f"--hub-split is one of: {choice or 'see ' + page}"
-    elif re.search("Config name is missing|BuilderConfig .* not found", text):
-        message, hint = "the dataset has several configurations", f"--hub-config is one of: {choice or 'see ' + page}"
-    elif isinstance(error, FileNotFoundError) or kind == "RepositoryNotFoundError":
-        message = "there is no such dataset on the Hub, or it is private"
-        hint = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
-    else:
-        message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
-        hint = f"see {page}; you can fetch its files and name them here"
-    return DataError(message, where=name, hint=hint)
 
 
 def _hub_rows(rows: Iterable[Any], name: str) -> Iterator[Item]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from allhands.data.hub import load_hub
 from allhands.data.reading import read_records
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.store import input_hash
@@ -144,7 +145,7 @@ def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
     if part is None:
         return None
     columns = ColumnNames.from_options(spec)
-    rows = _hf_rows(path, part, dict(spec.get("config") or {}))
+    rows = load_hub(path, split=part, **dict(spec.get("config") or {}))
     source = f"{path}[{part}]"
 
     def records() -> Iterator[Record]:
@@ -163,20 +164,3 @@ def _hash_of_rows(rows: Any) -> str:
     for row in rows:
         digest.update(json.dumps(dict(row), sort_keys=True, default=repr).encode())
     return digest.hexdigest()
-
-
-def _hf_rows(path: str, part: str, options: dict[str, Any]) -> Any:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]  # optional, and slow to import
-    except ImportError as error:
-        raise DataError(
-            "the datasets library is not installed", where="hf_dataset", hint="pip install datasets"
-        ) from error
-    try:
-        return datasets.load_dataset(path, split=part, **options)
-    except Exception as error:  # the library raises many kinds: network, missing name, bad split, parsing
-        raise DataError(
-            f"cannot load the split {part!r}: {type(error).__name__}: {error}",
-            where=path,
-            hint="check the name, the split and the network; `huggingface-cli login` for a private dataset",
-        ) from error

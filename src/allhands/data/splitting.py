@@ -57,7 +57,7 @@ class Share:
         return max(1, round(self.value * total))
 
     def __str__(self) -> str:
-        return f"{self.value:.0f} rows" if self.is_count else f"{self.value:g} of the rows"
+        return f"{self.value:.0f} row{'s' * (self.value != 1)}" if self.is_count else f"{self.value:g} of the rows"
 
 
 def hash64(*parts: str | bytes) -> int:
@@ -117,6 +117,52 @@ class Wanted:
 
     valid: int
     test: int
+
+
+def check_fractions(valid: Share | None, test: Share | None) -> None:
+    """What can be said about the sizes before the rows are counted.
+
+    Raises:
+        ConfigError: two fractions leave nothing to train on.
+    """
+    if valid is None or test is None or valid.is_count or test.is_count:
+        return
+    # 0.7 + 0.3 is 1, whatever binary fractions make of it.
+    if round(valid.value + test.value, 9) >= 1:
+        share = f"{valid.value + test.value:.4g}"
+        message = f"valid and test together are {share} of the rows: nothing is left to train on"
+        raise ConfigError(message, where=_flags(valid, test), hint=_SMALLER)
+
+
+def wanted_rows(valid: Share | None, test: Share | None, default: Share, num_rows: int, num_free: int) -> Wanted:
+    """The sizes in rows. ``None`` is ``default``, but what was asked for comes first if both are too much.
+
+    Args:
+        num_rows: what fractions are of.
+        num_free: rows that the sources do not hold out themselves.
+
+    Raises:
+        ConfigError: what was asked for leaves nothing to train on.
+    """
+    asked = {name: share.rows(num_rows) for name, share in (("valid", valid), ("test", test)) if share is not None}
+    total = sum(asked.values())
+    if total and total >= num_free:
+        what = "valid and test together are" if len(asked) > 1 else f"{next(iter(asked))} is"
+        rest = " that the sources do not hold out themselves" if num_free < num_rows else ""
+        message = f"{what} {total} of {num_free} rows{rest}: nothing is left to train on"
+        raise ConfigError(message, where=_flags(valid, test), hint=_SMALLER)
+    usual = default.rows(num_rows)
+    if total:
+        usual = min(usual, num_free - total - 1)
+    return Wanted(asked.get("valid", usual), asked.get("test", usual))
+
+
+_SMALLER = "ask for fewer rows, a fraction such as 0.05, or 0 for none"
+
+
+def _flags(valid: Share | None, test: Share | None) -> str:
+    given = (("--valid", valid), ("--test", test))
+    return " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
 
 
 def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: Wanted, seed: int) -> NDArray[np.int8]:

@@ -203,9 +203,13 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         time.sleep(_POLL_S)
         if (found := _opened(path)) is not None:
             return found
-    for _ in range(_ATTEMPTS):
-        if (made := _made(path, vocabulary, build)) is not None:
-            return made
+    try:
+        for _ in range(_ATTEMPTS):
+            if (made := _made(path, vocabulary, build)) is not None:
+                return made
+    except StorageError as error:
+        error.hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
+        raise
     raise StorageError(
         "the tokens vanish as soon as they are stored",
         where=str(path),
@@ -220,6 +224,8 @@ def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
             return found
         # Whoever has mapped the old files keeps them until it ends.
         shutil.rmtree(path, ignore_errors=True)
+        if path.is_file():
+            path.unlink()
         _remove_unused()
         with staging(path) as staged:
             with ExitStack() as files:

@@ -24,7 +24,7 @@ from allhands.data.styles import RuleSet
 from allhands.data.styles.engine import Styler, keyed_number
 from allhands.errors import ConfigError, DataError
 from allhands.files import make_directory, write_whole
-from allhands.staging import publish, staging
+from allhands.staging import publish, publishing, staging
 
 if TYPE_CHECKING:
     from allhands.data.sources import Source
@@ -128,7 +128,10 @@ def _style_folder(job: _Job, out: Path) -> StyleReport:
         job.finish(left_out)
         if not job.report.num_left_out:
             (staged / "left-out.jsonl").unlink()
-        publish(staged, out)
+        with publishing(out):
+            # Another run may have written there meanwhile.
+            check_output(out, [source.name for source in job.sources], job.options.force)
+            publish(staged, out)
     return job.report
 
 

@@ -31,6 +31,7 @@ class _TableLines:
     def begin(self) -> None:
         """The next line begins a row."""
         self.first, self.quotes, self._size = self.number + 1, 0, 0
+        self.text = ""
         self.bad: Problem | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -44,6 +45,7 @@ class _TableLines:
         if self._size > self._limit:
             raise csv.Error(f"the row is too long to be read, {self._size:,} bytes")
         text = raw.removeprefix(BOM).decode("utf-8", "surrogateescape")
+        self.text = self.text or text
         self.bad = self.bad or not_utf8(text, self._name, self.number)
         if "\0" in text and self.bad is None:
             self.bad = Problem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
@@ -57,12 +59,16 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: s
     table = _TableLines(file, name, options.max_row_bytes)
     reader = csv.reader(table, delimiter=delimiter, strict=True)
     header: list[str] = []
+    empty = True
     while True:
         table.begin()
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            problem = _table_problem(table, name, error)
+            if not header and (problem := _semicolons(table, name, delimiter)):
+                yield problem
+                return
+            problem, empty = _table_problem(table, name, error), False
             # With an odd number of quotes nobody knows whether the next line is inside a field.
             if table.quotes % 2 or not header:
                 yield with_rest(problem)
@@ -70,13 +76,19 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: s
             yield problem
             continue
         if cells is None:
+            if header and empty:
+                yield Problem(name, 0, "the file has a header and no rows", "add rows below it, or leave the file out")
             return
         if table.bad is None and len(cells) <= 1 and not "".join(cells).strip():
             continue
         if header:
+            empty = False
             yield table.bad or _table_item(cells, header, name, table.first)
             continue
         header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+        if table.bad is None and (problem := _semicolons(table, name, delimiter)):
+            yield problem
+            return
         if problem := table.bad or _twice(header, name, table.first):
             yield with_rest(problem)
             return
@@ -86,6 +98,16 @@ def _table_problem(table: _TableLines, name: str, error: csv.Error) -> Problem:
     several = f" (lines {table.first} to {table.number})" if table.number > table.first else ""
     hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
     return Problem(name, table.first, f"not a row of a table: {error}{several}", hint)
+
+
+def _semicolons(table: _TableLines, name: str, delimiter: str) -> Problem | None:
+    """A Problem if the header has ";" between its names and not the separator."""
+    outside = re.sub('"[^"]*"', "", table.text)
+    if ";" not in outside or delimiter in outside:
+        return None
+    by, other = ("tabs", "commas in a .csv") if delimiter == "\t" else ("commas", "tabs in a .tsv")
+    hint = f'save it with {by}, or with {other} file; if the header is one name, put it in "..."'
+    return Problem(name, 0, "the separator seems to be ;", hint)
 
 
 def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:

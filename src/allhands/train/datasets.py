@@ -203,7 +203,9 @@ def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | N
 
         return demo_source(split)
     path = Path(config.data).expanduser()
-    if not path.exists() and config.data.count("/") == 1 and not config.data.startswith((".", "/", "~")):
+    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
+    named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
+    if named and not path.exists() and not path.parent.is_dir():
         try:
             return split_of_hub({"path": config.data, **features}, split)
         except DataError as error:

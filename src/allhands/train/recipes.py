@@ -264,6 +264,12 @@ class _Run:
         sink.emit(self._started(total))
         if config.log_level == "verbose":
             self._say(
+                [
+                    f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}"
+                    for n, s in self.data.stored.items()
+                ]
+            )
+            self._say(
                 choices(config, self.loaded.model, self.accelerator, self.communicator, sizing, compiled=compiled)
             )
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights)

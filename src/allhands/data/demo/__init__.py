@@ -17,6 +17,7 @@ from pathlib import Path
 
 from allhands.data.records import Record
 from allhands.data.splits import RecordSource
+from allhands.errors import ConfigError
 from allhands.files import make_directory, write_whole
 
 # Of each topic's twenty questions, so that every split covers every topic.
@@ -60,12 +61,20 @@ def write_demo_data(directory: Path) -> dict[str, int]:
     """Write train.jsonl, valid.jsonl and test.jsonl in chat format; returns the number of rows of each.
 
     Raises:
+        ConfigError: there are files of these names with other data.
         StorageError: the files cannot be written.
     """
     make_directory(directory)
-    for name, members in splits().items():
-        text = "".join(json.dumps({"messages": messages(pair)}) + "\n" for pair in members)
-        write_whole(directory / f"{name}.jsonl", lambda temporary, text=text: temporary.write_text(text))
+    texts = {
+        f"{name}.jsonl": "".join(json.dumps({"messages": messages(pair)}) + "\n" for pair in members)
+        for name, members in splits().items()
+    }
+    for name, text in texts.items():
+        path = directory / name
+        if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
+            raise ConfigError(f"there is another {name}", where=f"--out {directory}", hint="choose another directory")
+    for name, text in texts.items():
+        write_whole(directory / name, lambda temporary, text=text: temporary.write_text(text))
     return {name: len(members) for name, members in splits().items()}
 
 

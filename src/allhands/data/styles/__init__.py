@@ -181,7 +181,8 @@ def parse_rules(text: str, source: str) -> RuleSet:
         raise ConfigError("the rules must be 'key: value' pairs", where=source, hint=_SEE)
     try:
         # A section without rules is as good as none.
-        rules = RuleSet.model_validate({key: value for key, value in content.items() if value != ""})
+        given = {key: value for key, value in content.items() if value != ""}
+        rules = RuleSet.model_validate({"name": Path(source).stem, **given})
     except ValidationError as error:
         raise _explain(error, lines, source) from None
     _refuse_doubles(rules, lines, source)

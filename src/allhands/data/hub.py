@@ -1,0 +1,102 @@
+"""Datasets of the Hugging Face Hub, by the ``datasets`` library: without its noise, and soon told of no network."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import urllib.parse
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from allhands.errors import DataError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_PROBE_S = 4.0
+_NO_NETWORK = "check the network, or fetch the files on another machine and name them here"
+
+
+def load_hub(path: str, **options: Any) -> Any:
+    """``datasets.load_dataset(path, **options)``.
+
+    Raises:
+        DataError: the library is not installed, the Hub cannot be reached, or the dataset cannot be loaded.
+    """
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]  # slow to import
+    except ImportError as error:
+        hint = "pip install datasets"
+        raise DataError("the datasets library is not installed", where=path, hint=hint) from error
+    if _HUB_NAME.fullmatch(path) and not Path(path).exists() and not _is_cached(path) and not _reachable():
+        raise DataError("the Hugging Face Hub cannot be reached", where=path, hint=_NO_NETWORK)
+    try:
+        with _quiet():
+            return datasets.load_dataset(path, **options)
+    except Exception as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
+        raise hub_error(path, error) from error
+
+
+def _is_cached(name: str) -> bool:
+    """Whether something of the dataset was fetched before, so that the library may do without the network."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    made = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+    return (hub / f"datasets--{name.replace('/', '--')}").exists() or (made / name.replace("/", "___").lower()).exists()
+
+
+def _reachable() -> bool:
+    """Whether the Hub answers at all: the library itself would try for half a minute.
+
+    Behind a proxy, or where downloads are switched off, the library knows better.
+    """
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
+    if offline or any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the client's own lines about each attempt; what fails in the end is said in one message."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def hub_error(name: str, error: Exception) -> DataError:
+    """What the library's error means, with the remedy."""
+    text, kind = str(error), type(error).__name__
+    choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
+    page = f"https://huggingface.co/datasets/{name}"
+    if "gated" in text.lower() or kind == "GatedRepoError":
+        message, hint = "access to the dataset must be asked for", f"ask for it at {page}, then: hf auth login"
+    elif "OfflineModeIsEnabled" in text or "offline mode" in text.lower():
+        message = "the dataset is not on this machine, and downloads are switched off"
+        hint = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
+    elif isinstance(error, ConnectionError | TimeoutError) or re.search("Connect|Timeout|Proxy", kind):
+        message = "the Hugging Face Hub cannot be reached"
+        hint = _NO_NETWORK
+    elif re.search("(Unknown|Bad) split", text):
+        message, hint = "the dataset has no such split", f"--hub-split is one of: {choice or 'see ' + page}"
+    elif re.search("Config name is missing|BuilderConfig .* not found", text):
+        message, hint = "the dataset has several configurations", f"--hub-config is one of: {choice or 'see ' + page}"
+    elif isinstance(error, FileNotFoundError) or kind == "RepositoryNotFoundError":
+        message = "there is no such dataset on the Hub, or it is private"
+        hint = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
+    else:
+        message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
+        hint = f"see {page}; you can fetch its files and name them here"
+    return DataError(message, where=name, hint=hint)

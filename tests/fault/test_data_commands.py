@@ -1,0 +1,85 @@
+"""Data commands that are stopped, run twice at once, or pointed at somebody's files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ALLHANDS = [sys.executable, "-m", "allhands"]
+
+
+def write(path: Path, rows: int) -> Path:
+    path.write_text("".join(json.dumps({"text": f"row {n} " * 20}) + "\n" for n in range(rows)), encoding="utf-8")
+    return path
+
+
+def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [*ALLHANDS, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_prepare_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    source = write(tmp_path / "rows.jsonl", 60_000)
+    command = [*ALLHANDS, "data", "prepare", str(source), "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.partial-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    if number == signal.SIGINT:
+        assert "interrupted" in err
+
+
+def test_of_two_runs_into_one_directory_one_is_refused(tmp_path: Path) -> None:
+    sources = [write(tmp_path / name, 3000) for name in ("one.jsonl", "two.jsonl")]
+    commands = [[*ALLHANDS, "data", "prepare", str(source), "--out", "out"] for source in sources]
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    errors = [process.communicate(timeout=100)[1] for process in started]
+    assert sorted(process.returncode for process in started) == [0, 2]
+    assert "the directory is not empty" in "".join(errors)
+
+
+def test_demo_data_never_replace_other_data(tmp_path: Path) -> None:
+    own = '{"prompt": "my own", "completion": "precious"}\n'
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "valid.jsonl").write_text(own)
+    done = run("data", "demo", "--out", "own", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another valid.jsonl" in done.stderr
+    assert (tmp_path / "own" / "valid.jsonl").read_text() == own
+    assert not (tmp_path / "own" / "train.jsonl").exists()
+    # Its own, it writes again.
+    assert run("data", "demo", "--out", "demo", cwd=tmp_path).returncode == 0
+    assert run("data", "demo", "--out", "demo", cwd=tmp_path).returncode == 0
+
+
+def test_an_unusable_cache_is_named(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", 5)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path / "file"))
+    done = run("train", "--train", "--model", tiny_model, "--data", "data", "--iters", 1, cwd=tmp_path)
+    assert done.returncode == 5
+    assert "ALLHANDS_TOKEN_CACHE=" in done.stderr
+
+
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "data").mkdir()
+    done = run("train", "--train", "--model", tiny_model, "--data", "data/typo", "--iters", 1, cwd=tmp_path)
+    assert done.returncode == 3
+    assert "does not exist" in done.stderr
+    assert "huggingface" not in done.stderr

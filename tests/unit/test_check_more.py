@@ -1,0 +1,168 @@
+"""How ``allhands data check`` groups what it finds, names shares, and refuses what is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import ZEPHYR, tiny
+from test_check import CLEAN, VALID, chat, chats, look, row, run, write
+
+from allhands.cli.check import spread_table
+from allhands.cli.findings import counted, message_of, remedy_of
+from allhands.data.check import CheckOptions, Examiner, check
+from allhands.data.lengths import LengthSummary
+from allhands.data.outcome import NUM_REASONS
+from allhands.data.records import ColumnNames
+from allhands.data.shapes import NO_LAST_ANSWER, STARTS_WITH_ANSWER, TWO_SYSTEM, parse_example, remedy_of_warning
+from allhands.errors import DataError
+
+
+def turns(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": f"{role} {n}, matey"} for n, role in enumerate(roles)]}
+
+
+# --- groups ------------------------------------------------------------------------------------------
+
+
+def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [*CLEAN, row("Why?", ""), {"text": ""}, turns("user", "assistant", "user", "assistant")]
+    rows[-1]["messages"][3]["content"] = ""
+    _, out = run(write(tmp_path / "data", rows, VALID), "--model", tiny_model, "--mask-prompt", "--json")
+    findings = [f for f in json.loads(out)["findings"] if f["severity"] == "ruins"]
+    places = {tuple(f["places"]): f["message"] for f in findings}
+    assert set(places) == {("train.jsonl:7", "train.jsonl:9"), ("train.jsonl:8",)}
+    assert places["train.jsonl:7", "train.jsonl:9"].startswith("2 rows: messages[N] ")
+    assert '"text"' in places[("train.jsonl:8",)]
+
+
+def test_numbers_and_excerpts_do_not_part_a_group() -> None:
+    messages = ["bad at column 3, near 'abc'", "bad at column 14, near 'xyz'", "worse at column 3"]
+    errors = [DataError(words, where=f"train.jsonl:{n}", hint="repair it") for n, words in enumerate(messages)]
+    _, findings = check({"train": [*chats(), *errors]}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True)))
+    bad = [finding for finding in findings if finding.code == "bad-rows"]
+    assert [(message_of(f), f.places) for f in bad] == [
+        ("2 rows: bad at column N", ("train.jsonl:0", "train.jsonl:1")),
+        ("1 row: worse at column 3", ("train.jsonl:2",)),
+    ]
+
+
+def test_too_many_reasons_do_not_point_to_a_file_that_is_not_written() -> None:
+    # Words, since numbers make no difference.
+    names = ["".join("abcdefghij"[int(digit)] for digit in str(n)) for n in range(NUM_REASONS + 2)]
+    errors = [DataError(f"bad {name}", where=f"train.jsonl:{n}") for n, name in enumerate(names)]
+    _, findings = check({"train": errors}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True)))
+    (rest,) = [finding for finding in findings if finding.code == "bad-rows" and finding.count == 2]
+    assert message_of(rest) == "2 rows: other reasons"
+    assert remedy_of(rest) == "repair the others first"
+
+
+# --- warnings ----------------------------------------------------------------------------------------
+
+
+def test_what_looks_wrong_but_may_be_meant_is_noted() -> None:
+    written = [
+        turns("assistant", "user", "assistant"),
+        turns("user", "assistant", "user"),
+        turns("system", "system", "user", "assistant"),
+        turns("assistant", "user", "assistant"),
+    ]
+    items = [parse_example(v, ColumnNames(), source="train.jsonl", line=n) for n, v in enumerate(written, start=20)]
+    examiner = Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True))
+    _, findings = check({"train": [*chats(), *items]}, examiner)
+    noted = {message_of(f): f for f in findings if f.code == "suspicious-rows"}
+    assert {message: f.places for message, f in noted.items()} == {
+        f"2 rows: {STARTS_WITH_ANSWER}": ("train.jsonl:20", "train.jsonl:23"),
+        f"1 row: {NO_LAST_ANSWER}": ("train.jsonl:21",),
+        f"1 row: {TWO_SYSTEM}": ("train.jsonl:22",),
+    }
+    for message, finding in noted.items():
+        assert finding.severity == "note"
+        assert remedy_of(finding) == remedy_of_warning(message.partition(": ")[2])
+
+
+def test_warnings_are_printed_and_ruin_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    folder = write(tmp_path / "data", [*CLEAN, turns("user", "assistant", "user")], VALID)
+    code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--strict")
+    assert code == 0
+    assert f"good to know\n  train: 1 row: {NO_LAST_ANSWER}\n      train.jsonl:7\n      what to do: " in out
+
+
+# --- the screen --------------------------------------------------------------------------------------
+
+
+def test_shares_are_of_what_is_left_after_the_cut(tmp_path: Path, tiny_model: Path) -> None:
+    # Tokens: 21 + 2 + 3 and 21 + 2 + 5000, of which 100 are left; each answer begins after 19 + 2, before a line break.
+    folder = write(tmp_path / "data", [row("qq", "aaa"), row("qq", "a" * 5000)], VALID)
+    options = (folder, "--model", tiny_model, "--mask-prompt", "--split", "train", "--max-seq-length")
+    _, out = run(*options, 100)
+    assert "  trained          83 of the 126 tokens that are left (65.9%)\n" in out
+    assert "  masked           43 of the 126 tokens that are left\n" in out
+    assert "of all" not in out
+    _, out = run(*options, 6000)
+    assert "  masked           44 of 5,049 tokens\n" in out
+    assert "left" not in out
+
+
+def test_where_everything_is_cut_the_lines_are_the_same(tmp_path: Path, tiny_model: Path) -> None:
+    folder = write(tmp_path / "data", CLEAN, VALID)
+    _, out = run(folder, "--model", tiny_model, "--mask-prompt", "--split", "train", "--max-seq-length", 8)
+    assert "  trained          0 of the 0 tokens that are left (0%)\n" in out
+    assert "  masked           0 of the 0 tokens that are left\n" in out
+
+
+def test_large_numbers_keep_apart() -> None:
+    huge = LengthSummary.of([3, 65_036, 1_234_567_890])
+    lines = spread_table({"tokens": huge, "trained tokens": LengthSummary.of([1, 2])})
+    assert lines[0].split() == ["min", "median", "mean", "max", "total"]
+    assert lines[1].split() == ["tokens", "3", "65,036.0", "411,544,309.7", "1,234,567,890", "1,234,632,929"]
+    assert lines[2].split() == ["trained", "tokens", "1", "1.5", "1.5", "2", "3"]
+    assert len({len(line) for line in lines}) == 1
+    assert len(spread_table({"tokens": LengthSummary.of([1, 2])})[0]) == 65
+
+
+def test_one_is_singular(tmp_path: Path, tiny_model: Path) -> None:
+    folder = write(tmp_path / "data", CLEAN[:1])
+    _, out = run(folder, "--model", tiny_model, "--mask-prompt")
+    assert "train: 1 example (chat 1)\n" in out
+    assert "1 batch of 4; 1,000 iterations (--iters): 1,000 epochs\n" in out
+    assert "1 example for batches of 4" in out
+    _, found = look([chat("Hm?", "Ahoy, matey " * 20)], max_seq_length=60)
+    assert message_of(found["answers-cut"]) == "1 of 1 example: the answer is cut off at 60 tokens"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 rows"), (1, "1 row"), (1.04, "1 row"), (0.5, "0.5 rows"), (1000.0, "1,000 rows"), (20500, "20,500 rows")],
+)
+def test_counted_things(number: float, words: str) -> None:
+    assert counted(number, "row") == words
+    assert counted(2, "batch", "batches") == "2 batches"
+
+
+# --- what is not there -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_split_that_is_asked_for_must_be_there(tmp_path: Path, split: str) -> None:
+    folder = write(tmp_path / "data", CLEAN)
+    with pytest.raises(DataError) as error:
+        run(folder, "--model", "no/such/model", "--split", split)
+    assert split in error.value.message
+    assert error.value.hint
+
+
+def test_lines_of_which_none_can_be_shown_fail(tmp_path: Path, tiny_model: Path) -> None:
+    folder = write(tmp_path / "data", [*CLEAN, "not json"], VALID)
+    options = (folder, "--model", tiny_model, "--mask-prompt", "--row")
+    for line in (99, 7):
+        code, out = run(*options, line)
+        assert code == DataError.exit_code
+        assert f"no record that can be shown begins in line {line}\n" in out
+    assert run(*options, 99, "--row", 2)[0] == 0
+    assert run(*options, 99, "--show", 1)[0] == 0
+    code, out = run(*options, 99, "--json")
+    assert code == DataError.exit_code
+    assert "no-row" in {finding["code"] for finding in json.loads(out)["findings"]}
