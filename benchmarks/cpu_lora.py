@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from harness import (
     machine,
     make_environment,
     num_cores,
+    peer_list,
     run_measured,
     versions,
 )
@@ -116,7 +118,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--mlx-lm-steps", type=positive, default=2, help="of mlx_lm as installed: it takes a minute a step"
     )
     parser.add_argument("--mlx-lm-warmup", type=count, default=1)
-    parser.add_argument("--peers", type=peer_list, default=DEFAULT_PEERS, help=f"comma-separated: {','.join(PEERS)}")
+    parser.add_argument(
+        "--peers", type=partial(peer_list, PEERS), default=DEFAULT_PEERS, help=f"comma-separated: {','.join(PEERS)}"
+    )
     parser.add_argument("--model", default="demo", help="as for allhands train; a plain Llama for PEFT")
     parser.add_argument("--data", default="demo", help="'demo' or a directory with a chat train.jsonl")
     parser.add_argument("--batch-size", type=positive, default=4)
@@ -145,16 +149,6 @@ def count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
-
-
-def peer_list(text: str) -> tuple[str, ...]:
-    """Peers in the order in which they run."""
-    asked = {part.strip() for part in text.split(",") if part.strip()}
-    if unknown := sorted(asked - set(PEERS)):
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PEERS)}")
-    if not asked:
-        raise argparse.ArgumentTypeError("no peer named")
-    return tuple(peer for peer in PEERS if peer in asked)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,12 +20,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data_memory import Peak, pss_bytes
 from data_text import write_documents
-from harness import BenchmarkError, clean_environ, git_commit, machine, num_cores, versions
+from harness import BenchmarkError, clean_environ, git_commit, machine, num_cores, peer_list, versions
 
 HERE = Path(__file__).resolve().parent
 PEERS = ("allhands", "hugging_face", "mlx_lm")
@@ -82,7 +83,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tokenise, open, share and batch: allhands against its peers.")
     parser.add_argument("--megabytes", type=positive, default=1000, help="of generated text (%(default)s)")
     parser.add_argument("--mlx-lm-megabytes", type=positive, help="of it for mlx_lm (a tenth, at least 5)")
-    parser.add_argument("--peers", type=peer_list, default=PEERS, help=f"comma-separated: {','.join(PEERS)}")
+    parser.add_argument(
+        "--peers", type=partial(peer_list, PEERS), default=PEERS, help=f"comma-separated: {','.join(PEERS)}"
+    )
     parser.add_argument("--chat", type=Path, action="append", help="a folder with a chat train.jsonl; may be repeated")
     parser.add_argument("--batch-sizes", default="4,8,32", help="for the chat sets (%(default)s)")
     parser.add_argument("--tokenizer", default="demo", help="'demo' or a directory with a tokenizer's files")
@@ -101,16 +104,6 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def peer_list(text: str) -> tuple[str, ...]:
-    """Peers in the order in which they run."""
-    asked = {part.strip() for part in text.split(",") if part.strip()}
-    if unknown := sorted(asked - set(PEERS)):
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PEERS)}")
-    if not asked:
-        raise argparse.ArgumentTypeError("no peer named")
-    return tuple(peer for peer in PEERS if peer in asked)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

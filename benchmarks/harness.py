@@ -6,6 +6,7 @@ child into that child's peak (``ru_maxrss`` survives ``exec``), so a fat parent 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -29,6 +30,16 @@ _STRIPPED = ("PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_T
 
 class BenchmarkError(Exception):
     """The benchmark cannot go on; the text says why and where to look."""
+
+
+def peer_list(peers: Sequence[str], text: str) -> tuple[str, ...]:
+    """Those of ``peers`` that a comma-separated option names, in the order in which they run."""
+    asked = {part.strip() for part in text.split(",") if part.strip()}
+    if unknown := sorted(asked - set(peers)):
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(peers)}")
+    if not asked:
+        raise argparse.ArgumentTypeError("no peer named")
+    return tuple(peer for peer in peers if peer in asked)
 
 
 @dataclass(frozen=True)

@@ -23,32 +23,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from allhands.data.lengths import LengthSummary, Unit, percent
-from allhands.errors import ConfigError
 from allhands.files import make_directory, write_whole
 from allhands.formatting import format_count
+from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
 
 Lengths = NDArray[np.int64]
 
 # Blue and vermilion of Okabe & Ito (2008), "Color universal design", as in the loss curves.
 _WHOLE, _BEYOND = "#0072B2", "#D55E00"
-_GREY, _BLACK = "#595959", "#222222"
-_STYLE: dict[str, object] = {
-    "font.size": 11,
-    "text.parse_math": False,  # a name may hold dollar signs
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#E3E3E3",
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-}
-_FORMATS = (".png", ".svg", ".pdf")
-_DASHED = (0, (4, 2))
+_BLACK = "#222222"
+_STYLE = STYLE | {"axes.grid.axis": "y"}
 _WIDE = 20  # longest over shortest, from which on the axis is logarithmic
 _BINS = 40
 _LONGEST_NAME = 30
@@ -87,10 +71,7 @@ def draw_lengths(
         StorageError: ``path`` cannot be written.
     """
     path = Path(path)
-    suffix = path.suffix.lower() or ".png"
-    if suffix not in _FORMATS:
-        hint = f"choose a name that ends in {', '.join(_FORMATS)}"
-        raise ConfigError(f"cannot draw a picture as {suffix!r}", where=str(path), hint=hint)
+    suffix = picture_suffix(path)
     values = {name: np.asarray(lengths, dtype=np.int64).reshape(-1) for name, lengths in sets.items()} or {
         "": np.zeros(0, dtype=np.int64)
     }
@@ -164,7 +145,7 @@ def _draw_set(axes: Axes, name: str, lengths: Lengths, scale: _Scale) -> None:
     axes.set_ylabel("examples")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
     if scale.limit is not None:
-        axes.axvline(scale.limit + 0.5, color=_BEYOND, ls=_DASHED, lw=1.6, label="limit")
+        axes.axvline(scale.limit + 0.5, color=_BEYOND, ls=DASHED, lw=1.6, label="limit")
     if not summary.count:
         axes.set_title(f"{name}: no examples" if name else "no examples", loc="left", fontsize=12, color=_BLACK)
         axes.set_yticks([])
@@ -177,7 +158,7 @@ def _draw_set(axes: Axes, name: str, lengths: Lengths, scale: _Scale) -> None:
         share = (
             f"{summary.over_limit:,} ({percent(summary.over_limit, summary.count)})" if summary.over_limit else "none"
         )
-        colour = _BEYOND if summary.over_limit else _GREY
+        colour = _BEYOND if summary.over_limit else GREY
         axes.set_title(f"{share} over the limit", loc="right", fontsize=11, color=colour)
     _draw_bars(axes, lengths, scale)
     _draw_median(axes, summary, scale)
@@ -223,7 +204,7 @@ def _draw_median(axes: Axes, summary: LengthSummary, scale: _Scale) -> None:
 def _draw_legend(figure: Figure, scale: _Scale) -> None:
     handles: list[Patch | Line2D] = [Line2D([], [], color=_BLACK, lw=1.6, label="median")]
     if scale.limit is not None:
-        limit = Line2D([], [], color=_BEYOND, ls=_DASHED, lw=1.6, label=f"limit: {scale.limit:,} {scale.unit}")
+        limit = Line2D([], [], color=_BEYOND, ls=DASHED, lw=1.6, label=f"limit: {scale.limit:,} {scale.unit}")
         within, beyond = Patch(color=_WHOLE, label="within the limit"), Patch(color=_BEYOND, label="over the limit")
         handles = [within, beyond, *handles, limit]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))

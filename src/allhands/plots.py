@@ -23,34 +23,18 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from allhands.errors import ConfigError, DataError, StorageError
+from allhands.errors import DataError, StorageError
 from allhands.formatting import format_duration, format_memory, format_rate
 from allhands.metrics import RunHistory, TrainReport, ValidReport
+from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
 
 Floats = NDArray[np.float64]
 
 # Okabe & Ito (2008), "Color universal design"; without yellow, which is too faint on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_GREY = "#595959"
-_STYLE: dict[str, object] = {
-    "font.size": 11,
-    "text.parse_math": False,  # a run name may hold dollar signs
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E3E3E3",
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-}
-_FORMATS = (".png", ".svg", ".pdf")
 _LONGEST_NAME = 30
 _NONE = "-"
-_DASHED = (0, (4, 2))
 _SMOOTH_FROM = 20  # points; with fewer, every point can be seen
 
 
@@ -92,15 +76,12 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
         StorageError: ``out`` cannot be written.
     """
     out = Path(out)
-    suffix = out.suffix.lower() or ".png"
-    if suffix not in _FORMATS:
-        hint = f"choose a name that ends in {', '.join(_FORMATS)}"
-        raise ConfigError(f"cannot draw a picture as {suffix!r}", where=str(out), hint=hint)
+    suffix = picture_suffix(out)
     curves = _curves(runs)
     if not curves:
         hint = "wait for the first report of the run, then plot again"
         raise DataError("no run has a loss to draw yet", where=", ".join(run.name for run in runs), hint=hint)
-    with matplotlib.style.context(["default", _STYLE]):  # restores the caller's settings
+    with matplotlib.style.context(["default", STYLE]):  # restores the caller's settings
         figure = Figure(figsize=(12, 6), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         FigureCanvasAgg(figure)
         _draw(figure, curves, title or "Training and validation loss")
@@ -136,7 +117,7 @@ def _draw_curve(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
     if not loss.size:
         return
     look |= {"marker": curve.marker, "ms": 4 + 1.5 * curve.width}
-    axes.plot(x, loss, lw=0.7 * curve.width, ls=_DASHED, mfc="white", mew=1.5, **look)
+    axes.plot(x, loss, lw=0.7 * curve.width, ls=DASHED, mfc="white", mew=1.5, **look)
     look |= {"marker": "*", "ms": 8 + 4 * curve.width, "mec": "white", "mew": 0.7, "zorder": 5}
     axes.plot(x[curve.best], loss[curve.best], **look)
 
@@ -155,7 +136,7 @@ def _annotate_best(axes: Axes, curve: _Curve, column: int, scale: float) -> None
         ha="left" if left else "right",
         color="#222222",
         bbox={"boxstyle": "round,pad=0.3", "fc": "white", "ec": curve.colour},
-        arrowprops={"arrowstyle": "->", "color": _GREY, "shrinkB": 8},
+        arrowprops={"arrowstyle": "->", "color": GREY, "shrinkB": 8},
         zorder=6,
     )
 
@@ -164,13 +145,13 @@ def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
     """The runs by colour below the panels; what the line styles mean where ``axes`` has room."""
     runs = [Line2D([], [], color=curve.colour, lw=4, label=curve.label) for curve in curves]
     figure.legend(handles=runs, loc="outside lower center", ncols=min(len(runs), 2))
-    styles = [Line2D([], [], color=_GREY, lw=2, label="training")]
+    styles = [Line2D([], [], color=GREY, lw=2, label="training")]
     if any(curve.train[2].size >= _SMOOTH_FROM for curve in curves):
-        styles.insert(0, Line2D([], [], color=_GREY, lw=0.8, alpha=0.6, label="training, as reported"))
+        styles.insert(0, Line2D([], [], color=GREY, lw=0.8, alpha=0.6, label="training, as reported"))
         styles[1].set_label("training, smoothed")
     if any(curve.valid[2].size for curve in curves):
-        styles.append(Line2D([], [], color=_GREY, ls=_DASHED, marker="o", mfc="white", label="validation"))
-        styles.append(Line2D([], [], color=_GREY, ls="", marker="*", ms=12, label="best validation"))
+        styles.append(Line2D([], [], color=GREY, ls=DASHED, marker="o", mfc="white", label="validation"))
+        styles.append(Line2D([], [], color=GREY, ls="", marker="*", ms=12, label="best validation"))
     axes.legend(handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8)
 
 

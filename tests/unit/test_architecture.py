@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "allhands.formatting": 0,
     "allhands.data": 1,
     "allhands.metrics": 1,
+    "allhands.pictures": 1,
     "allhands.plots": 1,
     "allhands.histograms": 1,
     "allhands.reporting": 1,

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from allhands.data.encoding import Span
+from allhands.data.messages import called_function
 from allhands.data.records import Message
 from allhands.errors import DataError
 
@@ -290,12 +291,6 @@ def _any_of(strings: Any) -> str:
     return "|".join(re.escape(string) for string in sorted(strings, key=len, reverse=True))
 
 
-def tool_function(call: Message) -> Message:
-    """The name and arguments of a tool call, which may stand in it or under ``function``."""
-    inner = call.get("function")
-    return inner if isinstance(inner, dict) else call
-
-
 def _names_tools(words: str, message: Message) -> bool:
     """Whether the tools that the message calls are named in the text; a template may drop them silently."""
-    return all(str(tool_function(call).get("name", "")) in words for call in message.get("tool_calls") or ())
+    return all(str(called_function(call).get("name", "")) in words for call in message.get("tool_calls") or ())

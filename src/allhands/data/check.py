@@ -7,7 +7,6 @@ that what it takes away can be counted.
 from __future__ import annotations
 
 import hashlib
-import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.duplicates import DuplicateFinder
-from allhands.data.explained import TemplateFacts
+from allhands.data.explained import TemplateFacts, special_pattern, special_tokens
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
 from allhands.data.outcome import Reasons
@@ -185,11 +184,9 @@ class Examiner:
         self.stops: set[int] = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
         # Where it is the end-of-text token too, two of them say nothing.
         self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
-        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special: dict[int, str] = {i: str(t) for i, t in added.items() if getattr(t, "special", True)}
+        self.special = special_tokens(tokenizer)
         self.special_ids = np.array(sorted({*self.special, *self.stops}), dtype=np.int64)
-        names = sorted((re.escape(text) for text in self.special.values() if text), key=len, reverse=True)
-        self._special_text = re.compile("|".join(names)) if names else None
+        self._special_text = special_pattern(tokenizer)
 
     def view(self, record: Record) -> View:
         """What training makes of ``record`` before the cut.

@@ -116,12 +116,22 @@ def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:
 
 def special_tokens_in(tokenizer: Any, record: Record) -> tuple[str, ...]:
     """Special tokens that the record's own words spell out, each once, in the order of their first place."""
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special = sorted((str(token) for token in added.values() if getattr(token, "special", True)), key=len, reverse=True)
-    if not any(special):
+    pattern = special_pattern(tokenizer)
+    if pattern is None:
         return ()
-    pattern = re.compile("|".join(re.escape(token) for token in special if token))
     return tuple(dict.fromkeys(found for words in _words(record) for found in pattern.findall(words)))
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The text of each special token, by its id."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number: str(token) for number, token in added.items() if getattr(token, "special", True)}
+
+
+def special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """Finds special tokens in words, the longest first; None if there are none."""
+    names = sorted((re.escape(text) for text in special_tokens(tokenizer).values() if text), key=len, reverse=True)
+    return re.compile("|".join(names)) if names else None
 
 
 def _words(record: Record) -> Iterable[str]:

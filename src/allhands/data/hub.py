@@ -14,7 +14,7 @@ from typing import Any
 
 from allhands.errors import DataError
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _PROBE_S = 4.0
 _NO_NETWORK = "check the network, or fetch the files on another machine and name them here"
 
@@ -30,7 +30,7 @@ def load_hub(path: str, **options: Any) -> Any:
     except ImportError as error:
         hint = "pip install datasets"
         raise DataError("the datasets library is not installed", where=path, hint=hint) from error
-    if _HUB_NAME.fullmatch(path) and not Path(path).exists() and not _is_cached(path) and not _reachable():
+    if HUB_NAME.fullmatch(path) and not Path(path).exists() and not _is_cached(path) and not _reachable():
         raise DataError("the Hugging Face Hub cannot be reached", where=path, hint=_NO_NETWORK)
     try:
         with _quiet():

@@ -12,7 +12,7 @@ from allhands.data.duplicates import normalise
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
-from allhands.data.shapes import Example, parse_example, remedy_of_warning
+from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, Share, hash64
 from allhands.data.spool import Entry, Spool
@@ -152,7 +152,7 @@ class Intake:
     def _accept(self, number: int, row: Row) -> None:
         example = parse_example(row.value, self._columns_of(row.value), source=row.source, line=row.line)
         where = f"{row.source}:{row.line}"
-        line, text = _json_line(example, where), example.texts()
+        line, text = json_line(example, where), example.texts()
         content = hash64(line)
         split = None if self.options.resplit else self.sources[number].split
         entry = Entry(
@@ -242,22 +242,6 @@ def _reach(value: Any, name: str) -> tuple[bool, Any]:
         if dot and head in row:
             return _reach(row[head], rest)
     return False, None
-
-
-def _json_line(example: Example, where: str) -> bytes:
-    """The row as it is written.
-
-    Raises:
-        DataError: it holds what JSON or UTF-8 cannot.
-    """
-    try:
-        return json.dumps(example.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
-    except UnicodeEncodeError as error:
-        message = f"half a surrogate pair (\\u{ord(error.object[error.start]):04x})"
-        raise DataError(message, where=where, hint="write the whole character, or remove it") from None
-    except (TypeError, ValueError) as error:
-        message = f"it holds what JSON cannot: {error}"
-        raise DataError(message, where=where, hint="write the value as text, or remove it") from None
 
 
 def _measured(example: Example, row: Row) -> Record:

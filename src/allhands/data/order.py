@@ -48,11 +48,12 @@ class Shuffle:
     def _permute(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values >> self._half_bits, values & self._half_mask
         for key in self._round_keys:
-            left, right = right, left ^ (_mix(right + key) & self._half_mask)
+            left, right = right, left ^ (mix(right + key) & self._half_mask)
         return (left << self._half_bits) | right
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Another number for each of ``values``, one to one: the finaliser of SplitMix64 (Steele et al., 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits, few
 from allhands.data.lengths import LengthSummary, Unit
 from allhands.data.outcome import LeftOut, Outcome
-from allhands.data.sources import Source
+from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
 from allhands.data.splitting import (
     NONE,
     SPLITS,
@@ -39,7 +39,7 @@ from allhands.errors import ConfigError, DataError
 from allhands.staging import publish, publishing, staging
 
 DEFAULT_SHARE = Share(0.05, False)
-REPORT, LEFT_OUT, LENGTHS, PREFERENCE = "report.json", "left-out.jsonl", "lengths.png", "preference"
+PREFERENCE = "preference"
 OUTPUT = frozenset({*(f"{split}.jsonl" for split in SPLITS), REPORT, LEFT_OUT, LENGTHS, PREFERENCE})
 
 
@@ -262,7 +262,7 @@ def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Outcom
     torn = _torn_keys(spool, split) if options.split_by is not None else 0
     if torn:
         yield f"{torn} values of {options.split_by} are in several splits, because the sources have them there"
-    for name, number in (("valid", 1), ("test", 2)):
+    for name, number in (("valid", VALID), ("test", TEST)):
         preferences = spool.preferences[split == number]
         for kind, members in (("ordinary", ~spool.preferences), ("preference", spool.preferences)):
             if len(preferences) and np.any(members & (split != NONE)) and not np.any(members & (split == number)):

@@ -23,10 +23,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.answers import AnswerFinder, tool_function
+from allhands.data.answers import AnswerFinder
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
-from allhands.data.records import Message, Record
+from allhands.data.messages import called_function
+from allhands.data.records import Message, Record, as_turns
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 TrainOn = Literal["all", "last", "assistant"]
@@ -203,17 +204,12 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 def _conversation(record: Record) -> tuple[list[Message], int]:
     """The messages of a chat or completion, and the index from which assistant messages are answers."""
-    if record.kind == "chat":
-        return list(record.messages or ()), 0
-    prompt, completion = record.prompt, record.completion
-    head = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-    tail = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return head + list(tail or ()), len(head)
+    return record.turns, 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
 
 
 def is_untrained(message: Message) -> bool:
     """Whether the message says of itself that it is not trained."""
-    return any(message.get(key, 1) in (0, 0.0, False) for key in _WEIGHTS)
+    return any(message.get(key, 1) == 0 for key in _WEIGHTS)
 
 
 def _weight(message: Message, index: int) -> int | None:
@@ -300,15 +296,15 @@ class ChatTemplate:
 
 def _with_parsed_arguments(message: Message) -> Message:
     def parsed(call: Message) -> Message:
-        arguments = tool_function(call).get("arguments")
+        arguments = called_function(call).get("arguments")
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else None
         except ValueError:
             return call
         if not isinstance(value, dict):
             return call
-        changed = {**tool_function(call), "arguments": value}
-        return {**call, "function": changed} if tool_function(call) is not call else changed
+        changed = {**called_function(call), "arguments": value}
+        return {**call, "function": changed} if called_function(call) is not call else changed
 
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [parsed(call) for call in calls]} if calls else message

@@ -41,6 +41,7 @@ from allhands.data.records import (
     to_record,
     with_system,
 )
+from allhands.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,22 @@ def _words(messages: Iterator[Message] | Sequence[Message]) -> Iterator[str]:
             arguments = function.get("arguments", "")
             written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             yield f"{function['name']} {written}"
+
+
+def json_line(example: Example, where: str) -> bytes:
+    """An example as a row of a file.
+
+    Raises:
+        DataError: it holds what JSON or UTF-8 cannot.
+    """
+    try:
+        return json.dumps(example.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+    except UnicodeEncodeError as error:
+        message = f"half a surrogate pair (\\u{ord(error.object[error.start]):04x})"
+        raise DataError(message, where=where, hint="write the whole character, or remove it") from None
+    except (TypeError, ValueError) as error:
+        message = f"it holds what JSON cannot: {error}"
+        raise DataError(message, where=where, hint="write the value as text, or remove it") from None
 
 
 def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int) -> Example:

@@ -1,7 +1,4 @@
-"""What people name on the command line, as sources of rows: files, directories, datasets of the Hugging Face Hub.
-
-Also the readers of the file types that training itself does not read: tables and plain text.
-"""
+"""What people name on the command line, as sources of rows: files, directories, datasets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from allhands.data.hub import load_hub
+from allhands.data.hub import HUB_NAME, load_hub
 from allhands.data.reading import TYPE_NAMES, FileType, file_type, read_rows
 from allhands.data.rows import Item, Problem, ReadOptions, Row, with_rest
 from allhands.errors import ConfigError, DataError
@@ -27,12 +24,11 @@ _NAMES_OF_SPLITS = {
 }
 _SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
 # What `data prepare` writes beside the data.
-_OWN = {"report.json", "left-out.jsonl", "lengths.png"}
-_ABOUT_FOLDER = re.compile(r"(dataset_infos?|dataset_dict|state|report)\.json|left-out\.jsonl")
+REPORT, LEFT_OUT, LENGTHS = "report.json", "left-out.jsonl", "lengths.png"
+_ABOUT_FOLDER = re.compile(r"(dataset_infos?|dataset_dict|state)\.json")
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ def _walk(root: Path) -> tuple[list[Path], list[Problem]]:
                 folders.remove(name)
                 skipped.append(_skip(path, why))
         for path in (Path(folder, name) for name in names):
-            if path.name in _OWN:
+            if path.name in (REPORT, LEFT_OUT, LENGTHS):
                 continue
             why = _why_skipped(path)
             skipped.append(_skip(path, why)) if why else files.append(path)
@@ -229,7 +225,7 @@ def _hub_name(name: str) -> str | None:
             raise ConfigError("this is no name of a Hub dataset", where=name, hint="write hf://OWNER/NAME")
         return rest
     is_local = os.path.exists(name) or os.path.isdir(name.partition("/")[0]) or file_type(Path(name)) is not None
-    return name if _HUB_NAME.fullmatch(name) and not is_local else None
+    return name if HUB_NAME.fullmatch(name) and not is_local else None
 
 
 def _hub_sources(name: str, options: SourceOptions) -> list[Source]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.data.order import mix
 from allhands.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
@@ -70,11 +71,8 @@ def hash64(*parts: str | bytes) -> int:
 
 
 def shuffled(hashes: Hashes, seed: int) -> Hashes:
-    """Another number for each hash, one to one, that depends on ``seed`` (the mixer of splitmix64)."""
-    mixed = hashes ^ np.uint64(hash64("seed", str(seed)))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    """Another number for each hash, one to one, that depends on ``seed``."""
+    return mix(hashes ^ np.uint64(hash64("seed", str(seed))))
 
 
 class Groups:

@@ -6,7 +6,6 @@ tool calls and tools' answers stay as they are. The result is a training folder,
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import insort
 from collections import Counter
@@ -19,7 +18,7 @@ from allhands.data.outcome import LeftOut, Reason
 from allhands.data.prepare import check_output
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
-from allhands.data.shapes import Example, parse_example
+from allhands.data.shapes import Example, json_line, parse_example
 from allhands.data.styles import RuleSet
 from allhands.data.styles.engine import Styler, keyed_number
 from allhands.errors import ConfigError, DataError
@@ -230,14 +229,14 @@ class _Job:
         if record is None or record.kind == "text":
             _no_answer(example, where)
         # Everything that can fail comes before anything is counted.
-        key = _json_line(example, where)
+        key = json_line(example, where)
         if self.options.mix and keyed_number(self.options.seed, "mix", key.decode()) < self.options.mix * 2**64:
             self.report.unmixed += 1
             return key
         styled = self._restyled(record)
         if self.options.system:
             styled = with_system(styled, self.options.system)
-        return _json_line(replace(example, record=styled), where)
+        return json_line(replace(example, record=styled), where)
 
     def _restyled(self, record: Record) -> Record:
         if record.kind == "chat":
@@ -296,11 +295,3 @@ def _no_answer(example: Example, where: str) -> NoReturn:
         )
     hint = "keep the good answers as messages: only those can be restyled"
     raise DataError(f"this is {example.shape} data, which is left as it is", where=where, hint=hint)
-
-
-def _json_line(example: Example, where: str) -> bytes:
-    try:
-        return json.dumps(example.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
-    except (TypeError, ValueError) as error:
-        message = f"it holds what JSON in UTF-8 cannot: {error}"
-        raise DataError(message, where=where, hint="write the value as text, or remove it") from None

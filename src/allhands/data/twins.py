@@ -25,7 +25,8 @@ class Twins:
         words: (n,) hash, equal for rows that repeat each other exactly.
         pairs: (near, 2) a row and the one that it nearly repeats; of rows with equal words only one is in it.
         similarities: (near,) of the pairs.
-        links: (links, 2) every two rows that are near duplicates, those of which neither represents a group too.
+        links: (links, 2) near duplicates, those of which neither represents a group too: as many pairs as join all
+            that are alike.
     """
 
     words: Hashes
