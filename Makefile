@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test soak lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 
 test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest
+
+soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about 20 minutes)
+	$(BIN)/python scripts/soak.py
 
 lint: $(STAMP) ## style and types
 	$(BIN)/ruff check .

@@ -16,10 +16,21 @@ if TYPE_CHECKING:
     from allhands.config import TrainConfig
     from allhands.distributed.reduce import average_gradients
     from allhands.errors import AllhandsError
+    from allhands.supervised import last_checkpoint, progress, save_checkpoint
     from allhands.train.callbacks import Callback
 
 __version__ = "0.1.0"
-__all__ = ["AllhandsError", "Callback", "TrainConfig", "__version__", "average_gradients", "finetune"]
+__all__ = [
+    "AllhandsError",
+    "Callback",
+    "TrainConfig",
+    "__version__",
+    "average_gradients",
+    "finetune",
+    "last_checkpoint",
+    "progress",
+    "save_checkpoint",
+]
 
 _HOMES = {
     "AllhandsError": "allhands.errors",
@@ -27,6 +38,9 @@ _HOMES = {
     "TrainConfig": "allhands.config",
     "average_gradients": "allhands.distributed.reduce",
     "finetune": "allhands.api",
+    "last_checkpoint": "allhands.supervised",
+    "progress": "allhands.supervised",
+    "save_checkpoint": "allhands.supervised",
 }
 
 preload_blas()

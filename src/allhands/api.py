@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from allhands.config import build_config
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
+    from allhands.cluster.worker import WorkerContext
     from allhands.train.callbacks import Callback
     from allhands.train.recipes import FinetuneResult
 
@@ -22,7 +25,8 @@ def finetune(
     """Fine-tune a model: the same as ``allhands train`` with the same options.
 
     In a script started by ``mpirun``, ``mlx.launch`` or another launcher, every process calls it and they
-    train together; otherwise it trains in this process.
+    train together; otherwise it trains in this process. Under ``allhands launch`` the script is started again after a
+    fault, and the run goes on from its last checkpoint.
 
     Args:
         config: YAML file with options; keyword arguments win over it.
@@ -44,7 +48,7 @@ def finetune(
     from rich.console import Console
 
     from allhands.cluster.environment import recognise
-    from allhands.cluster.join import join_group, mesh_of
+    from allhands.cluster.join import join_group, mesh_of, surroundings_of
     from allhands.train.recipes import Surroundings, run_finetune
 
     chosen = build_config({"train": True, **options}, config)
@@ -56,10 +60,20 @@ def finetune(
             hint="start the script itself that often: mpirun -np N python script.py",
         )
 
-    mesh = mesh_of(launch, chosen.rank_weights)
-    console = Console(file=sys.stdout, highlight=False) if progress and mesh.is_main else None
-    return run_finetune(
-        chosen,
-        Surroundings(mesh=mesh, connect=lambda: join_group(launch, chosen.start_timeout_s), console=console),
-        callbacks,
-    )
+    if "ALLHANDS_RUN_DIR" in os.environ:
+        surroundings = surroundings_of(_contact(), launch, chosen)
+    else:
+        mesh = mesh_of(launch, chosen.rank_weights)
+        surroundings = Surroundings(mesh=mesh, connect=lambda: join_group(launch, chosen.start_timeout_s))
+    if progress and launch.rank == 0:
+        surroundings = replace(surroundings, console=Console(file=sys.stdout, highlight=False))
+    return run_finetune(chosen, surroundings, callbacks)
+
+
+@cache
+def _contact() -> WorkerContext:
+    """This process's contact with the supervisor of ``allhands launch``: made once, however often it trains."""
+    from allhands.cluster.environment import recognise
+    from allhands.cluster.worker import install
+
+    return install(recognise(os.environ), os.environ)

@@ -41,6 +41,8 @@ ALIASES: dict[str, str] = {
     "pack": "packing",
     "packed": "packing",
     "sample_packing": "packing",
+    "resume_from_checkpoint": "resume",
+    "save_total_limit": "keep_last",
 }
 # Names that cannot be taken over because they mean something else; each with what to do.
 ELSEWHERE: dict[str, str] = {
@@ -51,7 +53,6 @@ ELSEWHERE: dict[str, str] = {
     "target_modules": 'use lora_parameters with keys, for example \'{"keys": ["self_attn.q_proj"], ...}\'',
     "load_in_4bit": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
-    "resume_from_checkpoint": "use resume_adapter_file with the adapters.safetensors to go on from",
     "neat_packing": "use packing with isolate_documents",
     "warmup_ratio": "use warmup_steps (optimizer updates)",
 }
@@ -141,7 +142,12 @@ class TrainConfig(_Strict):
     """Everything a fine-tuning run depends on."""
 
     # Keys that say where and how to run, not what is computed: ranks may differ in them.
-    LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset({"config", "adapter_path", "cores_per_rank", "log_level"})
+    LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "num_ranks"),
+            *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s"),
+        }
+    )
 
     model: str = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
     train: bool = Field(False, description="Train.")
@@ -172,7 +178,18 @@ class TrainConfig(_Strict):
     save_every: int = Field(100, ge=1, description="Batches between saves.")
     adapter_path: str = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
     resume_adapter_file: str | None = Field(None, description="Adapter weights to start from.")
+    resume: str | None = Field(
+        None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
+    )
+    keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
+    keep_every: int | None = Field(None, ge=1, description="Also keep the checkpoints of every so many batches.")
     keep_best: bool = Field(True, description="Keep the adapter with the best validation loss beside the last.")
+    checkpoint_copies: int = Field(
+        2, ge=1, description="Hosts that keep the checkpoints where they share no file system."
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="At a NaN or infinite gradient: stop, or skip the update (10 in a row stop)."
+    )
     early_stopping_patience: int | None = Field(
         None, ge=1, description="Stop after this many validations without improvement."
     )
@@ -211,7 +228,7 @@ class TrainConfig(_Strict):
     report_to: str | None = Field(None, description="Also report to wandb, swanlab or both (comma-separated).")
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: str | None = Field(None, description="YAML file with these options; flags win over it.")
-    num_ranks: int = Field(1, ge=1, le=1024, description="Local processes to start.")
+    num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
     backend: Literal["auto", "ring", "mpi", "nccl"] = Field("auto", description="Who moves the bytes.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | None = Field(
@@ -219,6 +236,15 @@ class TrainConfig(_Strict):
     )
     bucket_mb: float = Field(32.0, gt=0, description="Size of an all-reduce call in MB.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
+    hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")
+    min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
+    max_restarts: int | None = Field(
+        None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
+    )
+    hang_timeout_s: float | None = Field(
+        None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
+    )
+    stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
 
     @field_validator("lora_parameters", "optimizer_config", "hf_dataset", "rank_weights", mode="before")

@@ -73,7 +73,19 @@ class PeerLostError(DistributedError):
     exit_code = 8
 
 
+class CheckpointError(AllhandsError):
+    """A checkpoint that is missing, damaged, or of a run with other settings."""
+
+    exit_code = 9
+
+
 class Interrupted(AllhandsError):
     """Stopped by Ctrl-C or a termination signal, after what was trained had been saved."""
 
     exit_code = 130
+
+
+class Regroup(AllhandsError):
+    """Ended at a checkpoint, because the supervisor asked for it, to go on with other ranks; not an error."""
+
+    exit_code = 75

@@ -16,6 +16,7 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
+from allhands.faults import fire
 from allhands.train.step import batch_arrays, make_loss
 from allhands.trees import numbers
 
@@ -35,14 +36,19 @@ class Evaluator:
         num_batches: int,
         eager: bool,
         stop_requested: Callable[[], int] = lambda: 0,
+        beat: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
-        """``stop_requested`` tells whether this rank has been asked to stop: all of them do then."""
+        """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
+
+        ``beat`` is called with "validate" and the number of batches done before each forward pass.
+        """
         self._model = model
         self._windows = windows
         self._communicator = communicator
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
         self._stop_requested = stop_requested
+        self._beat = beat
         wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
@@ -50,8 +56,8 @@ class Evaluator:
         # Cut once: for a large set that takes seconds.
         self._parts = list(cut_share(windows, share, sizing))
 
-    def __call__(self) -> tuple[float, int]:
-        """Mean loss a trained token and the number of those tokens, the same on every rank.
+    def __call__(self, step: int = 0) -> tuple[float, int]:
+        """Mean loss a trained token after ``step`` batches and the number of those tokens, the same on every rank.
 
         Raises:
             DataError: there is nothing to evaluate.
@@ -60,7 +66,10 @@ class Evaluator:
         """
         self._model.eval()
         loss, count, stop = mx.zeros(()), 0, False
+        self._beat("validate", step)
+        fire("validate", step, self._communicator.rank)
         for part, length in self._parts:
+            self._beat("validate", step)
             batch = collate(self._windows, part, length)
             if stop := bool(self._stop_requested()):
                 break
@@ -68,6 +77,7 @@ class Evaluator:
             mx.eval(loss)
             count += batch.num_targets
         self._model.train()
+        self._beat("reduce", step)
         _, totals = sum_over_ranks(self._communicator, [], [loss, float(count), float(stop)])
         loss_sum, num_targets, votes = numbers(totals)
         if votes:

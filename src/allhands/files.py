@@ -1,11 +1,15 @@
-"""Files that are whole or absent: written beside, synced, renamed."""
+"""Files that are whole or absent: written beside, synced, renamed.
+
+What is ``private`` is for its owner alone whatever the umask says: directories 0700, files 0600. What is not
+has the modes that the umask gives. The modes of directories that exist are never changed.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import Any
 from allhands.errors import StorageError
 
 _DRAFT = ".draft-"
+_PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
@@ -35,27 +40,85 @@ def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     return StorageError(f"cannot be written: {reason}", where=str(path), hint=hint)
 
 
-def make_directory(path: Path) -> Path:
-    """Create ``path`` with its parents.
+def make_directory(path: Path, *, private: bool = False) -> Path:
+    """Create ``path`` with its parents; those that are missing are private, too, if it is.
 
     Raises:
         StorageError: it cannot be made.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if private:
+            _make_private(path)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(path, error) from None
     return path
 
 
+def _make_private(path: Path) -> None:
+    for level in (*reversed(path.parents), path):
+        if not level.is_dir():
+            try:
+                level.mkdir(_PRIVATE_DIRECTORY)
+            except FileExistsError:
+                if not level.is_dir():  # made by another process in this moment, or not a directory
+                    raise
+            else:
+                level.chmod(_PRIVATE_DIRECTORY)  # the umask may take rights even from the owner
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For ``open(path, mode, opener=private_opener)``: a file that it creates has mode 0600.
+
+    The mode of a file that exists stays as it is.
+    """
+    try:
+        return _create(path, flags, private=True) if flags & os.O_CREAT else os.open(path, flags)
+    except FileExistsError:
+        return os.open(path, flags, _PRIVATE_FILE)
+
+
+def make_private(directory: Path) -> None:
+    """Set the modes of a directory of one's own, and of all in it, to 0700 and 0600; links are left alone.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    for path in (*directory.rglob("*"), directory):
+        if not path.is_symlink():
+            path.chmod(_PRIVATE_DIRECTORY if path.is_dir() else _PRIVATE_FILE)
+
+
+def make_unused(parent: Path, prefix: str, *, private: bool = False) -> Path:
+    """A new directory in ``parent`` with a name that nobody can guess.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = parent / f"{prefix}{secrets.token_hex(4)}"
+    made.mkdir(_PRIVATE_DIRECTORY if private else 0o777)
+    if private:
+        made.chmod(_PRIVATE_DIRECTORY)
+    return made
+
+
+def _create(path: str | Path, flags: int, *, private: bool) -> int:
+    """Open a file that must not exist yet, not even as a link."""
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE if private else 0o666)
+    if private:
+        os.fchmod(descriptor, _PRIVATE_FILE)
+    return descriptor
+
+
 @contextmanager
-def claimed(directory: Path) -> Generator[None, None, None]:
+def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, None]:
     """Make ``directory`` and keep it to this process until the block is left; drafts of killed writers are removed.
 
     Raises:
         StorageError: it cannot be made, or another process has it.
     """
-    make_directory(directory)
+    make_directory(directory, private=private)
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:
@@ -69,7 +132,7 @@ def claimed(directory: Path) -> Generator[None, None, None]:
                 raise StorageError(
                     "another run is writing into this directory",
                     where=str(directory),
-                    hint="wait until it has ended, or choose another --adapter-path",
+                    hint="wait until it has ended, or choose another directory",
                 ) from None
             for draft in directory.glob(f"**/{_DRAFT}*"):
                 draft.unlink(missing_ok=True)
@@ -78,28 +141,29 @@ def claimed(directory: Path) -> Generator[None, None, None]:
         os.close(descriptor)
 
 
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = False) -> None:
     """Let ``write`` fill a temporary file beside ``path``, sync it and rename it into place.
 
-    The temporary name keeps the suffix, because writers choose the format by it.
+    The temporary name keeps the suffix, because writers choose the format by it. The mode is that of a new file,
+    whatever that of an older one was.
 
     Raises:
         StorageError: it could not be written; what stood at ``path`` before is untouched.
     """
-    temporary: Path | None = None
+    # Not tempfile: its files are always private, and a process cannot ask for its umask without changing it.
+    temporary = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    made = False
     try:
-        handle, name = tempfile.mkstemp(prefix=f"{_DRAFT}{path.stem}-", suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        os.close(_create(temporary, os.O_WRONLY, private=private))
+        made = True
         write(temporary)
-        _sync(temporary)
-        temporary.chmod(0o644)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:
         raise _with_space(path, error) from None
     finally:
-        if temporary is not None:
+        if made:
             temporary.unlink(missing_ok=True)
 
 
@@ -115,9 +179,35 @@ def _with_space(path: Path, error: OSError | RuntimeError) -> StorageError:
     return storage_error(path, error)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a directory's names, are on the disk.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Make way for a new run's file or directory; where an earlier run's is now, if there was one.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if not path.exists():
+        return None
+    kept = unused_name(path)
+    path.rename(kept)
+    return kept
+
+
+def unused_name(path: Path) -> Path:
+    """``path`` with the first number that nothing has: ``metrics.1.jsonl``."""
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free

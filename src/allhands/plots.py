@@ -5,7 +5,6 @@ Nothing here touches matplotlib's global state: figures are made without pyplot 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from allhands.errors import DataError, StorageError
-from allhands.formatting import format_duration, format_memory, format_rate
+from allhands.errors import DataError
+from allhands.files import make_directory, write_whole
+from allhands.formatting import format_bytes, format_duration, format_memory, format_rate
 from allhands.metrics import RunHistory, TrainReport, ValidReport
 from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
 
@@ -36,11 +37,18 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LONGEST_NAME = 30
 _NONE = "-"
 _SMOOTH_FROM = 20  # points; with fewer, every point can be seen
+_RESTART_ROOM = 0.1  # share of a panel's width that the word "restart" needs
+_SIDE_BY_SIDE = 3  # runs; with more, the columns of the table would be too narrow
+_RESTART_LOOK: dict[str, Any] = {"ls": ":", "lw": 1.0, "alpha": 0.8, "zorder": 1}
+_SKIPPED_LOOK: dict[str, Any] = {"ls": "", "marker": "x", "ms": 6, "mew": 1.5}
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """What is drawn of one run: finite points only; ``rank`` 0 is drawn first and widest."""
+    """What is drawn of one run: finite points only. The first run is drawn first and widest.
+
+    ``restarts`` and ``skipped`` are steps and elapsed seconds, without a height of their own.
+    """
 
     label: str
     colour: str
@@ -48,6 +56,8 @@ class _Curve:
     width: float
     train: tuple[Floats, Floats, Floats]  # step, elapsed seconds, loss
     valid: tuple[Floats, Floats, Floats]
+    restarts: tuple[Floats, Floats]
+    skipped: tuple[Floats, Floats]
 
     @property
     def best(self) -> int:
@@ -55,17 +65,19 @@ class _Curve:
         return int(np.argmin(self.valid[2]))
 
 
-def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = None) -> Path:
+def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = None, private: bool = False) -> Path:
     """Draw training and validation loss of ``runs`` over steps (left) and over elapsed time (right).
 
     A run has one colour; training is solid (thin: as reported, thick: smoothed), validation dashed with
     markers and a star at its lowest point. Earlier runs are drawn wider below later ones, so that
-    identical curves stay visible. The picture has 1200 x 600 pixels.
+    identical curves stay visible. A dotted line marks each restart, a cross on the axis each skipped step. The
+    picture has 1200 x 600 pixels.
 
     Args:
         runs: at least one with a finite loss.
         out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix. Replaced whole or not at all.
         title: over both panels.
+        private: whether the picture, and directories that are made for it, are for their owner alone.
 
     Returns:
         ``out``.
@@ -85,7 +97,8 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
         figure = Figure(figsize=(12, 6), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         FigureCanvasAgg(figure)
         _draw(figure, curves, title or "Training and validation loss")
-        _write(figure, out, suffix.removeprefix("."))
+        make_directory(out.parent, private=private)
+        write_whole(out, lambda draft: figure.savefig(draft, format=suffix.removeprefix(".")), private=private)
     return out
 
 
@@ -94,9 +107,11 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     times = np.concatenate([times for curve in curves for times in (curve.train[1], curve.valid[1])])
     unit, unit_s = _time_unit(float(times.max()))
-    for axes, column, scale in ((by_step, 0, 1.0), (by_time, 1, unit_s)):
+    panels = (by_step, 0, 1.0), (by_time, 1, unit_s)
+    for axes, column, scale in panels:
         for curve in curves:
             _draw_curve(axes, curve, column, scale)
+            _draw_marks(axes, curve, column, scale)
         axes.margins(x=0.03, y=0.08)
         axes.locator_params(integer=column == 0, nbins=8, axis="x")
         if len(curves) == 1 and curves[0].valid[2].size:
@@ -105,6 +120,8 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
     by_step.set_ylabel("loss per token (lower is better)")
     by_time.set(title="over time", xlabel=f"training time ({unit})")
     by_time.tick_params(labelleft=True)
+    for axes, column, scale in panels:
+        _name_restarts(axes, np.concatenate([curve.restarts[column] for curve in curves]) / scale)
     _draw_legends(figure, by_time, curves)
 
 
@@ -120,6 +137,33 @@ def _draw_curve(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
     axes.plot(x, loss, lw=0.7 * curve.width, ls=DASHED, mfc="white", mew=1.5, **look)
     look |= {"marker": "*", "ms": 8 + 4 * curve.width, "mec": "white", "mew": 0.7, "zorder": 5}
     axes.plot(x[curve.best], loss[curve.best], **look)
+
+
+def _draw_marks(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
+    """Restarts over the whole height, below all curves; skipped steps on the axis."""
+    for x in np.unique(curve.restarts[column] / scale):
+        axes.axvline(float(x), color=curve.colour, **_RESTART_LOOK)
+    look = _SKIPPED_LOOK | {"color": curve.colour, "clip_on": False, "zorder": 4}
+    if curve.skipped[column].size:
+        axes.plot(curve.skipped[column] / scale, np.zeros(curve.skipped[column].size), **look, **_on_axis(axes))
+
+
+def _on_axis(axes: Axes) -> dict[str, Any]:
+    """Heights count from the bottom of the panel, as shares of it."""
+    return {"transform": axes.get_xaxis_transform()}
+
+
+def _name_restarts(axes: Axes, places: Floats) -> None:
+    """The word over the first line, and over each further one that leaves room for it; the panel's title above."""
+    if not places.size:
+        return
+    axes.set_title(axes.get_title(), pad=18)
+    low, high = axes.get_xlim()
+    room, last = _RESTART_ROOM * (high - low), -np.inf
+    for x in np.unique(places):
+        if x - last >= room:
+            axes.text(float(x), 1.01, "restart", ha="center", va="bottom", fontsize=8, color=GREY, **_on_axis(axes))
+            last = x
 
 
 def _annotate_best(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
@@ -152,6 +196,10 @@ def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
     if any(curve.valid[2].size for curve in curves):
         styles.append(Line2D([], [], color=GREY, ls=DASHED, marker="o", mfc="white", label="validation"))
         styles.append(Line2D([], [], color=GREY, ls="", marker="*", ms=12, label="best validation"))
+    if any(curve.restarts[0].size for curve in curves):
+        styles.append(Line2D([], [], color=GREY, label="restart", **_RESTART_LOOK))
+    if any(curve.skipped[0].size for curve in curves):
+        styles.append(Line2D([], [], color=GREY, label="skipped step", **_SKIPPED_LOOK))
     axes.legend(handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8)
 
 
@@ -171,7 +219,7 @@ def smooth(values: Floats) -> Floats:
 
 def _curves(runs: Sequence[RunHistory]) -> list[_Curve]:
     drawn = [
-        (label, train, valid)
+        (label, run, train, valid)
         for label, run in zip(_labels(runs), runs, strict=True)
         if (train := _finite(run.train))[2].size + (valid := _finite(run.valid))[2].size
     ]
@@ -183,8 +231,10 @@ def _curves(runs: Sequence[RunHistory]) -> list[_Curve]:
             width=1.8 + min(2.2, 4 / len(drawn)) * (len(drawn) - 1 - place),
             train=train,
             valid=valid,
+            restarts=_columns(run.restarts),
+            skipped=_skipped(run, train if train[2].size else valid),
         )
-        for place, (label, train, valid) in enumerate(drawn)
+        for place, (label, run, train, valid) in enumerate(drawn)
     ]
 
 
@@ -194,6 +244,17 @@ def _finite(reports: Sequence[TrainReport] | Sequence[ValidReport]) -> tuple[Flo
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 3)
     table = table[np.isfinite(table).all(axis=1)]
     return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
+    table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _skipped(run: RunHistory, known: tuple[Floats, Floats, Floats]) -> tuple[Floats, Floats]:
+    """Skipped steps, with times between those of the points around them."""
+    steps = np.asarray([skipped.step for skipped in run.skipped], dtype=np.float64)
+    return steps, np.interp(steps, known[0], known[1])
 
 
 def _labels(runs: Sequence[RunHistory]) -> list[str]:
@@ -218,32 +279,53 @@ def _time_unit(longest_s: float) -> tuple[str, float]:
     return ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
 
 
-def _write(figure: Figure, out: Path, kind: str) -> None:
-    """Save whole or not at all: written beside ``out``, then renamed over it."""
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            figure.savefig(part, format=kind)
-            os.replace(part, out)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write the picture: {error.strerror or error}",
-            where=str(out),
-            hint="free disk space or choose a place that can be written to",
-        ) from error
-
-
 def times_table(runs: Sequence[RunHistory]) -> Table:
-    """The runs side by side, one column a run; see :func:`times_markdown` for what is compared."""
-    table = Table(title="Training times", caption="speed-up: tokens/s relative to the first run")
+    """The runs side by side, one column a run; of more than three, one row a run, so that 80 columns are enough.
+
+    See :func:`times_markdown` for what is compared.
+    """
+    caption = "speed-up: tokens/s relative to the first run"
+    if len(runs) > _SIDE_BY_SIDE:
+        return _rows(runs, caption)
+    table = Table(title="Training times", caption=caption)
     table.add_column("", no_wrap=True)
     for label in _labels(runs):
-        table.add_column(Text(label), justify="right")
+        table.add_column(Text(label), justify="right", overflow="fold")
     for measure, cells in _measures(runs):
         table.add_row(measure, *cells)
+    return table
+
+
+# Headings of columns that are no wider than their figures. The number of ranks stands in the name of the run.
+_HEADINGS = {
+    "cores per rank": "cores",
+    "steps": "steps",
+    "training time": "time",
+    "seconds per step": "s/step",
+    "tokens/s": "tokens\n/s",
+    "speed-up": "speed\n-up",
+    "final training loss": "train\nloss",
+    "best validation loss": "valid\nloss",
+    "peak memory": "peak\nmemory",
+    "restarts": "re-\nstarts",
+}
+
+
+def _rows(runs: Sequence[RunHistory], caption: str) -> Table:
+    """One row a run, in 80 columns: no ranges, and the cores only where they differ."""
+    highest = [_known(max(_peaks(run), default=np.nan), format_bytes) for run in runs]
+    measures = dict(_measures(runs)) | {"peak memory": highest}
+    if len(set(measures["cores per rank"])) == 1:
+        del measures["cores per rank"]
+    table = Table(title="Training times", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.caption = f"{caption};\nvalid loss: the lowest; peak memory: of the rank that needs most"
+    table.add_column("run", overflow="fold", vertical="top")
+    shown = {measure: heading for measure, heading in _HEADINGS.items() if measure in measures}
+    for measure, heading in shown.items():
+        wraps = measure == "steps"  # "10000 of 20000"
+        table.add_column(heading, justify="right", no_wrap=not wraps, min_width=6 if wraps else None, vertical="top")
+    for place, label in enumerate(_labels(runs)):
+        table.add_row(Text(label), *(measures[measure][place] for measure in shown))
     return table
 
 
@@ -264,7 +346,8 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     speeds = [_median([report.tokens_per_s for report in run.train]) for run in runs]
     step_s = [_median([report.step_time_s for report in run.train]) for run in runs]
     first = (speeds[:1] or [0.0])[0] or np.nan
-    return [
+    restarts = [len(run.restarts) for run in runs]
+    measures = [
         ("ranks", [str(run.started.num_ranks) if run.started else _NONE for run in runs]),
         ("cores per rank", [str((run.started and run.started.cores_per_rank) or _NONE) for run in runs]),
         ("steps", [_steps(run) for run in runs]),
@@ -276,6 +359,7 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
         ("best validation loss", [_known(_best_loss(run), "{:.3f}".format) for run in runs]),
         ("peak memory per rank", [_peak_memory(run) for run in runs]),
     ]
+    return [*measures, *([("restarts", [str(count) for count in restarts])] if any(restarts) else [])]
 
 
 def _known(value: float, show: Callable[[float], str]) -> str:
@@ -310,8 +394,11 @@ def _best_loss(run: RunHistory) -> float:
 
 
 def _peak_memory(run: RunHistory) -> str:
+    return format_memory(peaks) if (peaks := _peaks(run)) else _NONE
+
+
+def _peaks(run: RunHistory) -> list[int]:
     """The highest value of each rank; of the latest set of ranks, if a restart changed their number."""
     peaks = [report.peak_memory_bytes for report in run.train]
     last = [peak for peak in peaks if len(peak) == len(peaks[-1])]
-    highest = [max(of_rank) for of_rank in zip(*last, strict=True)]
-    return format_memory(highest) if highest else _NONE
+    return [max(of_rank) for of_rank in zip(*last, strict=True)]

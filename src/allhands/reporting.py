@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +15,9 @@ from allhands.errors import ConfigError
 from allhands.metrics import Event, RunEnded, TrainReport, ValidReport
 
 _log = logging.getLogger(__name__)
+# Names of environment variables that hold what must stay out of logs, and how long a value is that is worth hiding.
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_ID)?$", re.IGNORECASE)
+_SECRET_LENGTH = 8
 
 
 class Tracker(Protocol):
@@ -47,7 +52,7 @@ class TrackerSink:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("%s takes no numbers (%s); the run goes on", self._name, error)
+            _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(str(error)))
 
 
 def tracked_values(event: Event) -> dict[str, float]:
@@ -67,6 +72,14 @@ def tracked_values(event: Event) -> dict[str, float]:
     if isinstance(event, RunEnded) and event.test_loss is not None:
         return {"test_loss": event.test_loss}
     return {}
+
+
+def without_secrets(text: str) -> str:
+    """``text``, which somebody else's client wrote, less the keys and tokens of this process's environment."""
+    secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= _SECRET_LENGTH}
+    for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(value, "***")
+    return text
 
 
 def tracker_names(report_to: str | None) -> list[str]:
@@ -107,7 +120,7 @@ def _start(name: str, project: str | None, directory: Path, config: Mapping[str,
         module.init(project=project, experiment_name=directory.name, logdir=log_directory, config=dict(config))
         return module
     except Exception as error:  # their own classes, unknown here
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        first = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{name} cannot be started: {first}",
             where="--report-to",

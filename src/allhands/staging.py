@@ -1,4 +1,8 @@
-"""Directories that are whole or absent: filled beside their place, synced, renamed into it."""
+"""Directories that are whole or absent: filled beside their place, synced, renamed into it.
+
+A ``private`` one is for its owner alone: 0700, its files 0600. Others have the modes that the umask gives. One that
+replaces another takes over its mode.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,22 @@ import filecmp
 import glob
 import os
 import shutil
-import tempfile
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
-from allhands.files import storage_error
+from allhands.files import make_directory, make_private, make_unused, private_opener, storage_error, sync
 
 _PARTIAL, _REPLACED = "partial", "replaced"
 
 
 @contextmanager
-def staging(target: Path) -> Generator[Path]:
+def staging(target: Path, *, private: bool = False) -> Generator[Path]:
     """A new empty directory beside ``target``; gone at the end unless :func:`publish` moved it.
+
+    Nobody else can look into it if it is ``private``, which :func:`publish` must be told, too.
 
     What earlier, killed runs left is removed first, or put back if it is what stood at ``target``: a staging
     directory is locked as long as its process lives. ``OSError`` in the body becomes a ``StorageError``.
@@ -28,12 +35,11 @@ def staging(target: Path) -> Generator[Path]:
     made: Path | None = None
     descriptor = -1
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(target.parent, private=private)
         _remove_abandoned(target)
-        made = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
+        made = make_unused(target.parent, _prefix(target), private=private)
         with suppress(OSError):  # not every file system has locks
             descriptor = _lock_directory(made)
-        made.chmod(0o755)
         yield made
     except OSError as error:
         raise storage_error(Path(error.filename or target), error) from error
@@ -44,25 +50,31 @@ def staging(target: Path) -> Generator[Path]:
             os.close(descriptor)
 
 
-def publish(staged: Path, target: Path) -> None:
+def publish(staged: Path, target: Path, *, private: bool = False) -> None:
     """Sync ``staged`` and rename it to ``target``, in place of the directory that may be there.
+
+    The files of a ``private`` one have mode 0600 then, whatever they were opened with.
 
     Raises:
         OSError: it cannot be done; what stood at ``target`` is there again.
     """
     target = target.resolve()
+    if private:
+        make_private(staged)
     for path in (*staged.rglob("*"), staged):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    if not target.is_dir():
+        sync(path)
+    if target.is_dir():
+        _exchange(staged, target)
+    else:
         staged.rename(target)
-        return
+    sync(target.parent)
+
+
+def _exchange(staged: Path, target: Path) -> None:
     # Directories cannot be exchanged portably: for an instant there is none, never half of one. Who is killed in
     # that instant leaves the old one under this name, and the next run puts it back.
-    replaced = Path(tempfile.mkdtemp(prefix=_prefix(target, _REPLACED), dir=target.parent))
+    replaced = make_unused(target.parent, _prefix(target, _REPLACED), private=True)
+    staged.chmod(stat.S_IMODE(target.stat().st_mode))
     target.rename(replaced)
     try:
         staged.rename(target)
@@ -95,11 +107,11 @@ def same_files(one: Path, other: Path) -> bool:
 
 
 @contextmanager
-def locked(file: Path) -> Generator[None]:
+def locked(file: Path, *, private: bool = False) -> Generator[None]:
     """Hold an exclusive lock on ``file`` (made if absent), after whoever holds it now."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("a")
+        make_directory(file.parent, private=private)
+        stream = _lock_file(file, private)
     except OSError as error:
         raise storage_error(file, error) from error
     with stream:
@@ -109,15 +121,19 @@ def locked(file: Path) -> Generator[None]:
 
 
 @contextmanager
-def locked_now(file: Path) -> Generator[bool]:
+def locked_now(file: Path, *, private: bool = False) -> Generator[bool]:
     """Whether an exclusive lock on ``file`` (made if absent) could be had at once; it is held for the block."""
-    with file.open("a") as stream:
+    with _lock_file(file, private) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             yield False
         else:
             yield True
+
+
+def _lock_file(file: Path, private: bool) -> TextIO:
+    return open(file, "a", encoding="utf-8", opener=private_opener if private else None)
 
 
 def _prefix(target: Path, kind: str = _PARTIAL) -> str:

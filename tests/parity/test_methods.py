@@ -290,7 +290,8 @@ def _micro_batch(examples: list[Example]) -> MicroBatch:
         inputs[row, : len(ids) - 1] = ids[:-1]
         positions += range(row * width, row * width + len(ids) - 1)
         targets += ids[1:]
-    return MicroBatch(inputs, np.array(positions, dtype=np.int32), np.array(targets, dtype=np.int32), len(targets))
+    arrays = [np.array(values, dtype=np.int32) for values in (positions, targets, range(len(examples)))]
+    return MicroBatch(inputs, arrays[0], arrays[1], len(targets), arrays[2])
 
 
 # --- optimizers and schedules -------------------------------------------------------------------------

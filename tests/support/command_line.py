@@ -7,7 +7,7 @@ from typing import Any
 
 import typer.main
 
-from allhands.cli.main import make_app
+from allhands.cli.main import make_app, with_auto_resume
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -17,7 +17,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
         Exception: the parser's own, with ``show`` and ``exit_code``, for what it does not accept.
     """
     command: Any = typer.main.get_command(make_app())
-    rest, names = list(arguments), list[str]()
+    rest, names = with_auto_resume(list(arguments)), list[str]()
     context = command.context_class(command, info_name="allhands", **command.context_settings)
     while hasattr(command, "commands"):
         name, command, rest = command.resolve_command(context, rest)

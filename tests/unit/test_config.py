@@ -54,6 +54,8 @@ def test_aliases_lead_to_fields_and_nothing_else_is_shadowed() -> None:
 
 ALIASED: dict[str, tuple[Any, Any]] = {
     "num_train_epochs": (2, 2.0),
+    "resume_from_checkpoint": ("auto", "auto"),
+    "save_total_limit": (3, 3),
     "max_steps": (7, 7),
     "gradient_accumulation_steps": (3, 3),
     "output_dir": ("out", "out"),
@@ -331,6 +333,8 @@ FULL: dict[str, Any] = {
     "completion_feature": "c", "chat_feature": "m", "text_feature": "t", "trust_remote_code": True,
     "report_to": "wandb,swanlab", "project_name": "n", "num_ranks": 2, "backend": "ring", "cores_per_rank": 1,
     "rank_weights": [2.0, 1.0], "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
+    "resume": "auto", "keep_last": 1, "keep_every": 5, "checkpoint_copies": 1, "non_finite": "skip",
+    "hostfile": "hosts", "min_ranks": 1, "max_restarts": 7, "hang_timeout_s": 8.0, "stop_grace_s": 9.0,
 }  # fmt: skip
 
 

@@ -14,14 +14,25 @@ import mlx.core as mx
 import pytest
 
 from allhands.errors import StorageError
-from allhands.files import make_directory, write_whole
+from allhands.files import claimed, make_directory, private_opener, write_whole
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_file_is_written_under_its_name_with_usual_rights(tmp_path: Path) -> None:
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o027, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_a_file_is_written_under_its_name(tmp_path: Path) -> None:
     seen: list[str] = []
 
     def write(temporary: Path) -> None:
@@ -34,8 +45,76 @@ def test_a_file_is_written_under_its_name_with_usual_rights(tmp_path: Path) -> N
     write_whole(target, write)
     assert target.read_bytes() == b"new"
     assert seen == [".safetensors"]
-    assert target.stat().st_mode & 0o777 == 0o644
     assert names(tmp_path) == ["adapters.safetensors"]
+
+
+def test_the_umask_gives_the_modes_of_what_is_not_private(tmp_path: Path, umask: int) -> None:
+    while_written: list[int] = []
+    target = tmp_path / "file"
+    target.touch(0o600)
+
+    def write(temporary: Path) -> None:
+        while_written.append(mode(temporary))
+        temporary.write_bytes(b"new")
+
+    write_whole(target, write)
+    assert mode(target) == 0o666 & ~umask
+    assert while_written == [mode(target)]
+    assert mode(make_directory(tmp_path / "directory")) == 0o777 & ~umask
+
+
+# The last one would take rights even from the owner.
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377], indirect=True, ids=oct)
+def test_what_is_private_is_for_its_owner_alone_under_every_umask(tmp_path: Path, umask: int) -> None:
+    while_written: list[int] = []
+    inner = make_directory(tmp_path / "a" / "b" / "c", private=True)
+    assert [mode(path) for path in (inner, inner.parent, inner.parent.parent)] == [0o700] * 3
+    write_whole(inner / "file", lambda draft: while_written.append(mode(draft)), private=True)
+    assert while_written == [mode(inner / "file")] == [0o600]
+    with open(inner / "log", "a", opener=private_opener) as stream:
+        stream.write("line")
+    assert mode(inner / "log") == 0o600
+    with claimed(tmp_path / "run"):
+        assert mode(tmp_path / "run") == 0o700
+    with claimed(tmp_path / "shared", private=False):
+        assert mode(tmp_path / "shared") == 0o777 & ~umask
+
+
+def test_modes_of_what_exists_stay(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o750)
+    make_directory(shared / "new", private=True)
+    with claimed(shared):
+        assert mode(shared) == 0o750
+    assert mode(shared / "new") == 0o700
+    log = shared / "log"
+    log.write_text("first ")
+    log.chmod(0o640)
+    with open(log, "a", opener=private_opener) as stream:
+        stream.write("second")
+    assert log.read_text() == "first second"
+    assert mode(log) == 0o640
+
+
+def test_a_private_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "away")
+    for path in (tmp_path / "file", tmp_path / "file" / "deeper", tmp_path / "link" / "deeper"):
+        with pytest.raises(StorageError, match=str(path)):
+            make_directory(path, private=True)
+
+
+def test_a_link_under_the_drafts_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "known")
+    (tmp_path / "victim").write_text("mine")
+    draft = tmp_path / ".draft-a-known.txt"
+    draft.symlink_to(tmp_path / "victim")
+    for private in (True, False):
+        with pytest.raises(StorageError, match="File exists"):
+            write_whole(tmp_path / "a.txt", lambda d: d.write_text("new"), private=private)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert draft.is_symlink()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -87,10 +88,25 @@ def test_collated_positions_and_targets_are_those_of_the_mask(content: list[Exam
     assert batch.num_targets == sum(sum(content[i][1]) for i in chosen)
     assert batch.num_tokens == sum(naive_work(content[i]) for i in chosen)
     assert batch.padding == sum(width - naive_work(content[i]) for i in chosen)
+    assert batch.examples.tolist() == chosen
     # Row r holds example chosen[r], then zeros; no token of the data is 0 here.
     for row, i in zip(batch.inputs.tolist(), chosen, strict=True):
         work = naive_work(content[i])
         assert row == content[i][0][:work] + [0] * (width - work)
+
+
+@quick
+@given(examples())
+def test_a_row_alone_is_the_task_of_its_example(content: list[Example]) -> None:
+    width = max(map(naive_work, content)) + 3
+    batch = replace(pad_targets(collate(token_set(content), np.arange(len(content)), width)), iteration=7)
+    for row, example in enumerate(content):
+        alone = batch.alone(row)
+        assert tasks_of(alone) == naive_tasks([example])
+        assert alone.inputs.shape == (1, width)
+        assert alone.num_targets == sum(example[1])
+        assert (alone.examples.tolist(), alone.iteration, alone.padding) == ([row], 7, 0)
+        assert {a.dtype for a in (alone.inputs, alone.positions, alone.targets)} == {np.dtype(np.int32)}
 
 
 @quick
@@ -109,7 +125,9 @@ def test_padded_targets_change_no_task(content: list[Example]) -> None:
 def test_padding_of_targets_is_bounded_and_meets_few_shapes(count: int) -> None:
     def padded(n: int) -> int:
         places = np.zeros(n, dtype=np.int32)
-        return len(pad_targets(MicroBatch(np.zeros((1, n), np.int32), places, places, n)).targets)
+        return len(
+            pad_targets(MicroBatch(np.zeros((1, n), np.int32), places, places, n, np.zeros(1, np.int32))).targets
+        )
 
     assert count <= padded(count) <= max(count * 1.25, 32 * -(-count // 32))
     octave = range(count, 2 * count)
@@ -137,6 +155,8 @@ def test_all_ranks_together_learn_exactly_the_batch(
         expected = [content[i] for i in order.batch(iteration)]
         assert sum((tasks_of(part) for part in parts), Counter[Task]()) == naive_tasks(expected)
         assert sum(part.num_tokens for part in parts) == sum(map(naive_work, expected))
+        assert sorted(i for part in parts for i in part.examples.tolist()) == sorted(order.batch(iteration).tolist())
+        assert {part.iteration for part in parts} == {iteration}
         for part in parts:
             rows, width = part.inputs.shape
             assert rows == 1 or rows * width <= max_tokens

@@ -27,8 +27,10 @@ from allhands.metrics import (
     RunStarted,
     SavedReport,
     Sinks,
+    StepSkipped,
     TrainReport,
     ValidReport,
+    Warned,
     decode_event,
     encode_event,
     read_metrics,
@@ -91,7 +93,9 @@ def test_every_event_survives_the_file_as_strict_json(number: float, count: int,
         replace(STARTED, name=text, total_params=count, versions={text: text}),
         replace(train(3), loss=number, peak_memory_bytes=(count, 0)),
         replace(valid(4), loss=number),
-        SavedReport(5, text),
+        SavedReport(5, text, number, number),
+        StepSkipped(6, text, (count, 3), (text,)),
+        Warned(7, text),
         replace(ENDED, test_loss=number, best_step=None, best_valid_loss=None),
     ]
     for event in events:
@@ -124,6 +128,19 @@ def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
         sink.emit(train(10))
         kinds = [json.loads(line)["event"] for line in path.read_text().splitlines()]
     assert kinds == ["opened", "started", "train"]
+
+
+def test_nobody_else_may_read_what_is_made_and_what_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("")
+    (tmp_path / "old").chmod(0o640)
+    before = os.umask(0)
+    try:
+        for name in ("a/b/new", "old"):
+            JsonlSink(tmp_path / name).close()
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/new", "old")}
+    assert modes == {"a": 0o700, "a/b": 0o700, "a/b/new": 0o600, "old": 0o640}
 
 
 def test_a_disk_that_is_full_at_the_start_is_a_storage_error() -> None:
@@ -220,7 +237,7 @@ def test_a_restart_replaces_what_it_trains_again_and_continues_the_clock(tmp_pat
         *(train(20, 5.0), valid(20, 5.0), SavedReport(20, "lost"), train(30, 5.0)),
         RunEnded(30, "failed", 15.0),
         # from the checkpoint of step 10, with three ranks; its clock starts at zero
-        *(replace(STARTED, num_ranks=3), train(20, 1.5, elapsed_s=4.0), SavedReport(20, "new")),
+        *(replace(STARTED, num_ranks=3, step=10, attempt=2), train(20, 1.5, elapsed_s=4.0), SavedReport(20, "new")),
         replace(valid(20, 1.4), elapsed_s=6.0),
     )
     history = read_metrics(tmp_path)
@@ -230,16 +247,6 @@ def test_a_restart_replaces_what_it_trains_again_and_continues_the_clock(tmp_pat
     assert history.ended is None
     assert history.started is not None
     assert history.started.num_ranks == 3
-
-
-def test_the_clock_adds_up_over_two_restarts(tmp_path: Path) -> None:
-    lives = [train(10, elapsed_s=5.0), train(20, elapsed_s=5.0), train(30, elapsed_s=5.0)]
-    events = [event for life in lives for event in (STARTED, life)]
-    write(tmp_path / "metrics.jsonl", *events, RunEnded(30, "finished", 6.0))
-    history = read_metrics(tmp_path)
-    assert [report.elapsed_s for report in history.train] == [5.0, 10.0, 15.0]
-    assert history.ended is not None
-    assert history.ended.total_time_s == 16.0
 
 
 def test_a_run_from_scratch_in_the_same_directory_replaces_the_old_one(tmp_path: Path) -> None:
@@ -287,6 +294,46 @@ def test_the_banner_says_what_is_trained() -> None:
         assert part in text
     assert "batch size 8 samples a step over all ranks" in text
     assert "600 on 1200 examples (4.0 epochs)" in text
+
+
+def test_a_start_that_goes_on_says_from_where() -> None:
+    plain, out = console(terminal=False)
+    with ConsoleSink(plain) as sink:
+        sink.emit(replace(STARTED, step=40))
+        resumed = out.getvalue().splitlines()
+        sink.emit(replace(STARTED, step=40, attempt=2, num_ranks=3))
+        sink.emit(replace(STARTED, attempt=3, num_ranks=1, backend="none"))
+    assert resumed[0] == "run         first"
+    assert resumed[-1] == "resumed     from step 40"
+    assert out.getvalue().splitlines()[len(resumed) :] == [
+        "attempt 2: going on from step 40 with 3 ranks (ring)",
+        "attempt 3: starting from the beginning with 1 rank (none)",
+    ]
+
+
+def test_skipped_steps_and_warnings_are_one_line_each() -> None:
+    plain, out = console(terminal=False, width=20)
+    with ConsoleSink(plain) as sink:
+        sink.emit(StepSkipped(40, "the gradient is nan", (17, 203)))
+        sink.emit(StepSkipped(41, "the loss is inf", (17,), ("train.jsonl:18",)))
+        sink.emit(StepSkipped(42, "the loss is nan", tuple(range(8))))
+        sink.emit(StepSkipped(43, "the loss is nan", ()))
+        sink.emit(Warned(43, "no checkpoint was written"))
+    assert out.getvalue().splitlines() == [
+        "step 40  skipped: the gradient is nan (training examples 17, 203)",
+        "step 41  skipped: the loss is inf (training example 17 at train.jsonl:18)",
+        "step 42  skipped: the loss is nan (training examples 0, 1, 2, 3, 4 and 3 more)",
+        "step 43  skipped: the loss is nan",
+        "warning: no checkpoint was written",
+    ]
+
+
+def test_the_board_of_a_restart_begins_where_it_goes_on() -> None:
+    terminal, out = console(terminal=True, width=100)
+    with ConsoleSink(terminal) as sink:
+        sink.emit(replace(STARTED, step=40))
+        terminal.print(sink._board.render())
+    assert "step 40/600  before the first report" in out.getvalue()
 
 
 def test_time_left_counts_what_happens_between_reports() -> None:

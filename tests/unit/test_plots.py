@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -14,9 +15,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from allhands import plots
 from allhands.errors import ConfigError, DataError, StorageError
-from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport, ValidReport
+from allhands.metrics import RunEnded, RunHistory, RunStarted, StepSkipped, TrainReport, ValidReport
 from allhands.plots import plot_losses, smooth, times_markdown, times_table
 
 
@@ -63,13 +63,13 @@ def png_size(path: Path) -> tuple[int, int]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are drawn, for a look at their lines and texts."""
     figures: list[Figure] = []
-    write = plots._write
+    save = Figure.savefig
 
-    def keep(figure: Figure, out: Path, kind: str) -> None:
-        figures.append(figure)
-        write(figure, out, kind)
+    def keep(self: Figure, *arguments: object, **options: object) -> None:
+        figures.append(self)
+        save(self, *arguments, **options)
 
-    monkeypatch.setattr(plots, "_write", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
     return figures
 
 
@@ -105,6 +105,66 @@ def test_the_best_validation_is_starred_and_named(tmp_path: Path, drawn: list[Fi
     assert [text.get_text() for text in drawn[0].axes[0].texts] == ["best validation 1.800"]
     labels = [text.get_text() for text in drawn[1].legends[0].get_texts()]
     assert labels == ["a (1 rank): best validation 1.800", "b (2 ranks): best validation 1.800"]
+
+
+RESTARTS = [(6, 12.0), (15, 30.0), (15, 30.0), (28, 56.0)]
+
+
+def marks(figure: Figure, panel: int) -> tuple[list[float], list[float]]:
+    """Where restarts are drawn, and where skipped steps."""
+    dotted = [line for line in figure.axes[panel].lines if line.get_linestyle() == ":"]
+    crosses = [line for line in figure.axes[panel].lines if line.get_marker() == "x"]
+    for line in dotted:
+        assert line.get_zorder() < min(other.get_zorder() for other in figure.axes[panel].lines if other not in dotted)
+    return [float(line.get_xdata()[0]) for line in dotted], [float(x) for line in crosses for x in line.get_xdata()]
+
+
+def test_restarts_and_skipped_steps_are_marked_on_both_panels(tmp_path: Path, drawn: list[Figure]) -> None:
+    run = history()
+    run.restarts = RESTARTS
+    run.skipped = [StepSkipped(7, "the gradient is nan", (3,)), StepSkipped(12, "the gradient is nan", (4,))]
+    run.train = [report for report in run.train if report.step % 2 == 0]  # step 7 lies between two reports
+    plot_losses([run], tmp_path / "a.png")
+    assert marks(drawn[0], 0) == ([6.0, 15.0, 28.0], [7.0, 12.0])
+    assert marks(drawn[0], 1) == ([12.0, 30.0, 56.0], [14.0, 24.0])
+    legend = drawn[0].axes[1].get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert (labels.count("restart"), labels.count("skipped step")) == (1, 1)
+
+
+def test_a_run_without_restarts_has_no_mark_and_no_word_of_them(tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_losses([history()], tmp_path / "a.png")
+    assert marks(drawn[0], 0) == marks(drawn[0], 1) == ([], [])
+    legend = drawn[0].axes[1].get_legend()
+    assert legend is not None
+    words = [text.get_text() for axes in drawn[0].axes for text in (*axes.texts, *legend.get_texts())]
+    assert not {"restart", "skipped step"} & set(words)
+
+
+@pytest.mark.parametrize("number", [1, 5, 30])
+def test_the_word_restart_lies_on_no_other_text(tmp_path: Path, drawn: list[Figure], number: int) -> None:
+    runs = [history("a"), history("b", step_s=3.0)]
+    for place, run in enumerate(runs):
+        run.restarts = [(1 + 30 * n // number, (2.0 + place) * 30 * n / number) for n in range(number)]
+    plot_losses(runs, tmp_path / "a.png")
+    for axes in drawn[0].axes:
+        words = [text for text in axes.texts if text.get_text() == "restart"]
+        boxes = [text.get_window_extent() for text in (*words, axes.title)]
+        assert len(words) >= min(number, 3)
+        for word in boxes:
+            assert word.y0 >= axes.get_window_extent().y1  # above the panel, hence on no curve
+            assert sum(word.overlaps(other) for other in boxes) == 1  # itself
+
+
+def test_restarts_have_the_colour_of_their_run(tmp_path: Path, drawn: list[Figure]) -> None:
+    runs = [history("a"), history("b")]
+    runs[0].restarts, runs[1].restarts = [(5, 10.0)], [(9, 18.0)]
+    plot_losses(runs, tmp_path / "a.png")
+    solid = {line.get_color() for line in drawn[0].axes[0].lines if line.get_linestyle() == "-"}
+    dotted = [line.get_color() for line in drawn[0].axes[0].lines if line.get_linestyle() == ":"]
+    assert set(dotted) == solid
+    assert len(solid) == 2
 
 
 def test_nothing_is_cut_off_and_no_label_lies_on_another(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -194,9 +254,20 @@ def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
+def test_a_runs_own_picture_is_for_its_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        plot_losses([history()], tmp_path / "new" / "a.png", private=True)
+        plot_losses([history()], tmp_path / "b.png")
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("new", "new/a.png", "b.png")}
+    assert modes == {"new": 0o700, "new/a.png": 0o600, "b.png": 0o664}
+
+
 def test_places_and_formats_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file.a\.png: cannot write"):
+    with pytest.raises(StorageError, match=r"file: cannot be written: File exists"):
         plot_losses([history()], tmp_path / "file" / "a.png")
     (tmp_path / "directory.png").mkdir()
     with pytest.raises(StorageError):
@@ -261,3 +332,54 @@ def test_the_rich_table_has_the_same_figures_and_takes_names_as_they_are() -> No
     text = capture.get()
     for part in ("[red]one (1 rank)", "same (1 rank) #2", "1m05s", "1.00x", "peak memory per rank"):
         assert part in text
+
+
+def table_lines(runs: list[RunHistory], width: int = 80) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(times_table(runs))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+@pytest.mark.parametrize("number", [1, 3, 4, 5, 12])
+def test_the_table_of_any_number_of_runs_is_whole_in_80_columns(number: int, restarts: int) -> None:
+    runs = [history(f"run {place} " + "x" * 30, ranks=1 + place) for place in range(number)]
+    for place, run in enumerate(runs):
+        run.restarts = [(5, 10.0)] * restarts
+        # Figures as wide as they get.
+        run.ended = RunEnded(10_000, "finished", 86_000.0 + place)
+        run.train = [replace(report, tokens_per_s=123_456.0, step_time_s=0.00123) for report in run.train]
+        assert run.started is not None
+        run.started = replace(run.started, total_steps=20_000, cores_per_rank=1 + place)
+    lines = table_lines(runs)
+    wide = table_lines(runs, width=400)
+    assert max(map(len, lines)) <= 80
+    # Every figure of the wide table can be read in the narrow one.
+    for figure in ("23h53m", "0.00123", "123456", "1.00x", "1.000", "1.800"):
+        for text in ("\n".join(lines), "\n".join(wide)):
+            assert text.count(figure) == number
+    assert "\n".join(lines).count("20000") == number
+
+
+def test_of_more_than_three_runs_each_has_a_row(tmp_path: Path) -> None:
+    runs = [history("one"), history("two", ranks=2, step_s=1.0), history("three"), history("four", ranks=3)]
+    heads, rows = table_lines(runs, 120)[1:4], table_lines(runs, 120)[4:-3]
+    assert [row.split()[0] for row in rows if row.strip() and "─" not in row] == ["one", "two", "three", "four"]
+    two = next(row.split() for row in rows if "two" in row)
+    assert two == ["two", "(2", "ranks)", "30", "35", "s", "1", "100", "2.00x", "1.000", "1.800", "610", "MB"]
+    assert "cores" not in " ".join(heads)  # they are the same
+    assert "starts" not in " ".join(heads)
+
+
+def test_restarts_are_counted_in_the_tables_only_if_there_are_any() -> None:
+    runs = [history("one"), history("two")]
+    assert not any("restarts" in line for line in (*table_lines(runs), times_markdown(runs)))
+    runs[1].restarts = RESTARTS
+    (row,) = [line for line in table_lines(runs) if "restarts" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["restarts", "0", "4"]
+    lines = times_markdown(runs).splitlines()
+    assert lines[0].endswith("| restarts |")
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["0", "4"]
+    tall = table_lines([*runs, *runs], 120)
+    assert [row.split()[-1] for row in tall if "rank)" in row] == ["0", "4", "0", "4"]

@@ -135,6 +135,27 @@ def test_a_service_that_refuses_is_explained(services: dict[str, Service], tmp_p
     assert "wandb login" in str(caught.value.hint)
 
 
+def test_a_services_message_is_told_without_keys(
+    services: dict[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "abcdefgh1234")
+    monkeypatch.setenv("OTHER_TOKEN", "abcdefgh1234-longer")
+    monkeypatch.setenv("HARMLESS", "wandb.example")
+    monkeypatch.setenv("SHORT_KEY", "for")
+
+    def refuse(**_: Any) -> None:
+        raise PermissionError("wandb.example has no user for abcdefgh1234-longer or abcdefgh1234")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(ConfigError) as caught:
+        start_trackers(["wandb"], None, tmp_path, {})
+    assert caught.value.message == "wandb cannot be started: wandb.example has no user for *** or ***"
+    services["wandb"].log = lambda *_, **__: refuse()  # type: ignore[method-assign]
+    TrackerSink("wandb", services["wandb"]).emit(TRAIN)
+    assert "no user for *** or ***" in caplog.text
+    assert "abcdefgh" not in caplog.text
+
+
 def test_a_missing_package_is_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)
     config = build_config({"train": True, "model": "/no/such/model", "report_to": "swanlab"})

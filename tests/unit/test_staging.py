@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from allhands.errors import StorageError
-from allhands.staging import locked_now, publish, staging
+from allhands.staging import locked, locked_now, publish, staging
 
 # Killed between the two renames of an exchange.
 KILLED = """
@@ -87,6 +87,78 @@ def test_a_link_to_a_directory_stays_one(out: Path) -> None:
     assert os.readlink(link) == str(out)
     assert names(out) == ["new"]
     assert names(out.parent) == ["link", "out"]
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+
+
+@pytest.fixture(params=[0o000, 0o027, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def fill(staged: Path) -> None:
+    (staged / "inner").mkdir()
+    (staged / "inner" / "file").touch()
+
+
+def test_the_umask_gives_the_modes_of_what_is_not_private(tmp_path: Path, umask: int) -> None:
+    target = tmp_path / "made" / "target"
+    with staging(target) as staged:
+        fill(staged)
+        publish(staged, target)
+    directory = 0o777 & ~umask
+    assert modes(target) == {".": directory, "inner": directory, "inner/file": 0o666 & ~umask}
+    assert modes(tmp_path / "made")["."] == directory
+
+
+def test_what_is_private_is_for_its_owner_alone_at_every_moment(tmp_path: Path, umask: int) -> None:
+    target = tmp_path / "made" / "target"
+    with staging(target, private=True) as staged:
+        assert modes(staged) == {".": 0o700}
+        fill(staged)
+        (tmp_path / "elsewhere").touch(0o644)
+        (staged / "link").symlink_to(tmp_path / "elsewhere")
+        elsewhere = modes(tmp_path)["elsewhere"]
+        publish(staged, target, private=True)
+    assert modes(tmp_path)["elsewhere"] == elsewhere
+    (target / "link").unlink()
+    assert modes(tmp_path / "made") == {
+        **{".": 0o700, "target": 0o700, "target/inner": 0o700},
+        "target/inner/file": 0o600,
+    }
+    with locked(tmp_path / "locks" / "lock", private=True), locked_now(tmp_path / "locks" / "now", private=True):
+        assert modes(tmp_path / "locks") == {".": 0o700, "lock": 0o600, "now": 0o600}
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_directory_that_is_replaced_hands_on_its_mode(out: Path, private: bool) -> None:
+    out.chmod(0o750)
+    with staging(out, private=private) as staged:
+        (staged / "new").touch()
+        publish(staged, out, private=private)
+    assert modes(out)["."] == 0o750
+    assert names(out) == ["new"]
+
+
+def test_the_new_name_is_on_the_disk_before_anybody_is_told(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return real(self, target)
+
+    def sync(path: Path) -> None:
+        done.append("parent" if path == out.parent else "staged")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr("allhands.staging.sync", sync)
+    stage(out, lambda staged: publish(staged, out))
+    assert done == ["staged", "staged", "rename", "rename", "parent"]
 
 
 def test_a_lock_is_had_at_once_or_not(tmp_path: Path) -> None:

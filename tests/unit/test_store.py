@@ -381,7 +381,8 @@ def test_a_store_that_vanishes_as_it_is_made_is_an_error_of_storage(
 ) -> None:
     built: list[str] = []
 
-    def vanish(staged: Path, target: Path) -> None:
+    def vanish(staged: Path, target: Path, *, private: bool) -> None:
+        assert private
         built.append(target.name)
 
     monkeypatch.setattr(store, "publish", vanish)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from allhands.cli.check import check
+from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
+from allhands.cli.launch import SETTINGS, launch
 from allhands.cli.options import option_function
 from allhands.cli.prepare import prepare
 from allhands.cli.style import style
@@ -32,6 +34,7 @@ Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --b
 def register(app: typer.Typer) -> None:
     """Attach every verb to ``app``."""
     app.command("train", help=_TRAIN_HELP)(option_function(_train, _TRAIN_HELP))
+    app.command("launch", context_settings=SETTINGS)(launch)
     app.command("generate")(generate)
     app.command("compare")(compare)
     app.command("plot")(plot)
@@ -45,6 +48,11 @@ def register(app: typer.Typer) -> None:
     data.command("style")(style)
     data.command("demo")(data_demo)
     app.add_typer(data, name="data")
+    checkpoint = typer.Typer(help="Checkpoints of a training run.", no_args_is_help=True)
+    checkpoint.command("list")(list_checkpoints)
+    checkpoint.command("inspect")(inspect_checkpoint)
+    checkpoint.command("verify")(verify_checkpoints)
+    app.add_typer(checkpoint, name="checkpoint")
     app.command("version")(version)
 
 
@@ -152,7 +160,7 @@ def demo(
     iters: Annotated[int, typer.Option("--iters", min=2, help="Batches to train on.")] = 60,
     seed: Seed = 0,
 ) -> None:
-    """A small model learns to talk like a pirate: everything at once.
+    """A small model learns to talk like a pirate: the whole road.
 
     It is trained on one process and on two, and asked before and after.
     """

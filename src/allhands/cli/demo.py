@@ -18,7 +18,7 @@ from allhands.cli.talk import (
     score_lines,
     show_speed,
 )
-from allhands.cli.train import supervise_local
+from allhands.cli.train import supervise_training
 from allhands.config import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError
@@ -128,7 +128,7 @@ def _training(console: Console, out: Path, model: str, ranks: int, cores: int, i
     words = "one process" if ranks == 1 else "two processes"
     _title(console, f"4. Training on {words}, {cores} core{'s' * (cores > 1)} each", command_line(config))
     console.print(hardware_line(cores).replace(" had ", " has "), soft_wrap=True)
-    code = supervise_local(config, [sys.executable, "-m", "allhands", *arguments(config)])
+    code = supervise_training(config, [sys.executable, "-m", "allhands", *arguments(config)])
     if code:
         error = AllhandsError(f"the training on {words} failed", where=config.adapter_path, hint="see its logs there")
         error.exit_code = code  # type: ignore[misc]

@@ -36,10 +36,12 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
         arguments = ["version"]
+    if arguments[:1] == ["train"]:
+        arguments = with_auto_resume(arguments)
     try:
         result: Any = make_app()(args=arguments, prog_name="allhands", standalone_mode=False)
         code = result if isinstance(result, int) else 0
-        if code == _INTERRUPTED and arguments[:1] != ["train"]:
+        if code == _INTERRUPTED and arguments[:1] not in (["train"], ["launch"]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
             print("allhands: interrupted", file=sys.stderr)
     except AllhandsError as error:
@@ -57,6 +59,17 @@ def main(arguments: list[str] | None = None) -> None:
         if code is None:
             raise
     sys.exit(code)
+
+
+def with_auto_resume(arguments: list[str]) -> list[str]:
+    """``--resume`` without a value means the latest checkpoint; the parser knows only options with one."""
+    result: list[str] = []
+    for place, word in enumerate(arguments):
+        result.append(word)
+        following = arguments[place + 1 : place + 2]
+        if word in ("--resume", "--resume-from-checkpoint") and (not following or following[0].startswith("-")):
+            result.append("auto")
+    return result
 
 
 def _exit_of(error: Exception) -> int | None:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
+from allhands.cli.launching import Job, check, run
 from allhands.cluster.environment import Launch, recognise
-from allhands.cluster.join import check_weights, join_group, mesh_of
-from allhands.cluster.mpi import require_mpi, usable_mpi
-from allhands.cluster.supervisor import LaunchSpec, SupervisorEvent, supervise
+from allhands.cluster.join import check_weights, surroundings_of
+from allhands.cluster.journal import EVENTS_FILE
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
-from allhands.errors import AllhandsError, ConfigError
-from allhands.files import claimed
+from allhands.errors import AllhandsError, ConfigError, Regroup
+from allhands.files import make_directory, set_aside, storage_error
 
 LOG_DIRECTORY = "logs"
+# A person who is away finds the run going on; one who looks is not kept from the error for long.
+RESTARTS_OF_SEVERAL = 3
 _SHORT_OF_MEMORY = (
     "if memory was short, add --grad-checkpoint or lower --max-seq-length; "
-    "--resume-adapter-file goes on from the last save, if there was one (--save-every)"
+    "--resume goes on from the last checkpoint, if there was one (--save-every)"
 )
 
 
@@ -37,10 +39,12 @@ def train(flags: dict[str, Any]) -> int:
     with _rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"))
         _check_launch(config, launch)
-    if launch.launcher == "single":
-        check_before_start(config)
-    if launch.launcher == "single" and config.num_ranks > 1:
-        return supervise_local(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+    if launch.launcher == "single" and not (config.train or config.test):
+        raise ConfigError("nothing to do", hint="add --train, --test or both")
+    if launch.launcher == "single" and config.cores_per_rank:
+        check(job_of(config))
+    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.max_restarts):
+        return supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
     return work(config, launch)
 
 
@@ -57,7 +61,10 @@ def _rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
 
 def _check_launch(config: TrainConfig, launch: Launch) -> None:
     """Refuse options that contradict the number of ranks, or a launcher other than this command."""
-    check_weights(config.rank_weights, config.num_ranks if launch.launcher == "single" else launch.size)
+    if launch.launcher == "allhands":
+        return  # fewer ranks than were asked for may be left
+    if not config.hostfile:
+        check_weights(config.rank_weights, config.num_ranks if launch.launcher == "single" else launch.size)
     if launch.launcher == "single":
         return
     if config.num_ranks not in (1, launch.size):
@@ -80,102 +87,52 @@ def _has_cuda() -> bool:
     return sys.platform == "linux" and find_spec("mlx_cuda") is not None
 
 
-def check_before_start(config: TrainConfig) -> None:
-    """Find in the launcher, once, what every rank would find: cheaper and clearer than N messages."""
-    if not (config.train or config.test):
-        raise ConfigError("nothing to do", hint="add --train, --test or both")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if config.cores_per_rank and config.cores_per_rank * config.num_ranks > cores:
-        raise ConfigError(
-            f"{config.num_ranks} ranks with {config.cores_per_rank} cores each, but there are {cores} cores",
-            where="--cores-per-rank",
-            hint="lower one of the two",
-        )
-    if config.num_ranks > 1:
-        _check_backend(config)
-
-
-def _check_backend(config: TrainConfig) -> None:
-    from allhands.accelerator import nvidia_gpus
-
-    if config.backend == "mpi":
-        require_mpi()
-    if config.backend == "nccl" and (gpus := nvidia_gpus()) < config.num_ranks:
-        raise ConfigError(
-            f"NCCL needs an NVIDIA GPU a process: {gpus} for {config.num_ranks} processes",
-            where="--backend nccl",
-            hint="leave --backend out, or give --backend ring" + (f" or -n {gpus}" if gpus > 1 else ""),
-        )
-
-
-def supervise_local(config: TrainConfig, command: list[str]) -> int:
-    """Start ``config.num_ranks`` processes of ``command`` and answer for them."""
-    backend = _choose_backend(config)
-    cores = config.cores_per_rank or _fair_share(config.num_ranks)
+def supervise_training(config: TrainConfig, command: list[str]) -> int:
+    """Start the processes of ``command``, here or on the computers of a hostfile, and answer for them."""
     directory = Path(config.adapter_path)
-    spec = LaunchSpec(
-        command,
-        config.num_ranks,
-        backend,
-        directory / LOG_DIRECTORY,
-        cores_per_rank=cores,
+    job = job_of(config)
+    check(job)
+    if config.resume is None:
+        make_directory(directory, private=True)
+        try:
+            set_aside(directory / EVENTS_FILE)
+        except OSError as error:
+            raise storage_error(directory / EVENTS_FILE, error) from None
+    return run(job, command)
+
+
+def job_of(config: TrainConfig) -> Job:
+    """What ``config`` wants to have started."""
+    directory = Path(config.adapter_path)
+    # One rank is the default; with a hostfile that means nobody has said a number.
+    num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
+    several = config.num_ranks > 1 or config.hostfile is not None
+    restarts = config.max_restarts if config.max_restarts is not None else RESTARTS_OF_SEVERAL if several else 0
+    return Job(
+        directory=directory,
+        log_dir=directory / LOG_DIRECTORY,
+        num_ranks=num_ranks,
+        backend=config.backend,
+        cores_per_rank=config.cores_per_rank,
+        hostfile=config.hostfile,
+        min_ranks=config.min_ranks,
+        max_restarts=restarts,
+        hang_timeout_s=config.hang_timeout_s,
         start_deadline_s=config.start_timeout_s,
+        stop_grace_s=config.stop_grace_s,
+        weights=tuple(config.rank_weights) if config.rank_weights else None,
+        checkpoints=directory,
+        memory_hint=_SHORT_OF_MEMORY,
     )
-    try:
-        with claimed(directory):
-            return supervise(spec, show_event)
-    finally:
-        if sys.stdout.isatty():
-            # A rank that was killed while it showed its progress has left the cursor hidden.
-            print("\x1b[?25h", end="", flush=True)
-
-
-def _choose_backend(config: TrainConfig) -> Literal["ring", "mpi", "nccl"]:
-    from allhands.accelerator import default_backend
-
-    if config.backend != "auto":
-        return config.backend
-    chosen = default_backend(config.num_ranks, usable_mpi())
-    # One supervised process joins nothing; the ring's way of starting it is the plainest.
-    return "ring" if chosen == "none" else chosen
-
-
-def _fair_share(num_ranks: int) -> int | None:
-    """Cores of each local process when the person has not said: all of them, divided."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
-
-
-def show_event(event: SupervisorEvent) -> None:
-    """Tell the person, on standard error, what the supervisor sees."""
-    if event.kind not in ("retrying", "cancelling", "killing", "failed"):
-        return
-    if sys.stderr.isatty():
-        # Off the line on which a progress display may have been left.
-        print(file=sys.stderr)
-    if event.kind != "failed":
-        print(f"allhands: {event.message}", file=sys.stderr, flush=True)
-        return
-    if event.explanation:
-        print(f"allhands: error: {event.explanation}", file=sys.stderr)
-    else:
-        # Rank 0's output is on the screen already.
-        killed = event.exit_code == 128 + signal.SIGKILL
-        if event.log_tail and event.rank:
-            # Who is killed says nothing about it: of such a log only the place matters.
-            tail = event.log_tail[-3:] if killed else event.log_tail
-            print(f"last lines of rank {event.rank}:", *tail, sep="\n  ", file=sys.stderr)
-        print(f"allhands: error: {event.message}", file=sys.stderr)
-        if killed:
-            print(f"  what to do: {_SHORT_OF_MEMORY}", file=sys.stderr)
-    print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
 
 
 def work(config: TrainConfig, launch: Launch) -> int:
     """Be one rank: this process alone, or one of a group that a launcher has started."""
     with install(launch, os.environ) as worker:
-        _train_as_rank(config, launch, worker)
+        try:
+            _train_as_rank(config, launch, worker)
+        except Regroup:
+            worker.end_for_regroup()
         if launch.size > 1:
             _leave(launch)
     return 0
@@ -196,31 +153,21 @@ def _leave(launch: Launch) -> None:
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
     cores = _share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
-    from allhands.distributed.backend import Communicator
-    from allhands.train.recipes import Surroundings, run_finetune
+    from allhands.train.recipes import run_finetune
 
     console = _console(launch) if launch.rank == 0 else None
     if console is not None:
         worker.announce_stops(partial(console.print, markup=False))
 
-    def join() -> Communicator:
-        worker.mark_ready()
-        return join_group(launch, config.start_timeout_s)
-
-    mesh = mesh_of(launch, config.rank_weights)
-    surroundings = Surroundings(
-        mesh=mesh,
-        connect=join,
-        started=worker.mark_started,
-        busy=worker.mark_busy,
-        stop_requested=worker.stop_requested,
+    surroundings = replace(
+        surroundings_of(worker, launch, config),
         console=console,
         cores_per_rank=cores,
         claims_directory=launch.launcher != "allhands",
         log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
     )
     result = run_finetune(config, surroundings)
-    if mesh.is_main and config.train:
+    if launch.rank == 0 and config.train:
         where = [str(result.adapter_path)] + ([f"curves in {result.plot}"] if result.plot else [])
         print(f"saved in {', '.join(where)}", flush=True)
 

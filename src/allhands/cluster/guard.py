@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def die_with_parent() -> None:
@@ -88,11 +89,11 @@ def _run_mpi_rank(command: list[str]) -> NoReturn:
         os.environ[f"ALLHANDS_{name}"] = os.environ[f"OMPI_COMM_WORLD_{name}"]
     rank, run_dir = os.environ["ALLHANDS_RANK"], Path(os.environ["ALLHANDS_RUN_DIR"])
     _redirect(rank)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)  # whatever is sent to the group is for the command
     child = os.fork()
     if child == 0:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPS:
             signal.signal(number, signal.SIG_DFL)
         die_with_parent()
         _become(command)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,7 +20,10 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
+    from allhands.cluster.worker import WorkerContext
+    from allhands.config import TrainConfig
     from allhands.distributed.backend import Communicator
+    from allhands.train.preparing import Surroundings
 
 # Ends quietly when its standard input closes: the group has formed, or the rank is gone.
 _TIMER = f"""
@@ -39,6 +44,33 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
     check_weights(weights, launch.size)
     chosen = (1.0,) * launch.size if weights is None else tuple(weights)
     return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, chosen)
+
+
+def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> Surroundings:
+    """What a training run is given as one rank of ``launch``, in contact with the supervisor, if there is one.
+
+    Raises:
+        ConfigError: not one weight for each rank.
+    """
+    from allhands.train.preparing import Surroundings
+
+    def join() -> Communicator:
+        worker.mark_ready()
+        return join_group(launch, config.start_timeout_s)
+
+    # A supervisor that has left ranks out knows the weights of the others.
+    weights = os.environ.get("ALLHANDS_RANK_WEIGHTS")
+    return Surroundings(
+        mesh=mesh_of(launch, json.loads(weights) if weights else config.rank_weights),
+        connect=join,
+        started=worker.mark_started,
+        busy=worker.mark_busy,
+        beat=worker.beat,
+        stop_requested=worker.stop_requested,
+        regroup_requested=worker.regroup_requested,
+        run_id=worker.run_id or secrets.token_hex(8),
+        attempt=worker.attempt,
+    )
 
 
 def check_weights(weights: Sequence[float] | None, size: int) -> None:

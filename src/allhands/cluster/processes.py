@@ -9,19 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any
+
+import psutil
 
 from allhands.cluster import guard
 from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
+from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
+from allhands.cluster.reaper import Reaper, end_processes
+from allhands.cluster.runfiles import RunFiles, tail
 from allhands.errors import DistributedError
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
@@ -37,121 +44,187 @@ _FOREIGN = (
         "PRTE_LAUNCHED",
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
+    *("ALLHANDS_HOST_CORES", "ALLHANDS_RUN_ID", "ALLHANDS_ATTEMPT"),
 )
+_SHARED_MEMORY = "/dev/shm"
+_MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
-class LaunchSpec:
-    """What to start: ``num_processes`` copies of ``command`` on this computer.
+class Share:
+    """The part of a job's ranks that one computer has.
 
-    Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env`` is added
-    to the supervisor's environment. A rank that has not marked itself started after ``start_deadline_s``
-    fails the job; after the first Ctrl-C ranks have ``stop_grace_s`` to save and end; and when one rank has
-    ended without an error the others have ``finish_grace_s`` to follow.
+    Attributes:
+        first: its first rank.
+        count: how many it has.
+        peers: ``address:port`` of every rank of the job for the ring; of rank 0 alone for NCCL.
+        name: the computer's, in messages.
+        output: descriptors for rank 0's standard output and error; ``None``: our own.
     """
 
-    command: Sequence[str]
-    num_processes: int
-    backend: Literal["ring", "mpi", "nccl"]
-    log_dir: Path
-    cores_per_rank: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    start_deadline_s: float = 600.0
-    stop_grace_s: float = 60.0
-    finish_grace_s: float = 60.0
+    first: int
+    count: int
+    peers: tuple[str, ...]
+    name: str
+    output: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
-class RankExit:
-    """The end of one rank: exit code, or minus the signal's number, and when (``time.monotonic``)."""
-
-    rank: int
-    code: int
-    time: float
-
-
-class RankProcesses(Protocol):
-    """The processes of one attempt."""
-
-    def exits(self) -> list[RankExit]:
-        """Return the ranks that have ended, in the order of their ends."""
-        ...
-
-    def signal(self, rank: int, number: int) -> bool:
-        """Send a signal to the rank's command; false if it is not running yet, or any more."""
-        ...
-
-    def log_path(self, rank: int) -> Path:
-        """Return the file with the rank's output."""
-        ...
-
-    def kill(self) -> None:
-        """End every process that is left, at once, and wait for it. May be called again."""
-        ...
-
-
-def start(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
+def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
     """Start the ranks; ``run_dir`` is private to this attempt and outlives its processes.
+
+    ``reaper`` ends them if we are killed.
 
     Raises:
         DistributedError: there is no usable Open MPI, or the system refuses another process.
     """
+    if spec.places:
+        from allhands.cluster.remote import start_remote
+
+        return start_remote(spec, run_dir)
     try:
-        return _MpirunsChildren(spec, run_dir) if spec.backend == "mpi" else _OwnChildren(spec, run_dir)
+        kind = _MpirunsChildren if spec.backend == "mpi" else _OwnChildren
+        return kind(spec, run_dir, reaper)
     except OSError as error:
         raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
 
 
-def reserve_ports(count: int, shareable: bool) -> tuple[list[socket.socket], list[int]]:
-    """Bind ``count`` free ports of 127.0.0.1 at once and return their sockets and numbers.
+def start_share(spec: LaunchSpec, run_dir: Path, share: Share, reaper: Reaper) -> RankProcesses:
+    """Start some of the ranks of a job over several computers, whose ports somebody else holds.
+
+    Raises:
+        DistributedError: the system refuses another process.
+    """
+    try:
+        return _OwnChildren(spec, run_dir, reaper, share)
+    except OSError as error:
+        raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
+
+
+def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tuple[list[socket.socket], list[int]]:
+    """Bind ``count`` free ports of this computer's ``address`` at once and return their sockets and numbers.
 
     A shareable socket may stay open (never listening): MLX's ring binds with SO_REUSEPORT too, so it gets in
     and strangers do not. Only Linux promises that connections then go to the one that listens.
     """
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        if shareable:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        one.bind(("127.0.0.1", 0))
+    try:
+        for one in sockets:
+            if shareable:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            one.bind((address, 0))
+    except OSError:
+        for one in sockets:
+            one.close()
+        raise
     return sockets, [one.getsockname()[1] for one in sockets]
 
 
-class _OwnChildren:
+class _Local:
+    """What both ways have in common: the files are on this computer."""
+
+    def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
+        self._spec = spec
+        self._run_dir = run_dir
+        self._reaper = reaper
+        self._ended = False
+        self._name = socket.gethostname()
+        self._files = RunFiles(run_dir, spec.log_dir)
+
+    def marks(self, rank: int) -> Marks:
+        return self._files.marks(rank)
+
+    def tell(self, word: str) -> None:
+        self._files.tell(word)
+
+    def host(self, rank: int) -> str:
+        return self._name
+
+    def lost_hosts(self) -> list[str]:
+        return []
+
+    def error(self, rank: int) -> dict[str, Any] | None:
+        return self._files.error(rank)
+
+    def log_path(self, rank: int) -> Path:
+        return self._files.log_path(rank)
+
+    def log_tail(self, rank: int) -> tuple[str, ...]:
+        return tail(self.log_path(rank))
+
+    def out_of_memory(self, rank: int) -> bool:
+        return self._files.out_of_memory()
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the rank's command is stopped, as by SIGSTOP."""
+        pid = self._command(rank)
+        try:
+            return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False
+
+    def _command(self, rank: int) -> int | None:
+        """The process of the rank's command, if it is known and has not ended."""
+        raise NotImplementedError
+
+    def _end_sessions(self, leaders: Sequence[int]) -> None:
+        """End also what ranks have started and left behind; once, for the numbers may come to mean others."""
+        if self._ended:
+            return
+        self._ended = True
+        end_processes(leaders)
+        for leader in leaders:
+            self._reaper.forget(leader)
+
+
+class _OwnChildren(_Local):
     """Ranks that are our own children, each in a session of its own so that Ctrl-C reaches only us."""
 
-    def __init__(self, spec: LaunchSpec, run_dir: Path) -> None:
-        self._log_dir = spec.log_dir
+    def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None) -> None:
+        super().__init__(spec, run_dir, reaper)
         self._exits: list[RankExit] = []
         self._children: list[subprocess.Popen[bytes]] = []
         self._waiters: list[threading.Thread] = []
-        ring = spec.backend == "ring"
-        self._ports, numbers = reserve_ports(spec.num_processes if ring else 1, shareable=ring)
-        if not ring or sys.platform != "linux":
-            self._release_ports()
-        shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, numbers)
-        environments = [shared | _rank_environment(spec, rank) for rank in range(spec.num_processes)]
+        self._ports: list[socket.socket] = []
+        self._share = share or self._everything(spec)
+        self._name = self._share.name
+        shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, self._share.peers)
+        environments = [shared | _rank_environment(spec, self._share, rank) for rank in self._own()]
         try:
-            for rank, env in enumerate(environments):
+            for rank, env in zip(self._own(), environments, strict=True):
                 self._start(rank, spec, env)
         except OSError:
             self.kill()
             raise
 
+    def _everything(self, spec: LaunchSpec) -> Share:
+        """All ranks, on ports of this computer that nobody else can reach or, on Linux, take."""
+        ring = spec.backend == "ring"
+        self._ports, numbers = reserve_ports(spec.num_processes if ring else 1, shareable=ring)
+        if not ring or sys.platform != "linux":
+            self._release_ports()
+        peers = tuple(f"127.0.0.1:{number}" for number in numbers)
+        return Share(0, spec.num_processes, peers, self._name)
+
+    def _own(self) -> range:
+        return range(self._share.first, self._share.first + self._share.count)
+
     def _start(self, rank: int, spec: LaunchSpec, env: dict[str, str]) -> None:
-        command = _guarded("run", spec.command)
         with contextlib.ExitStack() as stack:
-            # Appending, because the rank also opens it: what it writes itself and its output must not overlap.
-            log = stack.enter_context(self.log_path(rank).open("ab")) if rank else None
-            error_log = subprocess.STDOUT if log else None
+            output, error_output = self._share.output or (None, None)
+            if rank:
+                # Appending, because the rank also opens it: what it writes itself and its output must not overlap.
+                output = stack.enter_context(self.log_path(rank).open("ab")).fileno()
+                error_output = subprocess.STDOUT
             child = subprocess.Popen(
-                command,
+                _guarded("run", spec.command),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=error_log,
+                stdout=output,
+                stderr=error_output,
                 env=env,
                 start_new_session=True,
             )
+        self._reaper.group(child.pid)
         self._children.append(child)
         # A thread a child, so that the order of ends is known exactly and not by polling.
         waiter = threading.Thread(target=self._wait, args=(rank, child), name=f"wait-rank-{rank}", daemon=True)
@@ -165,19 +238,21 @@ class _OwnChildren:
     def exits(self) -> list[RankExit]:
         return sorted(self._exits, key=lambda end: end.time)
 
+    def _command(self, rank: int) -> int | None:
+        child = self._children[rank - self._share.first]
+        return child.pid if child.returncode is None else None
+
     def signal(self, rank: int, number: int) -> bool:
-        child = self._children[rank]
+        child = self._children[rank - self._share.first]
         child.send_signal(number)
         return child.returncode is None
-
-    def log_path(self, rank: int) -> Path:
-        return self._log_dir / f"rank-{rank}.log"
 
     def kill(self) -> None:
         for child in self._children:
             _kill_group(child.pid)
         for waiter in self._waiters:
             waiter.join()
+        self._end_sessions([child.pid for child in self._children])
         self._release_ports()
 
     def _release_ports(self) -> None:
@@ -185,15 +260,17 @@ class _OwnChildren:
             one.close()
 
 
-class _MpirunsChildren:
+class _MpirunsChildren(_Local):
     """Ranks started by mpirun; each one's guard writes the process number and the end to ``run_dir``."""
 
-    def __init__(self, spec: LaunchSpec, run_dir: Path) -> None:
-        self._spec = spec
-        self._run_dir = run_dir
+    def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
+        super().__init__(spec, run_dir, reaper)
         self._ends: dict[int, RankExit] = {}
         installation = require_mpi()
+        self._memory = _shared_memory(reaper)
         env = _shared_environment(spec, run_dir) | mpi_variables(installation, run_dir)
+        if self._memory is not None:
+            env[_MEMORY_VARIABLE] = str(self._memory)
         ranks = mpirun_command(installation, spec.num_processes, _guarded("mpi-rank", spec.command))
         self._output = _offer_output(run_dir / "output.socket")
         with (spec.log_dir / "mpirun.log").open("wb") as log:
@@ -205,6 +282,7 @@ class _MpirunsChildren:
                 env=env,
                 start_new_session=True,
             )
+        reaper.group(self._mpirun.pid)
 
     def exits(self) -> list[RankExit]:
         # mpirun first: a rank that has ended before mpirun did has left its file by then.
@@ -227,13 +305,16 @@ class _MpirunsChildren:
         return int(numbers[which]) if numbers else None
 
     def signal(self, rank: int, number: int) -> bool:
-        process = self._process(rank, "command")
-        if process is None or (self._run_dir / f"rank-{rank}.exit").exists():
+        process = self._command(rank)
+        if process is None:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
             return True
         return False
+
+    def _command(self, rank: int) -> int | None:
+        return None if (self._run_dir / f"rank-{rank}.exit").exists() else self._process(rank, "command")
 
     def log_path(self, rank: int) -> Path:
         began = self._process(rank, "guard") is not None
@@ -248,9 +329,21 @@ class _MpirunsChildren:
             self._mpirun.wait(timeout=1.0)
         _kill_group(self._mpirun.pid)
         self._mpirun.wait()
+        self._end_sessions([self._mpirun.pid])
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._output.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._output.close()
+
+
+def _shared_memory(reaper: Reaper) -> Path | None:
+    """A directory for the memory that Open MPI's ranks share: one that is killed leaves its part there for ever."""
+    if _MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
+        return None  # a person's choice; no such place on macOS
+    directory = Path(tempfile.mkdtemp(prefix="allhands-", dir=_SHARED_MEMORY))
+    reaper.directory(directory)
+    return directory
 
 
 def _guarded(mode: str, command: Sequence[str]) -> list[str]:
@@ -269,40 +362,39 @@ def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
         "ALLHANDS_LOG_DIR": str(spec.log_dir),
         "ALLHANDS_STOP_GRACE_S": str(spec.stop_grace_s),
     }
+    if spec.weights is not None:
+        env["ALLHANDS_RANK_WEIGHTS"] = json.dumps(spec.weights)
     if spec.cores_per_rank is not None:
         env |= dict.fromkeys((*_THREADS, "ALLHANDS_CORES"), str(spec.cores_per_rank))
     return env
 
 
-def _rendezvous(spec: LaunchSpec, run_dir: Path, ports: Sequence[int]) -> dict[str, str]:
+def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[str, str]:
     """The variables by which MLX's ring or NCCL back-end finds its peers."""
     if spec.backend == "nccl":
-        return {
-            "MLX_WORLD_SIZE": str(spec.num_processes),
-            "NCCL_HOST_IP": "127.0.0.1",
-            "NCCL_PORT": str(ports[0]),
-        }
+        address, _, port = peers[0].rpartition(":")
+        return {"MLX_WORLD_SIZE": str(spec.num_processes), "NCCL_HOST_IP": address, "NCCL_PORT": port}
     hostfile = run_dir / "ring-hosts.json"
-    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]), encoding="utf-8")
+    hostfile.write_text(json.dumps([[peer] for peer in peers]), encoding="utf-8")
     return {"MLX_HOSTFILE": str(hostfile)}
 
 
-def _rank_environment(spec: LaunchSpec, rank: int) -> dict[str, str]:
+def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, str]:
     env = {
         "MLX_RANK": str(rank),
         "ALLHANDS_RANK": str(rank),
-        "ALLHANDS_LOCAL_RANK": str(rank),
-        "ALLHANDS_LOCAL_SIZE": str(spec.num_processes),
+        "ALLHANDS_LOCAL_RANK": str(rank - share.first),
+        "ALLHANDS_LOCAL_SIZE": str(share.count),
     }
     if spec.backend == "nccl":
         visible = spec.env.get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
-        devices = visible.split(",") if visible else [str(n) for n in range(spec.num_processes)]
-        if spec.num_processes > len(devices):
+        devices = visible.split(",") if visible else [str(n) for n in range(share.count)]
+        if share.count > len(devices):
             raise DistributedError(
-                f"{spec.num_processes} processes for {len(devices)} GPUs (CUDA_VISIBLE_DEVICES={visible})",
+                f"{share.count} processes for {len(devices)} GPUs (CUDA_VISIBLE_DEVICES={visible})",
                 hint=f"use -n {len(devices)}: NCCL needs a GPU a process",
             )
-        env["CUDA_VISIBLE_DEVICES"] = devices[rank]
+        env["CUDA_VISIBLE_DEVICES"] = devices[rank - share.first]
     return env
 
 

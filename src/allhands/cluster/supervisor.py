@@ -1,266 +1,386 @@
-"""The supervisor: starts the ranks of a job on this computer and answers for their end.
+"""The supervisor: starts the ranks of a job, again and again if need be, and answers for their end.
 
-MLX notices a dead peer late or never, and a stopped one not at all, so someone outside the ranks has to:
-the first rank that fails is the cause and gives the exit code, the others are ended, and no process is left
-behind, whatever ends the supervisor itself.
+One start is an :class:`~allhands.cluster.attempt.Attempt`; :mod:`~allhands.cluster.policy` judges how it ended;
+:mod:`~allhands.cluster.membership` knows who can take part in the next. Here the one is led to the other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import secrets
 import signal
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, Protocol
 
-from allhands.cluster import processes
-from allhands.cluster.processes import LaunchSpec, RankExit
-from allhands.errors import DistributedError, PeerLostError
+from allhands.cluster.attempt import Attempt, SupervisorEvent
+from allhands.cluster.journal import Journal
+from allhands.cluster.logs import archive_logs, clear_logs
+from allhands.cluster.membership import LocalMembers, Members, Roster
+from allhands.cluster.outcome import Fault, Outcome
+from allhands.cluster.policy import Done, GiveUp, Limits, Past, Restart, judge
+from allhands.cluster.ranks import LaunchSpec
+from allhands.cluster.reaper import Reaper
+from allhands.errors import DistributedError
 
-__all__ = ["LaunchSpec", "SupervisorEvent", "supervise"]
+__all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
 
+Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
-_COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
-_CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
-_TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
-_START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
-_LOG_LINES = 20
-_PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
+_ASK_AGAIN_S = 2.0  # while computers are waited for
+_FIRST_WAIT_S = 30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
+# A warning that the time is up (Slurm's --signal=USR1) is a wish to end.
+_STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 
 
 @dataclass(frozen=True)
-class SupervisorEvent:
-    """Something that a person wants to know, in words, with the facts beside them.
+class SuperviseOptions:
+    """How a job is kept going.
 
-    ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
-    of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
-    foreseen. ``killing`` says that ranks did not heed a stop.
+    Attributes:
+        max_restarts: after faults; regrouping does not count.
+        min_ranks: go on with no fewer; ``None``: all.
+        run_id: one for all attempts (``ALLHANDS_RUN_ID``); made up if not given.
+        wait_s: how long computers that are needed are waited for.
+        resize: adapts what depends on the number of ranks, such as ``cores_per_rank``.
     """
 
-    kind: Literal["launched", "started", "retrying", "stopping", "cancelling", "killing", "failed"]
-    message: str
-    rank: int | None = None
-    exit_code: int | None = None
-    log_path: Path | None = None
-    log_tail: tuple[str, ...] = ()
-    error: str | None = None
-    explanation: str | None = None
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    run_id: str | None = None
+    wait_s: float = 600.0
+    resize: Callable[[LaunchSpec], LaunchSpec] | None = None
 
 
-def supervise(spec: LaunchSpec, events: Callable[[SupervisorEvent], None]) -> int:
-    """Run the job to its end and return the exit code to use: the first failing rank's, or 0.
+class Runs(Protocol):
+    """An attempt, as far as it is used here."""
 
-    A rank killed by a signal counts as 128 + signal. SIGINT and SIGTERM to this process are passed on once,
+    def run(self, poll: Callable[[], None]) -> Outcome:
+        """Run it to its end; ``poll`` is called about once a second."""
+        ...
+
+    def request_regroup(self) -> None:
+        """Ask all ranks to end at their next checkpoint."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seams:
+    """What tests put something else in the place of."""
+
+    make_attempt: Callable[[LaunchSpec, Path, deque[int], Events, Reaper, float], Runs] = Attempt
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+def supervise(
+    spec: LaunchSpec,
+    events: Events,
+    *,
+    options: SuperviseOptions | None = None,
+    members: Members | None = None,
+    journal: Journal | None = None,
+    seams: Seams | None = None,
+) -> int:
+    """Run the job to its end and return the exit code to use: the last failing rank's, or 0.
+
+    A rank killed by a signal counts as 128 + signal. SIGINT, SIGTERM and SIGUSR1 to this process are passed on once,
     the ranks save and end, and the code is 130 or 143; the second one, or ``stop_grace_s``, kills the ranks.
-    A ring that found its ports taken is started once more with others. Call it in the main thread:
-    elsewhere signals are not caught.
+    A ring that found its ports taken is started again with others. Call it in the main thread: elsewhere signals
+    are not caught.
+
+    Args:
+        spec: what to start; ranks, places and weights are those of the first attempt, if everybody takes part.
+        events: called in this thread with everything that a person may want to know.
+        options: restarts; the default is none.
+        members: who takes part; the default is this computer with all ranks.
+        journal: gets all events too.
+        seams: for tests.
 
     Raises:
-        DistributedError: the ranks could not be started, or did not finish starting in time.
+        DistributedError: the ranks could not be started.
     """
     spec = replace(spec, log_dir=spec.log_dir.resolve())
     spec.log_dir.mkdir(parents=True, exist_ok=True)
+    root = _temporary_root()
     with (
         _caught_signals() as signals,
-        tempfile.TemporaryDirectory(prefix="allhands-", dir=_temporary_root(), ignore_cleanup_errors=True) as private,
+        tempfile.TemporaryDirectory(prefix="allhands-", dir=root, ignore_cleanup_errors=True) as private,
+        Reaper() as reaper,
     ):
-        attempt = _Attempt(spec, Path(private, "1"), signals, events)
-        failure = attempt.run()
-        if failure and attempt.ports_were_taken(failure):
-            events(SupervisorEvent("retrying", "a port was taken by another program; starting again"))
-            attempt = _Attempt(spec, Path(private, "2"), signals, events)
-            failure = attempt.run()
-    if failure:
-        events(failure)
-        return failure.exit_code or 1
-    return attempt.stopped_code()
+        reaper.directory(Path(private))
+        return _Job(
+            spec=spec,
+            events=events,
+            options=options or SuperviseOptions(),
+            members=members or LocalMembers(spec.num_processes),
+            journal=journal,
+            seams=seams or Seams(),
+            signals=signals,
+            reaper=reaper,
+            private=Path(private),
+        ).run()
 
 
-class _Attempt:
-    """One start of all ranks, watched until the last one has ended."""
+class _Stopped(Exception):
+    """A person, or a scheduler, ended the job while no rank was running."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        run_dir: Path,
-        signals: deque[int],
-        events: Callable[[SupervisorEvent], None],
-    ) -> None:
-        self._spec = spec
-        self._run_dir = run_dir
-        self._signals = signals
-        self._events = events
-        self._stop_signal = 0
-        self._stop_deadline = float("inf")
-        self._told: set[int] = set()
-        self._all_started = False
-        self._ended_at = float("inf")  # later exits are our doing
-        run_dir.mkdir()
-        for stale in (*spec.log_dir.glob("rank-*.log"), *spec.log_dir.glob("error-rank-*.json")):
-            stale.unlink()
-        self._began = time.monotonic()
-        self._ranks = processes.start(spec, run_dir)
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = _STOPS[number]
 
-    def run(self) -> SupervisorEvent | None:
-        """Wait for the end, leave nothing running, and return the failure, if there was one."""
+
+class _NotTogether(Exception):
+    """The computers that are needed did not come back in time."""
+
+
+@dataclass
+class _Job:
+    """All attempts of one job."""
+
+    spec: LaunchSpec
+    events: Events
+    options: SuperviseOptions
+    members: Members
+    journal: Journal | None
+    seams: Seams
+    signals: deque[int]
+    reaper: Reaper
+    private: Path
+    history: list[Past] = field(default_factory=list[Past])
+    all_ranks: int | None = None
+    running: bool = False
+    regrouping: bool = False
+
+    def __post_init__(self) -> None:
+        run_id = self.options.run_id or secrets.token_hex(8)
+        self.spec = replace(self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id})
+
+    @property
+    def number(self) -> int:
+        """Of the attempt that runs or comes next."""
+        return len(self.history) + 1
+
+    def run(self) -> int:
+        """Attempt after attempt, to the end."""
+        clear_logs(self.spec.log_dir)
+        restart: Restart | None = None
         try:
-            text = f"{self._spec.num_processes} processes, {self._spec.backend}"
-            self._events(SupervisorEvent("launched", text))
-            early = self._wait()
-            if self._living():
-                self._end_the_rest(early)
-        finally:
-            self._ranks.kill()
-        return self._failure() or self._early_end(early)
+            while True:
+                roster = self._gather()
+                if restart:
+                    self._tell_restart(restart, roster)
+                self.history.append(self._attempt(roster, restart.slack if restart else 1.0))
+                verdict = judge(self.history, Limits(self.options.max_restarts, self._least(roster)))
+                if not isinstance(verdict, Restart):
+                    return self._finish(verdict)
+                restart = verdict
+                self._prepare(restart)
+        except _Stopped as stop:
+            self._tell(SupervisorEvent("cancelling", "stopped before the next start"))
+            return self._finish(Done(stop.code))
+        except _NotTogether as why:
+            return self._give_up(str(why), self._last_code())
 
-    def stopped_code(self) -> int:
-        """The exit code of a run without a failure: 0, or 128 + the signal that ended it early."""
-        finished = all(end.code == 0 for end in self._ranks.exits())
-        return 0 if finished or not self._stop_signal else 128 + self._stop_signal
+    # --- before an attempt ----------------------------------------------------------------------------
 
-    def ports_were_taken(self, failure: SupervisorEvent) -> bool:
-        """Whether the failure is worth another start with other ports."""
-        texts = [failure.error or "", *failure.log_tail]
-        ours = self._spec.backend != "mpi" and not self._all_started and not self._stop_signal
-        return ours and any(mark in text for mark in _PORT_MARKS for text in texts)
+    def _gather(self) -> Roster:
+        """The ranks of the next attempt, as soon as there are enough of them.
 
-    def _wait(self) -> RankExit | None:
-        """Return when the ranks have ended or must be ended; the rank that left its peers early, if so."""
-        while self._living():
-            if not self._pass_on_signals():
-                return None
-            now, ends = time.monotonic(), self._ranks.exits()
-            failed = [end for end in ends if self._is_failure(end)]
-            lost_only = all(end.code == PeerLostError.exit_code for end in failed)
-            if failed and now > failed[0].time + (_CAUSE_S if lost_only else _COLLECT_S):
-                return None
-            finished = [end for end in ends if end.code == 0]
-            if finished and not self._stop_signal and now > finished[0].time + self._spec.finish_grace_s:
-                return finished[0]
-            self._check_started(now)
-            time.sleep(_TICK_S)
-        return None
-
-    def _living(self) -> list[int]:
-        ended = {end.rank for end in self._ranks.exits()}
-        return [rank for rank in range(self._spec.num_processes) if rank not in ended]
-
-    def _pass_on_signals(self) -> bool:
-        """Forward the first stop signal to every rank once; false when the ranks must be killed now."""
-        while self._signals:
-            number = self._signals.popleft()
-            if self._stop_signal:
-                return False
-            self._stop_signal = number
-            grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
-            self._stop_deadline = time.monotonic() + grace
-            if self._all_started:
-                self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
-            else:
-                self._events(SupervisorEvent("cancelling", "stopping before the first step"))
-        if self._stop_signal:
-            untold = set(self._living()) - self._told
-            # While ranks start there is nothing to save, and Python answers SIGINT with a traceback.
-            number = self._stop_signal if self._all_started else signal.SIGTERM
-            # A rank that is not running yet is told as soon as it is.
-            self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
-        return time.monotonic() < self._stop_deadline
-
-    def _is_failure(self, end: RankExit) -> bool:
-        """Whether this end, not brought about by us, is a failure; being told to stop excuses some codes."""
-        if end.code == 0 or end.time > self._ended_at:
-            return False
-        asked = {-signal.SIGINT, -signal.SIGTERM, 130, 143, PeerLostError.exit_code}
-        return not (self._stop_signal and end.code in asked)
-
-    def _check_started(self, now: float) -> None:
-        if self._all_started:
-            return
-        finished = {end.rank for end in self._ranks.exits() if end.code == 0}
-        unmarked = set(range(self._spec.num_processes)) - finished
-        unmarked = {r for r in unmarked if not (self._run_dir / f"rank-{r}.started").exists()}
-        if not unmarked:
-            self._all_started = True
-            self._events(SupervisorEvent("started", "all processes have started"))
-            return
-        missing = [rank for rank in self._living() if rank in unmarked]
-        if missing and now > self._last_busy(now) + self._spec.start_deadline_s and not self._stop_signal:
-            self._raise_not_started(missing)
-
-    def _last_busy(self, now: float) -> float:
-        """When a rank last said that it was at work (tokenising, say); when the job began, if none has."""
-        ages = [time.time() - mark.stat().st_mtime for mark in self._run_dir.glob("rank-*.busy")]
-        return max([self._began, *(now - age for age in ages)])
-
-    def _raise_not_started(self, missing: list[int]) -> NoReturn:
-        """Name the ranks that have not even come to the point where they wait for the others, if there are any."""
-        waiting = [rank for rank in missing if (self._run_dir / f"rank-{rank}.ready").exists()]
-        late = [rank for rank in missing if rank not in waiting] or missing
-        log = self._ranks.log_path(late[0])
-        last = "".join(f" (its last line: {line})" for line in _tail(log)[-1:])
-        raise DistributedError(
-            f"rank {', '.join(map(str, late))} did not finish starting within {self._spec.start_deadline_s:g} s",
-            hint=f"read {log}{last}; give it more time with --start-timeout-s if it is only slow",
-        )
-
-    def _end_the_rest(self, early: RankExit | None) -> None:
-        """SIGTERM, a moment, SIGKILL; after an unheeded stop or a second Ctrl-C SIGKILL alone."""
-        self._ended_at = time.monotonic()
-        living = self._living()
-        failed = early or any(self._is_failure(end) for end in self._ranks.exits())
-        if failed:
-            (self._run_dir / "failed").touch()  # so that ranks do not take the signal for a person's wish
-            for rank in living:
-                self._ranks.signal(rank, signal.SIGTERM)
-            deadline = self._ended_at + _TERM_GRACE_S
-            while self._living() and time.monotonic() < deadline:
-                time.sleep(_TICK_S)
-        left = self._living()
-        if left and not failed:
-            text = f"rank {', '.join(map(str, left))} ended at once; what was not saved is lost"
-            self._events(SupervisorEvent("killing", text))
-
-    def _failure(self) -> SupervisorEvent | None:
-        """The first rank that failed, but one that lost a peer only if no other did.
-
-        Where several failed alike, the lowest of them speaks: they mean the same.
+        Raises:
+            _NotTogether: that has taken too long.
+            _Stopped: a signal came.
         """
-        failed = [end for end in self._ranks.exits() if self._is_failure(end)]
-        if not failed:
-            return None
-        first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
-        cause = min((end for end in failed if end.code == first.code), key=lambda end: end.rank)
-        code = cause.code if cause.code > 0 else 128 - cause.code
-        return self._report(cause.rank, code, describe_exit(cause.code))
+        told: str | None = None
+        patience = self.options.wait_s if self.history else min(self.options.wait_s, _FIRST_WAIT_S)
+        deadline = self.seams.now() + (patience if self.options.max_restarts else 0.0)
+        while True:
+            roster = self._ask()
+            problem = self._problem(roster)
+            if problem is None:
+                return roster
+            if self.seams.now() >= deadline:
+                raise _NotTogether(problem)
+            if problem != told:
+                self._tell(SupervisorEvent("waiting", f"waiting: {problem}"))
+                told = problem
+            self._pause(_ASK_AGAIN_S)
 
-    def _early_end(self, early: RankExit | None) -> SupervisorEvent | None:
-        if early is None:
-            return None
-        what = f"had finished {self._spec.finish_grace_s:g} s before the others, which were still at work"
-        return self._report(early.rank, DistributedError.exit_code, what)
+    def _ask(self) -> Roster:
+        """Ask the members in a thread of its own, so that a signal need not wait for computers that do not answer."""
+        found: list[Roster | BaseException] = []
 
-    def _report(self, rank: int, code: int, what: str) -> SupervisorEvent:
-        error, explanation = _error_of(self._spec.log_dir / f"error-rank-{rank}.json")
-        log = self._ranks.log_path(rank)
-        text = f"rank {rank} {what}" + (f": {error}" if error else "")
-        return SupervisorEvent("failed", text, rank, code, log, _tail(log), error, explanation)
+        def ask() -> None:
+            try:
+                found.append(self.members.roster())
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=ask, name="roster", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._heed_signals()
+            thread.join(_TICK_S)
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    def _problem(self, roster: Roster) -> str | None:
+        """Why these ranks should not start, if so."""
+        least = self._least(roster)
+        if len(roster.seats) >= least:
+            return roster.obstacle
+        missing = [f"{name} does not answer" for name in roster.absent]
+        missing += [f"{name} is left out" for name in roster.left_out]
+        return f"{len(roster.seats)} of at least {least} ranks are there" + "".join(f", {text}" for text in missing)
+
+    def _least(self, roster: Roster) -> int:
+        """The fewest ranks: if no number was given all of the first attempt, as far as they are still on the list."""
+        self.all_ranks = self.all_ranks or len(roster.every)
+        return self.options.min_ranks or max(1, min(self.all_ranks, len(roster.every)))
+
+    def _fit(self, roster: Roster) -> LaunchSpec:
+        env = {**self.spec.env, "ALLHANDS_ATTEMPT": str(self.number)}
+        weights = _weights(self.spec.weights, roster)
+        spec = replace(self.spec, num_processes=len(roster.seats), places=roster.places, weights=weights, env=env)
+        return self.options.resize(spec) if self.options.resize else spec
+
+    # --- the attempt ----------------------------------------------------------------------------------
+
+    def _attempt(self, roster: Roster, slack: float) -> Past:
+        spec, began = self._fit(roster), self.seams.now()
+        run_dir = self.private / str(self.number)
+        self.running = True
+        try:
+            attempt = self.seams.make_attempt(spec, run_dir, self.signals, self._tell, self.reaper, slack)
+            outcome = attempt.run(partial(self._look_for_more, roster, attempt))
+        except DistributedError as error:
+            if not self.history:
+                raise
+            # What could be started before can be so again: a computer may have gone just now.
+            outcome = Outcome(_unstarted(error, roster))
+        finally:
+            self.running = self.regrouping = False
+        return Past(outcome, roster.seats, roster.apart, roster.edition, self.seams.now() - began)
+
+    def _look_for_more(self, roster: Roster, attempt: Runs) -> None:
+        """Have the ranks regroup once more of them could take part."""
+        if not self.regrouping and (reason := self.members.changed(roster.places)):
+            self.regrouping = True
+            self._tell(SupervisorEvent("regrouping", f"{reason}: the ranks regroup at the next checkpoint"))
+            attempt.request_regroup()
+
+    # --- after it -------------------------------------------------------------------------------------
+
+    def _prepare(self, restart: Restart) -> None:
+        """Tell what went wrong, put the logs aside, and wait out the pause.
+
+        Raises:
+            _Stopped: a signal came.
+        """
+        fault = self.history[-1].outcome.fault
+        kept = archive_logs(self.spec.log_dir, len(self.history))
+        if not restart.fault and fault is None and self.history[-1].outcome.ports_taken:
+            self._tell(SupervisorEvent("retrying", f"{restart.reason}; starting again"))
+        if restart.fault and fault:
+            log_path = kept.get(fault.log_path, fault.log_path) if fault.log_path else None
+            self._tell(_report("fault", replace(fault, log_path=log_path)))
+        if restart.exclude:
+            self.members.leave_out(restart.exclude)
+        for seat in sorted(restart.exclude):
+            text = f"{seat} is left out from now on: it has failed again and again"
+            self._tell(SupervisorEvent("left out", text, host=seat))
+        if restart.pause_s >= 1:
+            text = f"the next start is in {restart.pause_s:g} s"
+            self._tell(SupervisorEvent("waiting", text, pause_s=restart.pause_s))
+        self._pause(restart.pause_s)
+
+    def _tell_restart(self, restart: Restart, roster: Roster) -> None:
+        start = "from the last checkpoint, if there is one" if roster.step is None else f"from step {roster.step}"
+        texts = [f"starting again with {len(roster.seats)} ranks {start} ({restart.reason})"]
+        texts += [roster.note] if roster.note else []
+        text, num_ranks = "; ".join(texts), len(roster.seats)
+        self._tell(SupervisorEvent("restarting", text, step=roster.step, pause_s=restart.pause_s, num_ranks=num_ranks))
+
+    def _pause(self, seconds: float) -> None:
+        end = self.seams.now() + seconds
+        self._heed_signals()
+        while (left := end - self.seams.now()) > 0:
+            self.seams.sleep(min(left, _TICK_S))
+            self._heed_signals()
+
+    def _heed_signals(self) -> None:
+        if self.signals:
+            raise _Stopped(self.signals[0])
+
+    def _last_code(self) -> int:
+        return (self.history[-1].outcome.code if self.history else 0) or DistributedError.exit_code
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _finish(self, verdict: Done | GiveUp) -> int:
+        if isinstance(verdict, GiveUp):
+            if fault := self.history[-1].outcome.fault:
+                self._tell(_report("failed", fault))
+            return self._give_up(verdict.reason, verdict.code)
+        text = f"stopped (exit code {verdict.code})" if verdict.code else "all ranks have finished"
+        self._tell(SupervisorEvent("finished", text, exit_code=verdict.code))
+        return verdict.code
+
+    def _give_up(self, reason: str | None, code: int) -> int:
+        if reason:
+            self._tell(SupervisorEvent("given up", f"not started again: {reason}", exit_code=code))
+        return code
+
+    def _tell(self, event: SupervisorEvent) -> None:
+        if self.journal:
+            ahead = self.running or not self.history or event.kind == "restarting"
+            self.journal.write(event, self.number if ahead else len(self.history))
+        self.events(event)
 
 
-def describe_exit(code: int) -> str:
-    """Say how a process ended, given its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}" + (" (possibly out of memory)" if -code == signal.SIGKILL else "")
+def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
+    return SupervisorEvent(
+        kind,
+        fault.message,
+        rank=fault.rank if fault.rank >= 0 else None,
+        exit_code=fault.exit_code,
+        log_path=fault.log_path,
+        log_tail=fault.log_tail,
+        error=fault.error,
+        explanation=fault.explanation,
+        host=fault.host or None,
+        step=fault.step,
+        phase=fault.phase,
+        detected_s=fault.detected_s,
+    )
+
+
+def _unstarted(error: DistributedError, roster: Roster) -> Fault:
+    """The fault of an attempt that could not be started: of the first rank on the computer that is named, if any."""
+    host = next((name for name in getattr(error, "hosts", ()) if name in roster.seats), "")
+    rank = roster.seats.index(host) if host else -1
+    return Fault("not started", rank, host, error.message, error.exit_code, explanation=str(error))
+
+
+def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ...] | None:
+    """The weights of the ranks that take part: each keeps its own, one that is new gets the mean."""
+    if weights is None:
+        return None
+    by_place = dict(zip(_numbered(roster.every), weights, strict=False))
+    mean = sum(weights) / len(weights)
+    return tuple(by_place.get(place, mean) for place in _numbered(roster.seats))
+
+
+def _numbered(seats: Sequence[str]) -> list[tuple[str, int]]:
+    """Each seat with how many of its name come before."""
+    return [(seat, seats[:rank].count(seat)) for rank, seat in enumerate(seats)]
 
 
 def _temporary_root() -> str:
@@ -271,36 +391,14 @@ def _temporary_root() -> str:
 
 @contextlib.contextmanager
 def _caught_signals() -> Generator[deque[int], None, None]:
-    """Collect SIGINT and SIGTERM in a queue instead of acting on them."""
+    """Collect the signals that end a job in a queue instead of acting on them."""
     received: deque[int] = deque()
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda caught, _: received.append(caught)) for number in numbers]
+    before = {number: signal.signal(number, lambda caught, _: received.append(caught)) for number in _STOPS}
     try:
         yield received
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _tail(log: Path) -> tuple[str, ...]:
-    """The last lines of a log that may be large, or absent."""
-    try:
-        with log.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(0, size - 65536))
-            text = stream.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return ()
-    return tuple(text.splitlines()[-_LOG_LINES:])
-
-
-def _error_of(path: Path) -> tuple[str | None, str | None]:
-    """Type and message of the error that a rank wrote down, and its whole text if it was foreseen."""
-    try:
-        content: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None, None
-    return f"{content['type']}: {content['message']}", content["text"]

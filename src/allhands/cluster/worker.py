@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import json
+import logging
 import os
 import select
 import signal
@@ -28,6 +29,8 @@ import psutil
 
 from allhands.cluster.environment import Launch
 from allhands.cluster.guard import die_with_parent, write_whole
+from allhands.cluster.outcome import REGROUP_CODE
+from allhands.cluster.runfiles import BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import storage_error
 
@@ -35,6 +38,8 @@ _POLL_S = 0.5
 _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to save
 SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
 _ORPHAN_CODE = 128 + signal.SIGTERM
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOOK_AGAIN_S = 0.2  # for a word of the supervisor's
 
 
 class WorkerContext:
@@ -42,15 +47,32 @@ class WorkerContext:
 
     As a context manager it turns every way of leaving the block by an exception, ``sys.exit`` with an error
     included, into :meth:`fail`.
+
+    Attributes:
+        run_id: the supervisor's name for the job, the same in all attempts; empty without one.
+        attempt: how many times the job has been started, this time included.
     """
 
-    def __init__(self, launch: Launch, run_dir: Path | None, log_dir: Path | None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        run_dir: Path | None,
+        log_dir: Path | None,
+        run_id: str = "",
+        attempt: int = 1,
+    ) -> None:
         self.launch = launch
+        self.run_id = run_id
+        self.attempt = attempt
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._stop_signal = 0
         self._started = False
         self._announce: Callable[[str], None] | None = None
+        self._beat_file = -1
+        self._beats = 0
+        self._regroup = False
+        self._looked = float("-inf")
 
     def mark_ready(self) -> None:
         """Tell the supervisor that this rank only waits for the others now."""
@@ -61,6 +83,43 @@ class WorkerContext:
         """Tell the supervisor that this rank is at work on something that may take longer than a start should."""
         if self._run_dir:
             (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+
+    def beat(self, phase: str, step: int) -> None:
+        """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
+
+        Takes microseconds and never fails: a disk that is full of other things must not end a run.
+        """
+        if self._run_dir is None:
+            return
+        self._beats += 1
+        try:
+            if self._beat_file < 0:
+                path = self._run_dir / f"rank-{self.launch.rank}.beat"
+                self._beat_file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            line = f'{{"step": {step:d}, "phase": "{phase}", "count": {self._beats}}}'
+            os.pwrite(self._beat_file, line.ljust(BEAT_BYTES - 1).encode() + b"\n", 0)
+        except OSError:
+            return
+
+    def regroup_requested(self) -> bool:
+        """Whether the supervisor wants the ranks to end at the next checkpoint, to start again as other ones.
+
+        Cheap, because it looks at most five times a second; ranks may learn of it at different steps.
+        """
+        now = time.monotonic()
+        if self._run_dir is not None and not self._regroup and now > self._looked + _LOOK_AGAIN_S:
+            self._looked = now
+            self._regroup = (self._run_dir / "regroup").exists()
+        return self._regroup
+
+    def end_for_regroup(self) -> NoReturn:
+        """End this rank, whose checkpoint is written, at once and so that the supervisor starts all ranks again."""
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(REGROUP_CODE)
 
     def mark_started(self) -> None:
         """Tell the supervisor that start-up is over: the group is formed and the model is loaded.
@@ -109,17 +168,24 @@ class WorkerContext:
 
     def handle_signal(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler, in the main thread, and late if that is blocked in a collective."""
-        self._stop_signal = self._stop_signal or number
+        self._stop_signal = self._stop_signal or _meaning(number)
         if not self._started:
             raise KeyboardInterrupt
 
     def watch(self, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float) -> NoReturn:
-        """End the process on a second signal, a stop that takes too long, or the supervisor's death."""
+        """End the process on a second signal, a stop that takes too long, or the supervisor's death.
+
+        Under our supervisor a second signal means nothing: a scheduler sends its own to every process, and the
+        supervisor, which gets it too, passes it on; one that is to end the process at once comes as SIGKILL.
+        """
         deadline = float("inf")
         while True:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
-            for number in signals.recv(64) if ready else b"":
+            received = signals.recv(64) if ready else b""
+            for number in (_meaning(caught) for caught in received if caught in _STOPS):
                 if deadline < float("inf"):
+                    if supervisor is not None:
+                        continue
                     self._end_at_once(number)
                 self._stop_signal = self._stop_signal or number
                 grace = stop_grace_s if self._started else min(stop_grace_s, _START_GRACE_S)
@@ -202,18 +268,27 @@ class WorkerContext:
 def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     """Prepare this process to work under a supervisor, mpirun, or alone; call it once, in the main thread.
 
-    From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT and SIGTERM only ask to
-    stop once training has started (:meth:`WorkerContext.mark_started`) and end the process when sent twice,
-    and the process does not outlive its supervisor. ``environ`` is read for the supervisor's ``ALLHANDS_*``
+    From here on an uncaught exception ends in :meth:`WorkerContext.fail`, SIGINT, SIGTERM and SIGUSR1 (as a
+    scheduler's warning) only ask to stop once training has started (:meth:`WorkerContext.mark_started`) and end
+    the process when sent twice, and the process does not outlive its supervisor; SIGUSR2 from that has it write
+    the stacks of its threads into its log. ``environ`` is read for the supervisor's ``ALLHANDS_*``
     variables. The watching thread is held up while MLX's ring waits for its peers in ``init``, which keeps
     Python's lock: only the supervisor's start deadline ends that.
     """
     run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
-    context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
+    context = WorkerContext(
+        launch,
+        Path(run_dir) if run_dir else None,
+        Path(log_dir) if log_dir else None,
+        environ.get("ALLHANDS_RUN_ID", ""),
+        int(environ.get("ALLHANDS_ATTEMPT", "1")),
+    )
     if launch.launcher == "openmpi":
         die_with_parent()  # started by mpirun itself, without our guard
     faulthandler.enable()
     sys.excepthook = lambda kind, error, trace: context.fail(error)
+    if run_dir and log_dir:
+        _trace_on_signal(Path(log_dir, f"rank-{launch.rank}.log"))
     supervisor = _supervisor(environ)
     grace = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
     signals = _signal_descriptor(context)
@@ -251,13 +326,25 @@ def as_allhands_error(error: BaseException) -> BaseException:
 
 
 def _signal_descriptor(context: WorkerContext) -> socket.socket:
-    """Route SIGINT and SIGTERM to a socket that another thread can read while this one is blocked."""
+    """Route the signals that ask to stop to a socket that another thread can read while this one is blocked."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPS:
         signal.signal(number, context.handle_signal)
     return reader
+
+
+def _meaning(number: int) -> int:
+    """The signal as which it counts: a scheduler's warning is a wish to end."""
+    return signal.SIGTERM if number == signal.SIGUSR1 else number
+
+
+def _trace_on_signal(log: Path) -> None:
+    """Have the stacks written even while the main thread is in a call that never returns."""
+    # Not closed: the handler, which is no Python code, writes to its descriptor.
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
 
 
 def _supervisor(environ: Mapping[str, str]) -> psutil.Process | None:

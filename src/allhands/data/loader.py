@@ -32,15 +32,19 @@ class MicroBatch:
         positions: (N,) int32 places in the flattened (B * T) inputs whose next token is trained.
         targets: (N,) int32 the token that should follow each of them; -1 where N was padded.
         num_tokens: tokens of the examples (without padding): the work done.
+        examples: (B,) int32 number of the window in each row.
         documents: (B, T) int32 number of the document of each place; a place looks only at those of its own.
             ``None`` where each row is one document or documents may see each other.
+        iteration: number of the global batch that this is a part of.
     """
 
     inputs: NDArray[np.int32]
     positions: NDArray[np.int32]
     targets: NDArray[np.int32]
     num_tokens: int
+    examples: NDArray[np.int32]
     documents: NDArray[np.int32] | None = None
+    iteration: int = 0
 
     @property
     def num_targets(self) -> int:
@@ -57,6 +61,20 @@ class MicroBatch:
         """(B, T, N): a compiled step is traced once for each."""
         rows, width = self.inputs.shape
         return rows, width, len(self.targets)
+
+    def alone(self, row: int) -> MicroBatch:
+        """The example of one row by itself, as wide as it is here; padding of its length counts as its tokens."""
+        width = self.inputs.shape[1]
+        its = (self.positions // width == row) & (self.targets >= 0)
+        return MicroBatch(
+            self.inputs[row : row + 1],
+            self.positions[its] - np.int32(row * width),
+            self.targets[its],
+            width,
+            self.examples[row : row + 1],
+            None if self.documents is None else self.documents[row : row + 1],
+            self.iteration,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,7 @@ class Loader:
     def load(self, iteration: int) -> list[MicroBatch]:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
         share = divide(self._order.batch(iteration), self._windows.work, self._weights)[self._rank]
-        return list(collate_share(self._windows, share, self._sizing))
+        return [replace(part, iteration=iteration) for part in collate_share(self._windows, share, self._sizing)]
 
 
 def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[MicroBatch]:
@@ -161,6 +179,7 @@ def collate(windows: Windows, chosen: NDArray[np.int64], length: int) -> MicroBa
         np.concatenate([row * length + part.positions for row, part in enumerate(parts)]).astype(np.int32),
         np.concatenate([part.targets for part in parts]).astype(np.int32),
         sum(len(part.inputs) for part in parts),
+        chosen.astype(np.int32),
         documents,
     )
 

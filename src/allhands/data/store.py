@@ -28,7 +28,7 @@ from allhands.blas import cache_dir
 from allhands.data.render import Rendered
 from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
 from allhands.errors import ModelError, StorageError
-from allhands.files import write_whole
+from allhands.files import make_directory, write_whole
 from allhands.staging import locked, locked_now, publish, staging
 
 # A new number whenever the layout of the files, or what the same input gives, changes.
@@ -219,7 +219,7 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
 
 def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
     """The store at ``path``, built if there is none; None if another process has removed it meanwhile."""
-    with locked(_lock_of(path)):
+    with locked(_lock_of(path), private=True):
         if (found := _opened(path) or _checked(path)) is not None:
             return found
         # Whoever has mapped the old files keeps them until it ends.
@@ -227,11 +227,11 @@ def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
         if path.is_file():
             path.unlink()
         _remove_unused()
-        with staging(path) as staged:
+        with staging(path, private=True) as staged:
             with ExitStack() as files:
                 writer = StoreWriter(staged, vocabulary, files)
                 writer.finish(build(writer), path.name)
-            publish(staged, path)
+            publish(staged, path, private=True)
         with suppress(OSError):
             _remember_check(path, _state(path))
         return _mapped(path, built=True)
@@ -360,7 +360,7 @@ def _remember_check(path: Path, state: list[Any]) -> None:
     # A cache that may only be read is checked at each opening.
     with suppress(Exception):
         content = json.dumps(state)
-        write_whole(_checked_file(path), lambda draft: draft.write_text(content, encoding="utf-8"))
+        write_whole(_checked_file(path), lambda draft: draft.write_text(content, encoding="utf-8"), private=True)
 
 
 def _remove_unused() -> None:
@@ -373,7 +373,7 @@ def _remove_unused() -> None:
     for path in stores().iterdir():
         with suppress(OSError):
             if unused(path):
-                with locked_now(_lock_of(path)) as free:
+                with locked_now(_lock_of(path), private=True) as free:
                     # Somebody may have opened it since.
                     if free and unused(path):
                         shutil.rmtree(path, ignore_errors=True)
@@ -404,6 +404,6 @@ def input_hash(path: Path) -> str:
             return known["sha256"]
     content = json.dumps({"path": place, "stamp": stamp, "sha256": (found := file_hash(path))})
     with suppress(Exception):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(memory, lambda draft: draft.write_text(content, encoding="utf-8"))
+        make_directory(memory.parent, private=True)
+        write_whole(memory, lambda draft: draft.write_text(content, encoding="utf-8"), private=True)
     return found

@@ -185,10 +185,12 @@ def save_adapters(weights: dict[str, mx.array], path: Path) -> None:
     Raises:
         StorageError: disk full, read-only or no permission; an older file stays as it was.
     """
-    write_whole(path, lambda temporary: mx.save_safetensors(str(temporary), weights, metadata={"format": "mlx"}))
+    write_whole(
+        path, lambda temporary: mx.save_safetensors(str(temporary), weights, metadata={"format": "mlx"}), private=True
+    )
 
 
 def save_adapter_config(values: dict[str, Any], directory: Path) -> None:
     """Write ``adapter_config.json`` into ``directory``, whole or not at all."""
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    write_whole(directory / "adapter_config.json", lambda temporary: temporary.write_text(text))
+    write_whole(directory / "adapter_config.json", lambda temporary: temporary.write_text(text), private=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
-import numpy as np
 
 from allhands.accelerator import Accelerator, peak_memory_bytes
 from allhands.config import TrainConfig
@@ -18,16 +17,19 @@ from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import barrier
-from allhands.errors import AllhandsError, Interrupted, NumericsError
+from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup
 from allhands.evaluate import Evaluator
-from allhands.metrics import RunEnded, SavedReport, Sink, TrainReport, ValidReport
+from allhands.faults import fire
+from allhands.metrics import RunEnded, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.train.callbacks import Callback
+from allhands.train.saving import SaveKind
+from allhands.train.state import LoopState, Window
 from allhands.train.step import StepResult, TrainStep
-from allhands.trees import numbers
+from allhands.trees import number, numbers
 
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
-# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file.
-SaveKind = Literal["last", "best", "suspect"]
+# Updates in a row that may be left out: more are no accident of a few samples.
+MAX_SKIPPED_IN_ROW = 10
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,11 @@ class LoopParts:
 
     Attributes:
         load: this rank's micro-batches of a batch, by its number; usually made ahead.
-        save: writes the trained weights and returns the path of what it wrote.
+        save: starts to write a checkpoint on the ranks that keep files; raises nothing.
+        saved: what was written since it was asked last, or could not be; waits for all of it if told to.
+        beat: tells the supervisor (phase, batches done).
         stop_requested: the signal that asked this rank to stop, or 0.
+        regroup_requested: whether the run should end at a checkpoint, to go on with other ranks.
         learning_rate: of the last update.
         total: batches to train on.
     """
@@ -51,64 +56,37 @@ class LoopParts:
     accelerator: Accelerator
     sink: Sink
     callbacks: Sequence[Callback]
-    save: Callable[[int, SaveKind], Path]
+    save: Callable[[LoopState, SaveKind], None]
+    saved: Callable[[bool], list[SavedReport | AllhandsError]]
+    beat: Callable[[str, int], None]
     stop_requested: Callable[[], int]
+    regroup_requested: Callable[[], bool]
     learning_rate: Callable[[], float]
     total: int
 
 
-@dataclass
-class _Window:
-    """Sums since the last report."""
-
-    loss_sum: float = 0.0
-    num_targets: int = 0
-    num_tokens: int = 0
-    steps: int = 0
-    time_s: float = 0.0
-    wait_s: float = 0.0
-    comm_s: float = 0.0
-    grad_norm: float = 0.0
-
-    def add(self, result: StepResult, time_s: float, wait_s: float) -> None:
-        self.loss_sum += result.loss_sum
-        self.num_targets += result.num_targets
-        self.num_tokens += result.num_tokens
-        self.steps += 1
-        self.time_s += time_s
-        self.wait_s += wait_s
-        self.comm_s += result.comm_s
-        self.grad_norm = result.grad_norm
-
-
-@dataclass
-class LoopState:
-    """Where a run stands. ``iteration`` counts batches done."""
-
-    iteration: int = 0
-    trained_tokens: int = 0
-    best_loss: float = math.inf
-    best_iteration: int | None = None
-    stale_validations: int = 0
-    window: _Window = field(default_factory=_Window)
-
-
 def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
-    """Train until the end, early stopping, or a request to stop; rank 0 reports and saves.
+    """Train until the end, early stopping, or a request to stop; rank 0 reports.
 
     Raises:
-        Interrupted: a rank was asked to stop; what was trained is saved.
+        Interrupted: a rank was asked to stop; there is a checkpoint.
+        Regroup: the supervisor asked for it; there is a checkpoint.
         NumericsError: loss or gradient is not finite; what was trained before is saved.
-        StorageError: weights could not be written.
+        StorageError: the last weights could not be written.
     """
     started = time.perf_counter()
     try:
-        return _train(parts, state, started)
+        ended = _train(parts, state, started)
+        _tell_saved(parts, state, wait=True)
+        barrier(parts.communicator)
+        return ended
     except (Interrupted, NumericsError) as error:
         # Raised on every rank alike, so that saving together is possible.
         told = _keep_and_tell(parts, state, error)
         parts.sink.emit(_ended(state, started, "interrupted" if isinstance(error, Interrupted) else "failed"))
         raise told from None
+    except Regroup:
+        raise
     except AllhandsError:
         parts.sink.emit(_ended(state, started, "failed"))
         raise
@@ -116,22 +94,32 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
 
 def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
     config = parts.config
-    _validate(parts, state, started)
+    if _out_of_patience(parts, state) or state.iteration >= parts.total:
+        # Resumed after its end: what is missing in this directory is written.
+        _save(parts, state, "last")
+        return _ended(state, started, "stopped early" if _out_of_patience(parts, state) else "finished")
+    if state.validation_due:
+        _validate(parts, state, started)
     while state.iteration < parts.total:
         before = state.iteration
         result = _update(parts, state)
+        _note_skipped(parts, state, result)
         done = state.iteration == parts.total
-        if _crossed(before, state.iteration, config.steps_per_report) or done or result.stop_votes:
+        state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
+        if _crossed(before, state.iteration, config.steps_per_report) or done:
             _report(parts, state, started)
         if result.stop_votes:
             raise Interrupted("stopped")
-        stale = False
-        if _crossed(before, state.iteration, config.steps_per_eval) or done:
-            stale = _validate(parts, state, started)
+        stale = state.validation_due and _validate(parts, state, started)
         if _crossed(before, state.iteration, config.save_every) or done or stale:
             _save(parts, state, "last")
+            if not (done or stale) and _any_rank(parts, parts.regroup_requested()):
+                _tell_saved(parts, state, wait=True)
+                barrier(parts.communicator)
+                raise Regroup(f"stopped after batch {state.iteration} to go on with other ranks")
         if stale and not done:
             return _ended(state, started, "stopped early")
+        _tell_saved(parts, state, wait=False)
     return _ended(state, started, "finished")
 
 
@@ -141,10 +129,11 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
     if isinstance(error, Interrupted):
         if state.iteration == 0:
             return Interrupted("stopped before the first update; nothing was trained")
-        path = _save(parts, state, "last") or "rank 0's adapter path"
+        path = _save_now(parts, state, "last")
+        again = "--resume" if parts.config.keep_last else f"--resume-adapter-file {path}"
         return Interrupted(
             f"stopped after {place}; the weights are saved in {path}",
-            hint=f"to go on from them: --resume-adapter-file {path}",
+            hint=f"to go on exactly from there: the same command with {again}",
         )
     if state.iteration == 0:
         return NumericsError(
@@ -152,11 +141,12 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
             hint="the model's own weights or their precision are at fault: fetch the model again, "
             "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
         )
-    path = _save(parts, state, "suspect") or "rank 0's adapter path"
+    path = _save_now(parts, state, "suspect")
     return NumericsError(
         f"{error.message} after {place}",
-        hint="lower --learning-rate, or add --max-grad-norm 1 or --warmup-steps; "
-        f"the last weights are kept in {path}, adapters.safetensors is as it was before",
+        hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
+        f"--warmup-steps; --non-finite skip leaves such updates out; the last weights are "
+        f"kept in {path}, adapters.safetensors is as it was before",
     )
 
 
@@ -168,12 +158,13 @@ def _crossed(before: int, after: int, every: int) -> bool:
 def _update(parts: LoopParts, state: LoopState) -> StepResult:
     """One optimizer update over ``grad_accumulation_steps`` batches (fewer at the end)."""
     begun = time.perf_counter()
+    parts.beat("load", state.iteration)
+    # Nothing of ours draws from it; for models that do.
+    mx.random.seed(parts.config.seed + state.iteration)
+    fire("step", state.iteration, parts.communicator.rank)
     end = min(state.iteration + parts.config.grad_accumulation_steps, parts.total)
     micro_batches = [batch for i in range(state.iteration, end) for batch in parts.load(i)]
     loaded = time.perf_counter()
-    # Dropout is a function of (seed, batch, rank) too, so that nothing of it need be saved.
-    entropy = [parts.config.seed, state.iteration, parts.communicator.rank]
-    mx.random.seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
     result = parts.step(micro_batches, stop=bool(parts.stop_requested()))
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
@@ -182,13 +173,28 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     return result
 
 
+def _note_skipped(parts: LoopParts, state: LoopState, result: StepResult) -> None:
+    """Tell of an update that was left out, and stop if that has become the rule.
+
+    Raises:
+        NumericsError: too many in a row.
+    """
+    if not result.skipped:
+        state.skipped_in_row = 0
+        return
+    state.skipped_in_row += 1
+    parts.sink.emit(StepSkipped(state.iteration, result.skipped, tuple(number + 1 for number in result.culprits)))
+    if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
+        raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
+
+
 def _limit_cache(threshold: int) -> None:
     if threshold and mx.get_cache_memory() > threshold:
         mx.clear_cache()
 
 
 def _report(parts: LoopParts, state: LoopState, started: float) -> None:
-    window, state.window = state.window, _Window()
+    window, state.window = state.window, Window()
     report = TrainReport(
         step=state.iteration,
         loss=window.loss_sum / max(window.num_targets, 1),
@@ -222,14 +228,16 @@ def _on_main(parts: LoopParts) -> Sequence[Callback]:
 def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
     """Validate, keep the best adapter, and tell whether patience is at its end."""
     if parts.evaluator is None:
+        state.validation_due = False
         return False
     begun = time.perf_counter()
-    loss, num_tokens = parts.evaluator()
+    loss, num_tokens = parts.evaluator(state.iteration)
     better = loss < state.best_loss - parts.config.early_stopping_min_delta
     if better:
         state.best_loss, state.best_iteration, state.stale_validations = loss, state.iteration, 0
     else:
         state.stale_validations += 1
+    state.validation_due = False
     now = time.perf_counter()
     report = ValidReport(state.iteration, loss, num_tokens, now - started, now - begun, better)
     parts.sink.emit(report)
@@ -237,23 +245,60 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
         callback.on_valid_report(report)
     if better and parts.config.keep_best and state.iteration > 0:
         _save(parts, state, "best")
+    return _out_of_patience(parts, state)
+
+
+def _out_of_patience(parts: LoopParts, state: LoopState) -> bool:
     patience = parts.config.early_stopping_patience
     return patience is not None and state.stale_validations >= patience
 
 
-def _save(parts: LoopParts, state: LoopState, kind: SaveKind) -> Path | None:
-    """Save on rank 0 and return the path there, while the others wait.
+def _save(parts: LoopParts, state: LoopState, kind: SaveKind) -> None:
+    """Begin to save; the training goes on meanwhile."""
+    parts.beat("save", state.iteration)
+    parts.save(state, kind)
+
+
+def _save_now(parts: LoopParts, state: LoopState, kind: SaveKind) -> str:
+    """Save and say where, while the others wait.
 
     A rank that went on and ended would make a launcher end rank 0 while it still writes.
     """
-    path = None
-    if parts.communicator.rank == 0:
-        path = parts.save(state.iteration, kind)
-        parts.sink.emit(SavedReport(state.iteration, str(path)))
-        for callback in parts.callbacks:
-            callback.on_save(state.iteration, path)
+    _save(parts, state, kind)
+    reports = _tell_saved(parts, state, wait=True)
     barrier(parts.communicator)
-    return path
+    return reports[-1].path if reports else "rank 0's adapter path"
+
+
+def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[SavedReport]:
+    """Report what has been written since the last time.
+
+    A checkpoint that could not be written costs nothing yet, and the next one may succeed: only when there will be
+    no next one it is an error.
+
+    Raises:
+        StorageError: it was waited for, and it could not be written.
+    """
+    if wait:
+        parts.beat("save", state.iteration)
+    outcomes = parts.saved(wait)
+    reports = [outcome for outcome in outcomes if isinstance(outcome, SavedReport)]
+    for report in reports:
+        parts.sink.emit(report)
+        for callback in _on_main(parts):
+            callback.on_save(report.step, Path(report.path))
+    failures = [outcome for outcome in outcomes if not isinstance(outcome, SavedReport)]
+    if failures and wait:
+        raise failures[-1]
+    for failure in failures:
+        text = f"no checkpoint was written ({failure.where}: {failure.message}); training goes on"
+        parts.sink.emit(Warned(state.iteration, text))
+    return reports
+
+
+def _any_rank(parts: LoopParts, flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank; asked on all of them together."""
+    return number(parts.communicator.all_sum(mx.array([float(flag)]))) > 0
 
 
 def _ended(state: LoopState, started: float, reason: EndReason) -> RunEnded:

@@ -79,6 +79,13 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     return optim.join_schedules([optim.linear_schedule(start, peak, warmup), rest], [warmup])
 
 
+def has_schedule(config: TrainConfig) -> bool:
+    """Whether the learning rate follows the number of updates; a constant one may change when a run is resumed."""
+    chosen = config.lr_schedule
+    named = chosen is not None and (chosen.name != "constant" or chosen.warmup > 0)
+    return named or config.warmup_steps > 0
+
+
 def _named(name: str, peak: float, updates: int) -> Schedule:
     if name == "cosine":
         return optim.cosine_decay(peak, updates)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,12 +20,15 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.errors import NumericsError
 from allhands.model.documents import caches_for
+from allhands.model.dropout import DropoutKeys
 from allhands.model.split import SplitModel, split
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
 from allhands.train.optim import clip
+from allhands.train.poison import find_culprits
 from allhands.trees import flatten, number, numbers, unflatten
 
-# (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients).
+# (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients). Where there
+# is dropout, the keys of the places come first.
 LossFunction = Callable[..., mx.array]
 GradFunction = Callable[..., tuple[mx.array, Any]]
 
@@ -48,6 +51,9 @@ class StepResult:
         stop_votes: ranks that have been asked to stop.
         compute_s: time of this rank's forward and backward passes.
         comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
+        skipped: why the update was not applied ("the gradient is nan"), model and optimizer being as before and
+            ``loss_sum`` and ``num_targets`` 0; empty if it was.
+        culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
     """
 
     loss_sum: float
@@ -57,6 +63,8 @@ class StepResult:
     stop_votes: int
     compute_s: float
     comm_s: float
+    skipped: str = ""
+    culprits: tuple[int, ...] = ()
 
 
 def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:
@@ -110,17 +118,21 @@ def _eager_loss(
     return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
 
 
-def make_gradient(model: nn.Module, *, eager: bool, compiled: bool = True) -> GradFunction:
+def make_gradient(
+    model: nn.Module, *, eager: bool, compiled: bool = True, dropout: DropoutKeys | None = None
+) -> GradFunction:
     """Loss sum and its gradient in the trainable parameters.
 
-    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not.
+    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first argument
+    is the (B, T, 2) keys of the batch.
     """
     parts = split(model)
     if eager and parts is not None:
-        return partial(_eager_gradient, model, parts)
-    function = nn.value_and_grad(model, make_loss(model, eager=False))
+        return _keyed(partial(_eager_gradient, model, parts), dropout)
+    function = _keyed(nn.value_and_grad(model, make_loss(model, eager=False)), dropout)
     if eager or not compiled:
         return function
+    # MLX's own random state, too, for models that draw from it.
     fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
 
     def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
@@ -131,6 +143,18 @@ def make_gradient(model: nn.Module, *, eager: bool, compiled: bool = True) -> Gr
         return result
 
     return gradient
+
+
+def _keyed(function: GradFunction, dropout: DropoutKeys | None) -> GradFunction:
+    """``function`` with the keys of ``dropout`` as an argument before its own."""
+    if dropout is None:
+        return function
+
+    def call(keys: mx.array, *arrays: mx.array) -> tuple[mx.array, Any]:
+        with dropout.using(keys):
+            return function(*arrays)
+
+    return call
 
 
 def _eager_gradient(
@@ -182,18 +206,39 @@ class TrainStep:
         max_grad_norm: float | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         after_backward: Callable[[Any], None] | None = None,
+        dropout: DropoutKeys | None = None,
+        non_finite: Literal["stop", "skip"] = "stop",
+        packed: bool = False,
+        beat: Callable[[str], None] = lambda phase: None,
+        rehearse: Callable[[Literal["reduce", "update"]], object] = lambda point: None,
     ) -> None:
-        """``after_backward`` is given the tree of mean gradients of the global batch, before clipping."""
+        """Prepare to train ``model``.
+
+        Args:
+            after_backward: is given the tree of mean gradients of the global batch, before clipping.
+            dropout: of ``model``, as :func:`install_dropout` gave it.
+            non_finite: whether a loss or gradient that is not finite is an error or leaves the update out.
+            packed: whether windows are rows of packed documents, for messages.
+            beat: is told "compute" (or "first", if a shape is compiled) before each micro-batch, "reduce" before
+                waiting for other ranks and "update" before the optimizer's.
+            rehearse: is asked before the exchange and the update whether to fail on purpose; "nan" spoils the gradient.
+        """
         self.eager = eager
         self._model = model
         self._optimizer = optimizer
         self._communicator = communicator
-        self._gradient = make_gradient(model, eager=eager, compiled=compiled)
+        self._traced = compiled and not eager
+        self._dropout = dropout
+        self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
         # (B, T, N) of every micro-batch so far: a compiled step is traced once for each.
         self.shapes: set[tuple[int, int, int]] = set()
         self._max_grad_norm = max_grad_norm
         self._bucket_bytes = bucket_bytes
         self._after_backward = after_backward
+        self._non_finite = non_finite
+        self._window_name = "packed row" if packed else "training example"
+        self._beat = beat
+        self._rehearse = rehearse
 
     def __call__(self, micro_batches: Sequence[MicroBatch], *, stop: bool = False) -> StepResult:
         """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
@@ -206,40 +251,43 @@ class TrainStep:
         """
         started = time.perf_counter()
         loss, grads = self._accumulate(micro_batches)
+        if self._rehearse("reduce") == "nan":
+            grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
         computed = time.perf_counter()
-        names = [name for name, _ in grads]
         mine = [loss, *(float(n) for n in _counts(micro_batches)), float(stop)]
-        sums, totals = sum_over_ranks(
-            self._communicator, [grad for _, grad in grads], mine, bucket_bytes=self._bucket_bytes
-        )
-        mx.eval(sums, totals)
+        sums, (loss_sum, num_targets, num_tokens, votes) = self._reduce(grads, mine)
         reduced = time.perf_counter()
-        loss_sum, num_targets, num_tokens, votes = numbers(totals)
         # The one division: by the trained tokens of all micro-batches and all ranks.
-        mean = unflatten([(n, g / max(num_targets, 1.0)) for n, g in zip(names, sums, strict=True)])
+        mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
         if self._after_backward is not None:
             self._after_backward(mean)
         clipped, norm = clip(mean, self._max_grad_norm)
-        grad_norm = number(norm)
-        _refuse_non_finite(loss_sum, grad_norm)
-        self._optimizer.update(self._model, clipped)
-        mx.eval(self._model.trainable_parameters(), self._optimizer.state)
-        return StepResult(
+        result = StepResult(
             loss_sum,
             int(num_targets),
             int(num_tokens),
-            grad_norm,
+            number(norm),
             int(votes),
             computed - started,
             reduced - computed,
         )
+        if problem := _not_finite(result):
+            # Every rank has the same sums and comes here. What is to be thrown away makes room for the search.
+            del grads, sums, mean, clipped
+            return self._refuse(result, problem, micro_batches)
+        self._beat("update")
+        self._rehearse("update")
+        self._optimizer.update(self._model, clipped)
+        mx.eval(self._model.trainable_parameters(), self._optimizer.state)
+        return result
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
         total, grads = mx.zeros(()), None
         for batch in micro_batches:
+            self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
             self.shapes.add(batch.shape)
-            loss, new = self._gradient(*batch_arrays(batch))
+            loss, new = self._gradient(*self._arguments(batch))
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
             total, grads = total + loss, new
@@ -248,15 +296,51 @@ class TrainStep:
             grads = tree_map(mx.zeros_like, self._model.trainable_parameters())
         return total, flatten(grads)
 
+    def _arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:
+        """What the gradient's function is called with."""
+        if self._dropout is None:
+            return batch_arrays(batch)
+        keys = self._dropout.of(batch.examples, batch.inputs.shape[1], batch.iteration)
+        return keys, *batch_arrays(batch)
+
+    def _reduce(
+        self, grads: list[tuple[str, mx.array]], scalars: list[float | mx.array]
+    ) -> tuple[list[tuple[str, mx.array]], list[float]]:
+        """Both summed over all ranks."""
+        arrays = [grad for _, grad in grads]
+        sums, totals = sum_over_ranks(self._communicator, arrays, scalars, bucket_bytes=self._bucket_bytes)
+        self._beat("reduce")
+        mx.eval(sums, totals)
+        return [(name, total) for (name, _), total in zip(grads, sums, strict=True)], numbers(totals)
+
+    def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Find out why, and either leave the update out or raise."""
+        # Not compiled: examples alone have shapes of their own, each to be computed once.
+        gradient = make_gradient(self._model, eager=self.eager, compiled=False, dropout=self._dropout)
+        blame = find_culprits(
+            lambda batch: gradient(*self._arguments(batch)),
+            self._model.trainable_parameters(),
+            micro_batches,
+            self._communicator,
+            self._beat,
+        )
+        reason = f"{problem}; {blame.otherwise}" if blame.otherwise else problem
+        if self._non_finite == "stop":
+            raise NumericsError(reason + blame.named(self._window_name), hint=_HINT)
+        return replace(result, loss_sum=0.0, num_targets=0, skipped=reason, culprits=blame.examples)
+
+
+_HINT = (
+    "the update was not applied: look at the examples named, lower --learning-rate, add --max-grad-norm 1 or "
+    "--warmup-steps, or leave such updates out: --non-finite skip"
+)
+
 
 def _counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
     return sum(batch.num_targets for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
 
 
-def _refuse_non_finite(loss_sum: float, grad_norm: float) -> None:
-    for name, value in (("loss", loss_sum), ("gradient", grad_norm)):
-        if not math.isfinite(value):
-            raise NumericsError(
-                f"the {name} is {value}",
-                hint="the update was not applied: lower --learning-rate, or add --max-grad-norm 1 or --warmup-steps",
-            )
+def _not_finite(result: StepResult) -> str:
+    """What is not finite, in words; empty if all is well."""
+    values = {"loss": result.loss_sum, "gradient": result.grad_norm}
+    return next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), "")

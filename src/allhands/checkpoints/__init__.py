@@ -1,0 +1,32 @@
+"""Checkpoints on disk: directories that are whole or absent, and found by what they hold, never by name alone.
+
+A checkpoint is a directory of safetensors and JSON files. ``manifest.json``, written last, has the size and the
+SHA-256 sum of each, and a sum of itself. A run keeps them as ``RUN/checkpoints/step-0000100`` and ``RUN/best``.
+"""
+
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, MANIFEST, STATE, best_in, checkpoint_path, checkpoints_in
+from allhands.checkpoints.reading import Checkpoint, StoredFile, open_checkpoint
+from allhands.checkpoints.runs import Found, find, latest, prune, quick_step, survey
+from allhands.checkpoints.tensors import Tensor
+from allhands.checkpoints.writing import write_checkpoint
+
+__all__ = [
+    "BEST",
+    "CHECKPOINTS",
+    "MANIFEST",
+    "STATE",
+    "Checkpoint",
+    "Found",
+    "StoredFile",
+    "Tensor",
+    "best_in",
+    "checkpoint_path",
+    "checkpoints_in",
+    "find",
+    "latest",
+    "open_checkpoint",
+    "prune",
+    "quick_step",
+    "survey",
+    "write_checkpoint",
+]

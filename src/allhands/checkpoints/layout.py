@@ -1,0 +1,99 @@
+"""Where the checkpoints of a run lie, and under which names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from allhands.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+
+_NAME = re.compile(r"step-(\d+)")
+# What killed writers (see staging) and killed removals leave.
+_LEFT = re.compile(r"\.(step-\d+|best)\.(partial|replaced|removed)-.+")
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` belongs."""
+    return run_dir / CHECKPOINTS / f"step-{step:07d}"
+
+
+def removal_path(path: Path, mark: str) -> Path:
+    """The hidden name under which a checkpoint is taken apart."""
+    return path.with_name(f".{path.name}.removed-{mark}")
+
+
+def run_of(path: Path) -> Path:
+    """The run directory that a checkpoint belongs to."""
+    return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a directory of this name should be a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_plain(name: str) -> bool:
+    """Whether a checkpoint's file may have this name: visible, printable, no path."""
+    return name != "" and Path(name).name == name and name.isprintable() and not name.startswith(".")
+
+
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """The directories that are named as checkpoints of steps, the last step first; unread.
+
+    Args:
+        run_dir: or a directory that holds them itself, such as one that was set aside.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    found = [path for path in listed(holder(run_dir)) if is_step_name(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (-int(path.name.removeprefix("step-")), path.name))
+
+
+def holder(run_dir: Path) -> Path:
+    """The directory that holds the checkpoints of steps."""
+    inner = run_dir / CHECKPOINTS
+    return inner if inner.is_dir() else run_dir
+
+
+def best_in(run_dir: Path) -> Path | None:
+    """``RUN/best``, if it is a checkpoint and not an adapter alone; unread."""
+    path = run_dir / BEST
+    return path if (path / MANIFEST).exists() or (path / STATE).exists() else None
+
+
+def leftovers(paths: list[Path]) -> list[tuple[Path, str, str]]:
+    """Those that killed writers and removals have left: path, name that it stands for, kind."""
+    found = [(path, _LEFT.fullmatch(path.name)) for path in paths]
+    return [(path, match[1], match[2]) for path, match in found if match]
+
+
+def entries(directory: Path) -> list[Path]:
+    """What lies in a directory; nothing if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def listed(directory: Path) -> list[Path]:
+    """:func:`entries` for who looks for checkpoints.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    try:
+        return entries(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be read: {error.strerror}", where=str(directory), hint="check the rights, and the disk"
+        ) from None

@@ -1,0 +1,181 @@
+"""One checkpoint: its manifest, and whether its files are those that were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from allhands.checkpoints.layout import MANIFEST, STATE, is_plain, run_of
+from allhands.errors import CheckpointError
+
+# A new number whenever a checkpoint of this version could not be read by the ones before.
+FORMAT = 1
+_ALTERED = "its SHA-256 sum is wrong: it was altered after it had been written"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and hexadecimal SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        step: batches that had been trained on.
+        run_id: the job that wrote it.
+        time: when, in Unix seconds.
+        state: content of ``state.json``; empty where only the manifest was read.
+        files: every file but the manifest, by name.
+        digest: hexadecimal SHA-256 of the manifest, hence of everything.
+    """
+
+    path: Path
+    step: int
+    run_id: str
+    time: float
+    state: Mapping[str, Any]
+    files: Mapping[str, StoredFile]
+    digest: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint in ``path``, with all files present and of their size; ``verify``: and with the right sums.
+
+    Raises:
+        CheckpointError: it is missing or damaged; says which file, and how.
+    """
+    found = described(path)
+    check_sizes(found)
+    return with_state(found, verify=verify)
+
+
+def described(path: Path) -> Checkpoint:
+    """The checkpoint in ``path`` as its manifest describes it, without the state.
+
+    Raises:
+        CheckpointError: there is no manifest, or not a whole one.
+    """
+    file = path / MANIFEST
+    raw = _read(file)
+    body = _parsed(raw, file)
+    if (said := body.get("format")) != FORMAT:
+        raise _damaged(file, f"its format is {said!r}, not {FORMAT}: it is of another version of allhands, or altered")
+    try:
+        # Every byte counts, also those that mean nothing to JSON.
+        same = raw == manifest_text({key: value for key, value in body.items() if key != "sha256"})
+        files = {str(name): StoredFile(int(f["bytes"]), str(f["sha256"])) for name, f in body["files"].items()}
+        step, run_id, time = int(body["step"]), str(body["run_id"]), float(body["time"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise _damaged(file, "it is not a manifest of allhands") from None
+    if not same or not all(map(is_plain, files)):
+        raise _damaged(file, _ALTERED)
+    return Checkpoint(path, step, run_id, time, {}, files, hashlib.sha256(raw).hexdigest())
+
+
+def check_sizes(found: Checkpoint) -> None:
+    """Compare the sizes of all files with the manifest.
+
+    Raises:
+        CheckpointError: one is missing, or of another size.
+    """
+    for name, facts in found.files.items():
+        file = found.path / name
+        try:
+            there = file.stat()
+        except OSError as error:
+            raise _unreadable(file, error) from None
+        if not stat.S_ISREG(there.st_mode):
+            raise _damaged(file, "it is not a file")
+        if there.st_size != facts.bytes:
+            raise _damaged(file, f"it has {there.st_size} bytes instead of {facts.bytes}")
+
+
+def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
+    """A described checkpoint with its state; ``verify``: after the sums of all files have been compared.
+
+    Raises:
+        CheckpointError: a file was altered, or cannot be read.
+    """
+    file = found.path / STATE
+    if STATE not in found.files:
+        raise _damaged(file, "the manifest does not name it")
+    content = _read(file)
+    if hashlib.sha256(content).hexdigest() != found.files[STATE].sha256:
+        raise _damaged(file, _ALTERED)
+    for name, facts in found.files.items() if verify else ():
+        if name != STATE and _sum(found.path / name) != facts.sha256:
+            raise _damaged(found.path / name, _ALTERED)
+    return replace(found, state=_parsed(content, file))
+
+
+def dumped(values: Any) -> bytes:
+    """JSON in the one spelling that checkpoints have.
+
+    Raises:
+        ValueError: NaN or infinity, which JSON has not.
+    """
+    return json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def manifest_text(body: Mapping[str, Any]) -> bytes:
+    """The manifest of ``body``: with a sum of its own."""
+    return dumped({**body, "sha256": hashlib.sha256(dumped(body)).hexdigest()})
+
+
+def _sum(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _read(file: Path) -> bytes:
+    try:
+        if file.exists() and not file.is_file():
+            raise _damaged(file, "it is not a file")
+        return file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _parsed(content: bytes, file: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(constant)
+
+    try:
+        value: Any = json.loads(content, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        raise _damaged(file, "it is not JSON") from None
+    if not isinstance(value, dict):
+        raise _damaged(file, "it does not hold a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def _damaged(file: Path, what: str) -> CheckpointError:
+    run = run_of(file.parent)
+    hint = f"resume from another checkpoint: allhands checkpoint verify {run} tells which of them are whole"
+    return CheckpointError(f"the checkpoint is damaged: {what}", where=str(file), hint=hint)
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return _damaged(file, "it is missing")
+    hint = "check the rights of the file, and the disk"
+    return CheckpointError(f"the checkpoint cannot be read: {error.strerror}", where=str(file), hint=hint)

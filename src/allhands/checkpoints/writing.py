@@ -1,0 +1,140 @@
+"""Write a checkpoint: beside its place, synced, the manifest last, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from allhands.checkpoints.layout import MANIFEST, STATE, entries, is_plain, leftovers
+from allhands.checkpoints.reading import FORMAT, Checkpoint, StoredFile, described, dumped, manifest_text
+from allhands.checkpoints.tensors import Tensor, safetensors_pieces
+from allhands.errors import CheckpointError, StorageError
+from allhands.files import make_directory, storage_error, sync
+from allhands.staging import publish, staging
+
+_Pieces = Iterable[bytes | memoryview]
+
+
+def write_checkpoint(
+    target: Path,
+    step: int,
+    run_id: str,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Sequence[Tensor]],
+    texts: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Write a checkpoint, in place of the one that may be at ``target``; only its owner may read it.
+
+    Killed at any instant, it leaves the old one or the new one, whole. What killed writers left is removed.
+
+    Args:
+        target: its directory, in a directory that no other process writes checkpoints into.
+        state: JSON values; NaN and infinity are none.
+        tensors: arrays by file name.
+        texts: contents of further files by name.
+
+    Raises:
+        StorageError: it cannot be written, or ``target`` holds what is not a checkpoint's. What stood there is
+            untouched and nothing else is left.
+        ValueError: the arguments describe no checkpoint.
+        TypeError: ``state`` holds what JSON does not have.
+    """
+    contents = _contents(state, tensors, texts or {})
+    body: dict[str, Any] = {"format": FORMAT, "step": step, "run_id": run_id, "time": round(time.time(), 3)}
+    try:
+        _make_parent(target)
+        sweep(target.parent)
+        _refuse_others(target, contents)
+        with staging(target, private=True) as staged:
+            files = {name: _write(staged / name, pieces) for name, pieces in contents.items()}
+            manifest = manifest_text(body | {"files": {name: vars(file) for name, file in files.items()}})
+            written = _write(staged / MANIFEST, [manifest])
+            publish(staged, target, private=True)
+    except (OSError, StorageError) as error:
+        with suppress(OSError):
+            sweep(target.parent)
+        # The name that it had for a while means nothing to a person.
+        told = error if isinstance(error, StorageError) else storage_error(target, error)
+        raise StorageError(told.message, where=str(target), hint=told.hint) from error
+    return Checkpoint(target, step, run_id, body["time"], json.loads(dumped(state)), files, written.sha256)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what killed writers and removals left beside checkpoints, and put back what an exchange had moved.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    left = leftovers(entries(directory))
+    for path in [path for path, _, kind in left if kind == "removed"]:
+        shutil.rmtree(path, ignore_errors=True)
+    for name in {name for _, name, kind in left if kind != "removed"}:
+        # It knows which of these still have a living writer.
+        with suppress(StorageError), staging(directory / name, private=True):
+            pass
+
+
+def others_in(directory: Path, files: Collection[str]) -> list[str]:
+    """What lies in a checkpoint's directory and is not its own; hidden files of the system do not count.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    names = [path.name for path in entries(directory)]
+    return [name for name in names if name not in files and name != MANIFEST and not name.startswith(".")]
+
+
+def _contents(
+    state: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]], texts: Mapping[str, str]
+) -> dict[str, _Pieces]:
+    """The bytes of each file by its name."""
+    names = [*tensors, *texts, STATE]
+    wrong = [name for name in names if not is_plain(name) or name == MANIFEST or names.count(name) > 1]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} cannot be a file of a checkpoint, or not twice")
+    contents: dict[str, _Pieces] = {name: safetensors_pieces(arrays) for name, arrays in tensors.items()}
+    contents |= {name: [text.encode()] for name, text in texts.items()}
+    return contents | {STATE: [dumped(state)]}
+
+
+def _write(path: Path, pieces: _Pieces) -> StoredFile:
+    """Write and sync a new private file."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return StoredFile(size, digest.hexdigest())
+
+
+def _make_parent(target: Path) -> None:
+    if not target.parent.exists():
+        make_directory(target.parent, private=True)
+        sync(target.parent.parent)
+
+
+def _refuse_others(target: Path, names: Collection[str]) -> None:
+    """A directory is replaced whole, so nothing of a person's may be in it."""
+    known = set(names)
+    with suppress(CheckpointError):
+        known |= set(described(target).files)
+    if others := others_in(target, known):
+        raise StorageError(
+            f"cannot be replaced by a checkpoint, which {others[0]} in it does not belong to",
+            where=str(target),
+            hint="move that to another place",
+        )

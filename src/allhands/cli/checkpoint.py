@@ -1,0 +1,269 @@
+"""``allhands checkpoint list``, ``inspect`` and ``verify``."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from allhands.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from allhands.checkpoints import Checkpoint, Found
+
+_WIDTH = 80
+_ID_DIGITS = 8
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory. [adapters]", show_default=False)]
+Quick = Annotated[bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Place = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="A checkpoint, or a run: its latest. [adapters]", show_default=False),
+]
+
+
+def list_checkpoints(run: Run = Path("adapters"), quick: Quick = False) -> None:
+    """List the checkpoints of a run: step, time, size, and whether they are whole."""
+    found = _survey(run, verify=not quick)
+    console = _console()
+    _print_path(console, run)
+    if not found:
+        console.print("holds no checkpoint")
+        return
+    console.print(_table(found, "sizes are right" if quick else "whole"))
+
+
+def verify_checkpoints(run: Run = Path("adapters")) -> None:
+    """Read every checkpoint of a run and compare it with its sums.
+
+    The exit code is 9 if any is damaged.
+    """
+    found = _survey(run, verify=True)
+    if not found:
+        raise CheckpointError("it holds no checkpoint", where=str(run), hint="give the directory of a run")
+    console = _console()
+    _print_path(console, run)
+    console.print(_table(found, "whole"))
+    damaged = [look for look in found if look.error is not None]
+    first = _first_whole(found)
+    taken = f"step {first.checkpoint.step}:" if first is not None and first.checkpoint is not None else "nothing"
+    console.print(f"\n{len(damaged)} of {len(found)} damaged; --resume would take {taken}")
+    if first is not None:
+        _print_path(console, first.path)
+    if damaged:
+        raise typer.Exit(CheckpointError.exit_code)
+
+
+def inspect_checkpoint(path: Place = Path("adapters"), as_json: AsJson = False) -> None:
+    """Show what a checkpoint holds: progress, settings, files and tensors."""
+    from allhands.checkpoints import find
+
+    try:
+        checkpoint = find(str(path), path)
+    except CheckpointError as error:
+        error.where = (error.where or "").removeprefix("--resume ")
+        raise
+    tensors = {name: _tensors(checkpoint.path / name) for name in checkpoint.files if name.endswith(".safetensors")}
+    if as_json:
+        files = {name: asdict(file) | {"tensors": tensors.get(name)} for name, file in checkpoint.files.items()}
+        typer.echo(json.dumps(asdict(checkpoint) | {"path": str(checkpoint.path), "files": files}, indent=1))
+        return
+    _show(checkpoint, tensors)
+
+
+def _survey(run: Path, *, verify: bool) -> list[Found]:
+    from allhands.checkpoints import survey
+
+    if not run.is_dir():
+        raise CheckpointError("there is no such directory", where=str(run), hint="give the directory of a run")
+    return survey(run, verify=verify)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # Width: as a person reads it; numbers and paths are not coloured.
+    found = Console(highlight=False, markup=False, emoji=False)
+    found.width = min(found.width, _WIDTH)
+    return found
+
+
+def _print_path(console: Console, path: Path) -> None:
+    """On a line of its own and unbroken, to be copied."""
+    console.print(_printable(str(path)), soft_wrap=True)
+
+
+def _printable(text: object) -> str:
+    """Nothing that a file says can steer the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in str(text))
+
+
+def _plain_table(*headers: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(headers))
+    for header in headers:
+        numeric = header in ("step", "size")
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "state")
+    return table
+
+
+# --- list and verify ---------------------------------------------------------------------------------
+
+
+def _first_whole(found: Iterable[Found]) -> Found | None:
+    return next((look for look in found if look.error is None), None)
+
+
+def _table(found: list[Found], good: str) -> Table:
+    table = _plain_table("step", "when", "size", "run", "state")
+    first = _first_whole(found)
+    for look in found:
+        words = [f"damaged: {_place(look.error)}" if look.error else good]
+        words += ["latest"] if look is first else []
+        words += _named(look)
+        row = ["?"] * 4
+        if (it := look.checkpoint) is not None:
+            row = [str(it.step), _when(it.time), _size(it.num_bytes), _printable(it.run_id)[:_ID_DIGITS]]
+        table.add_row(*row, ", ".join(words))
+    return table
+
+
+def _place(error: CheckpointError) -> str:
+    """Which file it is, and what is wrong with it."""
+    file = Path(error.where or "")
+    what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
+    return _printable(f"{file.parent.name}/{file.name}: {what}")
+
+
+def _named(look: Found) -> list[str]:
+    """What its directory's name says beyond the step."""
+    from allhands.checkpoints import checkpoint_path
+
+    it = look.checkpoint
+    if it is None or look.path.name == checkpoint_path(Path(), it.step).name:
+        return []
+    return ["best"] if look.path.name == "best" else [f"in {_printable(look.path.name)}"]
+
+
+def _when(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _size(number: int) -> str:
+    from allhands.formatting import format_bytes
+
+    if number < 1000:
+        return f"{number} B"
+    return f"{number / 1e3:.1f} kB" if number < 999_950 else format_bytes(number)
+
+
+# --- inspect -----------------------------------------------------------------------------------------
+
+
+def _tensors(file: Path) -> dict[str, dict[str, Any]]:
+    """Type and shape of each tensor, from the file's header alone."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: {"dtype": part.get_dtype(), "shape": part.get_shape()} for name, part in slices.items()}
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"it is not a safetensors file: {error}", where=str(file), hint="give another checkpoint"
+        ) from None
+
+
+def _show(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    console = _console()
+    _print_path(console, checkpoint.path)
+    facts = _plain_table()
+    for name, value in _facts(checkpoint):
+        facts.add_row(name, _printable(value))
+    console.print(facts)
+    changed = _changed_settings(checkpoint.state.get("config"))
+    if changed:
+        console.print("\nsettings that differ from the defaults")
+        settings = _plain_table()
+        for name, value in changed.items():
+            settings.add_row(f"  {_printable(name)}", _printable(json.dumps(value)))
+        console.print(settings)
+    console.print("\nfiles, and their tensors (* stands for any number)")
+    for name, file in checkpoint.files.items():
+        console.print(f"  {_printable(name)}  {_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}", soft_wrap=True)
+        if tensors.get(name):
+            console.print(_tensor_table(tensors[name]))
+
+
+def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
+    """What is known of the run, in the order in which a person asks."""
+    from allhands.formatting import format_count, format_duration
+
+    state = checkpoint.state
+    facts: list[tuple[str, object]] = [("step", checkpoint.step)]
+    if (epoch := _number(state, "epoch")) is not None:
+        facts.append(("epoch", f"{epoch:.4g}"))
+    if (tokens := _number(state, "trained_tokens")) is not None:
+        facts.append(("trained tokens", format_count(tokens)))
+    if (loss := _number(state, "best_loss")) is not None:
+        at = _number(state, "best_iteration")
+        facts.append(("best loss", f"{loss:.4g}" + ("" if at is None else f" at step {at:.0f}")))
+    facts += [("written", _when(checkpoint.time)), ("run", checkpoint.run_id), ("size", _size(checkpoint.num_bytes))]
+    if (elapsed := _number(state, "elapsed_s")) is not None:
+        facts.append(("trained for", format_duration(elapsed)))
+    if (ranks := _number(state, "world_size")) is not None:
+        facts.append(("ranks", f"{ranks:.0f}"))
+    model = _mapping(state.get("model"))
+    facts += [("model", model["path"])] if "path" in model else []
+    facts += [("its fingerprint", str(model["fingerprint"])[:_ID_DIGITS])] if "fingerprint" in model else []
+    data = [f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in _mapping(state.get("data")).items() if sha]
+    facts += [("data", ", ".join(data))] if data else []
+    versions = [f"{name} {version}" for name, version in _mapping(state.get("versions")).items()]
+    return facts + ([("versions", ", ".join(versions))] if versions else [])
+
+
+def _number(state: Mapping[str, Any], key: str) -> float | None:
+    value = state.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _changed_settings(config: Any) -> dict[str, Any]:
+    from allhands.config import TrainConfig
+
+    defaults = TrainConfig.model_validate({}).model_dump(mode="json")
+    return {
+        name: value
+        for name, value in sorted(_mapping(config).items())
+        if name not in defaults or value != defaults[name]
+    }
+
+
+def _tensor_table(tensors: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Tensors of the same kind in different layers on one line."""
+    kinds = Counter(
+        (re.sub(r"\d+", "*", name), str(facts["dtype"]), "x".join(map(str, facts["shape"])) or "one number")
+        for name, facts in tensors.items()
+    )
+    table = _plain_table()
+    for (name, dtype, shape), count in sorted(kinds.items()):
+        table.add_row(f"    {_printable(name)}", f"{count} of {dtype}", shape)
+    return table

@@ -1,0 +1,208 @@
+"""``allhands launch``: a person's own program, started on every rank, watched, and started again after a fault."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.cli.launching import Job
+
+# How the verb is registered: everything after the first word that is no option belongs to the command.
+SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
+_PYTHONS = ("python", "python3")
+_BACKENDS = ("auto", "ring", "mpi", "nccl")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options of the verb; those that ``allhands train`` has too mean the same.
+
+    Attributes:
+        start_timeout_s: until the first ``allhands.progress`` of every rank; ``None``: the program may never call it.
+        hang_timeout_s: between two calls of it; what the program does in between is not known, so nothing adapts.
+        checkpoints: where ``allhands.save_checkpoint`` writes.
+    """
+
+    num_ranks: int | None = None
+    hostfile: str | None = None
+    backend: str = "auto"
+    cores_per_rank: int | None = None
+    min_ranks: int | None = None
+    max_restarts: int = 3
+    hang_timeout_s: float = 600.0
+    start_timeout_s: float | None = None
+    stop_grace_s: float = 60.0
+    log_dir: Path = Path("logs")
+    checkpoints: Path | None = None
+
+
+def _said(field: str) -> str:
+    """What ``allhands train`` says of the option."""
+    return TrainConfig.model_fields[field].description or ""
+
+
+def launch(
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes to start. [1, or all slots]")
+    ] = None,
+    hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None,
+    backend: Annotated[str, typer.Option("--backend", metavar="|".join(_BACKENDS), help=_said("backend"))] = "auto",
+    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))] = None,
+    min_ranks: Annotated[int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))] = None,
+    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")] = 3,
+    hang_timeout_s: Annotated[
+        float, typer.Option("--hang-timeout-s", help="Seconds between two calls of allhands.progress that are a hang.")
+    ] = 600.0,
+    start_timeout_s: Annotated[
+        float | None,
+        typer.Option("--start-timeout-s", help="Seconds until every rank must have called it once. [no limit]"),
+    ] = None,
+    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = 60.0,
+    log_dir: Annotated[Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")] = Path("logs"),
+    checkpoints: Annotated[
+        Path | None, typer.Option("--checkpoints", help="Directory for allhands.save_checkpoint.")
+    ] = None,
+) -> None:
+    """Start a program of your own on every rank, and keep it going.
+
+    For example: allhands launch -n 2 -- python my_script.py --my-option
+    """
+    options = LaunchOptions(
+        num_ranks=num_ranks,
+        hostfile=hostfile,
+        backend=backend,
+        cores_per_rank=cores_per_rank,
+        min_ranks=min_ranks,
+        max_restarts=max_restarts,
+        hang_timeout_s=hang_timeout_s,
+        start_timeout_s=start_timeout_s,
+        stop_grace_s=stop_grace_s,
+        log_dir=log_dir,
+        checkpoints=checkpoints,
+    )
+    raise typer.Exit(run_launch(options, command or []))
+
+
+def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
+    """Supervise ``command`` as ``options`` say; returns the exit code.
+
+    Raises:
+        ConfigError: no such command, or options that cannot work.
+        AllhandsError: it could not be started.
+    """
+    from allhands.cli.launching import run
+
+    _check_options(options)
+    _refuse_another_launcher()
+    return run(_job(options), resolved(command, anywhere=options.hostfile is not None))
+
+
+def _job(options: LaunchOptions) -> Job:
+    from allhands.cli.launching import Job
+    from allhands.supervised import DIRECTORY_VARIABLE
+
+    logs = options.log_dir.expanduser().resolve()
+    directory = options.checkpoints.expanduser().resolve() if options.checkpoints else None
+    return Job(
+        directory=logs,
+        log_dir=logs,
+        num_ranks=options.num_ranks,
+        backend=cast(Any, options.backend),
+        cores_per_rank=options.cores_per_rank,
+        hostfile=options.hostfile,
+        min_ranks=options.min_ranks,
+        max_restarts=options.max_restarts,
+        hang_timeout_s=options.hang_timeout_s,
+        start_deadline_s=math.inf if options.start_timeout_s is None else options.start_timeout_s,
+        stop_grace_s=options.stop_grace_s,
+        # A rank may well have more to do at the end than another: only what hangs is ended, not what is busy.
+        finish_grace_s=math.inf,
+        checkpoints=directory,
+        env={DIRECTORY_VARIABLE: str(directory)} if directory else {},
+    )
+
+
+def _check_options(options: LaunchOptions) -> None:
+    if options.backend not in _BACKENDS:
+        raise ConfigError(
+            f"{options.backend!r} is not a back-end", where="--backend", hint=f"use {', '.join(_BACKENDS)}"
+        )
+    for name in ("hang_timeout_s", "start_timeout_s", "stop_grace_s"):
+        seconds = getattr(options, name)
+        if seconds is not None and not seconds > 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{seconds:g} is not a time to wait", where=flag, hint="give seconds, more than 0")
+
+
+def _refuse_another_launcher() -> None:
+    from allhands.cluster.environment import recognise
+
+    found = recognise(os.environ)
+    if found.size > 1:
+        raise ConfigError(
+            f"{found.launcher} has started {found.size} processes already",
+            where="allhands launch",
+            hint="start one allhands launch, by itself, with -n or --hostfile",
+        )
+
+
+def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
+    """The command with ``python`` as this Python, unless another one is in its place on ``PATH``.
+
+    Args:
+        anywhere: it runs on other computers, too, which have other files: nothing is looked for here.
+
+    Raises:
+        ConfigError: there is no command, no such program, or no such script.
+    """
+    if not command:
+        raise ConfigError(
+            "there is no command to start",
+            where="allhands launch",
+            hint="write it after the options: allhands launch -n 2 -- python my_script.py",
+        )
+    program, *arguments = command
+    if program in _PYTHONS and _is_this_python(shutil.which(program)):
+        program = sys.executable
+    if not anywhere:
+        _check_program(program, command[0])
+        if re.fullmatch(r"python[\d.]*", Path(program).name):
+            _check_script(arguments)
+    return [program, *arguments]
+
+
+def _is_this_python(found: str | None) -> bool:
+    # Not resolved: the Python of a virtual environment is a link to the one that it was made with.
+    return found is None or Path(found).parent.absolute() == Path(sys.executable).parent
+
+
+def _check_program(program: str, said: str) -> None:
+    if shutil.which(program) is not None:
+        return
+    if Path(said).suffix == ".py":
+        hint = f"write allhands launch ... -- python {said}"
+    elif Path(said).is_file():
+        hint = f"make it executable: chmod +x {said}"
+    else:
+        hint = "check its name; what comes after the options of allhands launch, or after --, is the command"
+    raise ConfigError(f"{said!r} is not a program that can be started", where="allhands launch", hint=hint)
+
+
+def _check_script(arguments: Sequence[str]) -> None:
+    """Python's own message would come from every rank."""
+    if arguments and not arguments[0].startswith("-") and not Path(arguments[0]).exists():
+        raise ConfigError("there is no such script", where=arguments[0], hint="check the path of the script")

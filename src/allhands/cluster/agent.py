@@ -1,0 +1,341 @@
+"""The supervisor's hand on another computer: ``python -P -m allhands.cluster.agent``, spoken to over ssh.
+
+It takes :mod:`frames <allhands.cluster.frames>` on its standard input and answers on its standard output. The first
+one, ``hello``, brings the secret of the run and says what to start; the answer ``ready`` names the ports that are held
+for the ranks; ``start`` tells everybody's addresses. From then on changes are told as they happen. When the supervisor
+is silent, or gone, or this process is killed, everything that it has started is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from allhands.cluster.frames import Frame, Link
+from allhands.cluster.processes import Share, reserve_ports, start_share
+from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
+from allhands.cluster.reaper import Reaper
+from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.files import make_directory, storage_error
+
+SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
+_TICK_S = 0.05
+_HELLO_S = 30.0
+_STUCK_S = 40  # after which the kernel ends this process: one that hangs in a dead file system protects nobody
+_FLUSH_S = 2.0
+
+
+class Agent:
+    """This computer's part of one attempt."""
+
+    def __init__(self, link: Link, hello: Frame, reaper: Reaper) -> None:
+        self._link = link
+        self._hello = hello
+        self._reaper = reaper
+        self._first: int = hello["first"]
+        self._count: int = hello["count"]
+        self._run_dir = Path(tempfile.mkdtemp(prefix="allhands-"))  # mode 0700
+        reaper.directory(self._run_dir)
+        self._ports: list[socket.socket] = []
+        self._ranks: RankProcesses | None = None
+        self._told: dict[int, Marks] = {}
+        self._exited: set[int] = set()
+        self._outputs: list[threading.Thread] = []
+
+    def prepare(self) -> None:
+        """Take ports, look for a checkpoint, and say so.
+
+        Raises:
+            AllhandsError: the directory, the address or the checkpoints cannot be used.
+        """
+        hello = self._hello
+        os.environ.update(hello["forwarded"])
+        enter_directory(hello["cwd"], hello["cwd_required"])
+        self._link.send("ready", ports=self._reserve(hello["address"]), step=newest_step(hello), **self_description())
+
+    def start(self, peers: Sequence[str]) -> None:
+        """Start the ranks of this computer; ``peers`` are the addresses of all ranks of the job.
+
+        Raises:
+            AllhandsError: they cannot be started.
+        """
+        spec = self._spec()
+        make_directory(spec.log_dir, private=True)
+        for rank in self._own():
+            set_aside(spec.log_dir, rank)
+        if spec.backend != "ring" or sys.platform != "linux":
+            self._release_ports()
+        output = self._output() if self._first == 0 else None
+        share = Share(self._first, self._count, tuple(peers), self._hello["name"], output)
+        self._ranks = start_share(spec, self._run_dir, share, self._reaper)
+        if output and not self._hello["descriptors"]:
+            for descriptor in output:
+                os.close(descriptor)
+
+    def tell_changes(self) -> None:
+        """Tell the supervisor what is new since the last call."""
+        if self._ranks is None:
+            return
+        now = time.monotonic()
+        for rank in self._own():
+            marks = self._ranks.marks(rank)
+            if marks != self._told.get(rank, Marks()):
+                self._told[rank] = marks
+                self._link.send("marks", rank=rank, **_aged(marks, now))
+        for end in self._ranks.exits():
+            if end.rank not in self._exited:
+                self._exited.add(end.rank)
+                self._link.send("exit", rank=end.rank, code=end.code, age=now - end.time, report=self._report(end.rank))
+
+    def obey(self, frame: Frame) -> bool:
+        """Do what the supervisor asks for; false when it asks for the end."""
+        kind = frame["kind"]
+        if kind == "end":
+            return False
+        if kind == "ping":
+            self._link.send("pong", number=frame["number"])
+        elif kind == "start":
+            self.start(frame["peers"])
+        elif self._ranks is not None and kind == "signal":
+            self._ranks.signal(frame["rank"], frame["number"])
+        elif self._ranks is not None and kind == "tell":
+            self._ranks.tell(frame["word"])
+        elif self._ranks is not None and kind == "report":
+            self._link.send("report", rank=frame["rank"], report=self._report(frame["rank"]))
+        return True
+
+    def end(self) -> None:
+        """End every process that is left, and remove what was private to this attempt."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self.tell_changes()
+        self._release_ports()
+        for thread in self._outputs:
+            thread.join(_FLUSH_S)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _own(self) -> range:
+        return range(self._first, self._first + self._count)
+
+    def _spec(self) -> LaunchSpec:
+        hello = self._hello
+        first, *rest = hello["command"]
+        # The supervisor's own Python has another path here.
+        command = [sys.executable if first == hello["python"] else first, *rest]
+        log_dir = Path(hello["log_dir"]).absolute()
+        weights = None if hello["weights"] is None else tuple(hello["weights"])
+        cores = hello["cores_per_rank"] or max(1, available_cores() // self._count)
+        return LaunchSpec(
+            command,
+            hello["num_processes"],
+            hello["backend"],
+            log_dir,
+            cores_per_rank=cores,
+            env=hello["env"],
+            stop_grace_s=hello["stop_grace_s"],
+            weights=weights,
+        )
+
+    def _reserve(self, address: str) -> list[int]:
+        ring = self._hello["backend"] == "ring"
+        count = self._count if ring else int(self._first == 0)
+        try:
+            self._ports, numbers = reserve_ports(count, ring, address)
+        except OSError as error:
+            raise DistributedError(
+                f"{address} is not an address of this computer: {error.strerror}",
+                hint='give the address that the other computers reach it by as "ips" in the hostfile',
+            ) from None
+        return numbers
+
+    def _release_ports(self) -> None:
+        for one in self._ports:
+            one.close()
+        self._ports = []
+
+    def _output(self) -> tuple[int, int]:
+        """Where rank 0 writes to: the supervisor's own descriptors on the same computer, or pipes that are told on."""
+        if self._hello["descriptors"]:
+            first, second = self._hello["descriptors"]
+            return first, second
+        ends = [os.pipe() for _ in range(2)]
+        for stream, (reader, _) in enumerate(ends, 1):
+            thread = threading.Thread(target=self._forward, args=(reader, stream), name=f"output-{stream}", daemon=True)
+            self._outputs.append(thread)
+            thread.start()
+        return ends[0][1], ends[1][1]
+
+    def _forward(self, reader: int, stream: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(reader, 16384):
+                self._link.send("output", stream=stream, data=data.decode("latin-1"))
+                self._link.flush(SILENCE_S)  # so that a slow connection slows the writer down
+        os.close(reader)
+
+    def _report(self, rank: int) -> dict[str, Any]:
+        assert self._ranks is not None
+        stopped = getattr(self._ranks, "stopped", None)
+        return {
+            "stopped": bool(stopped and stopped(rank)),
+            "error": self._ranks.error(rank),
+            "log_path": str(self._ranks.log_path(rank)),
+            "log_tail": self._ranks.log_tail(rank),
+            "out_of_memory": self._ranks.out_of_memory(rank),
+        }
+
+
+def enter_directory(path: str, required: bool) -> None:
+    """Make ``path`` the working directory; one that is not ``required`` may be absent.
+
+    Raises:
+        ConfigError: it cannot be entered.
+    """
+    try:
+        os.chdir(path)
+    except OSError as error:
+        if required:
+            hint = 'correct "cwd" in the hostfile'
+            raise ConfigError(f"{path} cannot be entered: {error.strerror}", hint=hint) from None
+        _say(f"{path} is not here ({error.strerror}); working in {os.getcwd()}")
+
+
+def set_aside(log_dir: Path, rank: int) -> None:
+    """Keep the log of the last attempt's rank beside the new one, and let no old error be taken for a new one.
+
+    Only of this rank: on a shared file system the others are somebody else's.
+    """
+    (log_dir / f"error-rank-{rank}.json").unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        (log_dir / f"rank-{rank}.log").replace(log_dir / f"rank-{rank}.previous.log")
+
+
+def newest_step(hello: Mapping[str, Any]) -> int | None:
+    """Return the step of the newest checkpoint here of the run that is asked for."""
+    if hello["adapter_path"] is None:
+        return None
+    from allhands.checkpoints import quick_step
+
+    return quick_step(Path(hello["adapter_path"]), hello["run_id"])
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def self_description() -> dict[str, Any]:
+    """Return what the supervisor compares among computers: name, cores and versions."""
+    versions: dict[str, str] = {"python": sys.version.split()[0]}
+    for name in ("allhands", "mlx"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {"hostname": socket.gethostname(), "cores": available_cores(), "versions": versions}
+
+
+def serve(link: Link, frames: queue.SimpleQueue[Frame | None]) -> int:
+    """Do one job to its end and return the exit code."""
+    try:
+        hello = frames.get(timeout=_HELLO_S)
+    except queue.Empty:
+        hello = None
+    if hello is None or hello["kind"] != "hello":
+        _say("no word from a supervisor that knows the secret; this program is started by allhands itself")
+        return ConfigError.exit_code
+    with Reaper() as reaper:
+        agent: Agent | None = None
+        try:
+            agent = Agent(link, hello, reaper)
+            agent.prepare()
+            _work(agent, frames)
+        except (AllhandsError, OSError) as error:
+            _refuse(link, error)
+            _wait_for_end(frames)
+        finally:
+            if agent is not None:
+                agent.end()
+    link.send("ended")
+    link.flush(_FLUSH_S)
+    return 0
+
+
+def _work(agent: Agent, frames: queue.SimpleQueue[Frame | None]) -> None:
+    """Obey until the supervisor asks for the end, has closed the connection, or is silent for too long."""
+    heard = time.monotonic()
+    while time.monotonic() < heard + SILENCE_S:
+        signal.alarm(_STUCK_S)
+        try:
+            frame = frames.get(timeout=_TICK_S)
+        except queue.Empty:
+            agent.tell_changes()
+            continue
+        if frame is None or not agent.obey(frame):
+            return
+        heard = time.monotonic()
+        agent.tell_changes()
+    _say(f"nothing heard from the supervisor for {SILENCE_S:g} s")
+
+
+def _refuse(link: Link, error: AllhandsError | OSError) -> None:
+    if isinstance(error, OSError):
+        error = storage_error(Path(error.filename or "a file"), error)
+    parts = {name: getattr(error, name) for name in ("message", "where", "hint")}
+    link.send("refused", type=type(error).__name__, **parts)
+
+
+def _wait_for_end(frames: queue.SimpleQueue[Frame | None]) -> None:
+    deadline = time.monotonic() + SILENCE_S
+    with contextlib.suppress(queue.Empty):
+        while (frame := frames.get(timeout=max(0.0, deadline - time.monotonic()))) and frame["kind"] != "end":
+            pass
+
+
+def _aged(marks: Marks, now: float) -> dict[str, Any]:
+    """Marks with ages instead of times, for another computer's clock."""
+    beat = None
+    if marks.beat is not None:
+        beat = asdict(marks.beat)
+        beat["age"] = now - beat.pop("time")
+    busy_age = None if marks.busy_time is None else now - marks.busy_time
+    return {"ready": marks.ready, "started": marks.started, "busy_age": busy_age, "beat": beat}
+
+
+def _say(text: str) -> None:
+    """For the log that the supervisor keeps of this computer."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"allhands agent on {socket.gethostname()}: {text}\n".encode())
+
+
+def main() -> int:
+    """Entry point of the process."""
+    signal.alarm(_STUCK_S)
+    reader, writer = os.dup(0), os.dup(1)
+    # Nothing but frames may come to where the frames go.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+    # With a handler, not ignored: ranks would inherit that.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: frames.put(None))
+    link = Link(reader, writer, None, frames.put, lambda line: _say("a line without the secret is ignored"))
+    return serve(link, frames)
+
+
+if __name__ == "__main__":
+    code = main()
+    # A thread may wait for a network that is gone.
+    os._exit(code)

@@ -1,0 +1,380 @@
+"""One attempt of a job: all ranks started once, watched until the last one has ended, and answered for.
+
+MLX notices a dead peer late or never, and a stopped one not at all, so someone outside the ranks has to:
+the first rank that fails, or stops making progress, is the cause, the others are ended, and no process is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from allhands.cluster import processes
+from allhands.cluster.outcome import REGROUP_CODE, Fault, FaultKind, Outcome
+from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
+from allhands.cluster.reaper import Reaper
+from allhands.cluster.watch import Limits, ProgressWatch, Stall
+from allhands.errors import DistributedError, PeerLostError
+
+_TICK_S = 0.05
+_POLL_S = 1.0
+_COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
+_CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
+_TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
+_START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
+_TRACE_S = 0.2  # for a rank that hangs to write down where
+_PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
+# How ranks end that were told to stop: having saved, or before they could.
+_SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
+_STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
+# What else is excused then: a checkpoint at which ranks regroup is as good as any.
+_ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
+
+
+_OfAnAttempt = Literal["launched", "started", "stopping", "cancelling", "killing", "regrouping"]
+_OfTheJob = Literal["retrying", "fault", "left out", "waiting", "restarting", "failed", "given up", "finished"]
+EventKind = _OfAnAttempt | _OfTheJob
+
+
+@dataclass(frozen=True)
+class SupervisorEvent:
+    """Something that a person wants to know, in words, with the facts beside them.
+
+    ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
+    of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
+    foreseen. ``fault`` has the same facts, but the job goes on. ``killing`` says that ranks did not heed a stop.
+    """
+
+    kind: EventKind
+    message: str
+    rank: int | None = None
+    exit_code: int | None = None
+    log_path: Path | None = None
+    log_tail: tuple[str, ...] = ()
+    error: str | None = None
+    explanation: str | None = None
+    host: str | None = None
+    step: int | None = None
+    phase: str | None = None
+    detected_s: float | None = None
+    pause_s: float | None = None
+    num_ranks: int | None = None
+
+
+@runtime_checkable
+class _SeesStopped(Protocol):
+    """Processes of which it can be seen that they are stopped, as by SIGSTOP."""
+
+    def stopped(self, rank: int) -> bool: ...
+
+
+class Attempt:
+    """One start of all ranks, watched until the last one has ended.
+
+    ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that this process has
+    received: the first SIGINT or SIGTERM is passed on, the second ends the ranks at once; SIGUSR1, a scheduler's
+    warning, counts as a SIGTERM that leaves the first word to the person. ``reaper`` is told of every process.
+    ``slack`` lengthens the deadlines that follow from measured steps.
+    """
+
+    _ranks: RankProcesses
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        run_dir: Path,
+        signals: deque[int],
+        events: Callable[[SupervisorEvent], None],
+        reaper: Reaper | None = None,
+        slack: float = 1.0,
+    ) -> None:
+        self._spec = spec
+        self._run_dir = run_dir
+        self._signals = signals
+        self._events = events
+        self._reaper = reaper
+        self._watch = ProgressWatch(Limits.of(spec, slack))
+        self._stop_signal = 0
+        self._insisted = False  # a person, not only a scheduler's early warning, has asked to stop
+        self._stop_began = self._began = time.monotonic()
+        self._told: set[int] = set()
+        self._regroup = False
+        self._all_started = False
+        self._ended_at = float("inf")  # later exits are our doing
+
+    def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
+        """Start the ranks, wait for the end, leave nothing running, and say how it ended.
+
+        ``poll`` is called about once a second and should be quick: nobody watches meanwhile.
+
+        Raises:
+            DistributedError: the ranks could not be started.
+        """
+        self._run_dir.mkdir()
+        with nullcontext(self._reaper) if self._reaper else Reaper() as reaper:
+            self._began = time.monotonic()
+            self._ranks = processes.start(self._spec, self._run_dir, reaper)
+            try:
+                text = f"{self._spec.num_processes} processes, {self._spec.backend}"
+                self._events(SupervisorEvent("launched", text))
+                fault = self._wait(poll)
+                if self._living():
+                    self._end_the_rest(fault is not None)
+            finally:
+                self._ranks.kill()
+            return self._outcome(self._failure() or fault)
+
+    def request_regroup(self) -> None:
+        """Ask all ranks to end at their next checkpoint; may be called again."""
+        if not self._regroup:
+            self._regroup = True
+            self._ranks.tell("regroup")
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def _wait(self, poll: Callable[[], None]) -> Fault | None:
+        """Return when the ranks have ended or must be ended; why, if no rank's end says so."""
+        polled = self._began
+        while self._living():
+            now = time.monotonic()
+            self._watch.pauses.look(now)
+            if not self._pass_on_signals(now) or self._failed_for_long(now):
+                return None
+            marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
+            if fault := self._check_started(now, marks) or self._check_progress(now, marks):
+                return fault
+            if now > polled + _POLL_S:
+                poll()
+                polled = now
+            time.sleep(_TICK_S)
+        return None
+
+    def _age(self, now: float, since: float) -> float:
+        return self._watch.pauses.age(now, since)
+
+    def _living(self) -> list[int]:
+        ended = {end.rank for end in self._ranks.exits()}
+        return [rank for rank in range(self._spec.num_processes) if rank not in ended]
+
+    def _pass_on_signals(self, now: float) -> bool:
+        """Forward the first stop signal to every rank once; false when the ranks must be killed now."""
+        while self._signals:
+            number = self._signals.popleft()
+            if self._insisted and number != signal.SIGUSR1:
+                return False
+            self._insisted = self._insisted or number != signal.SIGUSR1
+            if not self._stop_signal:
+                self._begin_stop(now, signal.SIGTERM if number == signal.SIGUSR1 else number)
+        if not self._stop_signal:
+            return True
+        untold = set(self._living()) - self._told
+        # While ranks start there is nothing to save, and Python answers SIGINT with a traceback.
+        number = self._stop_signal if self._all_started else signal.SIGTERM
+        # A rank that is not running yet is told as soon as it is.
+        self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
+        grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
+        return self._age(now, self._stop_began) < grace
+
+    def _begin_stop(self, now: float, number: int) -> None:
+        self._stop_signal, self._stop_began = number, now
+        if self._all_started:
+            self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
+        else:
+            self._events(SupervisorEvent("cancelling", "stopping before the first step"))
+
+    def _failed_for_long(self, now: float) -> bool:
+        """Whether a rank has failed, and what follows from it has had time to be said."""
+        ends = self._ranks.exits()
+        failed = [end for end in ends if self._is_failure(end)]
+        if failed:
+            lost_only = all(end.code == PeerLostError.exit_code for end in failed)
+            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only else _COLLECT_S)
+        stopped = [end for end in ends if self._is_unasked_stop(end)]
+        # Somebody may have told all ranks to stop, and one of them may be saving.
+        saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)
+        grace = self._spec.stop_grace_s if saving else _CAUSE_S
+        return any(self._age(now, end.time) > grace for end in stopped)
+
+    def _is_failure(self, end: RankExit) -> bool:
+        """Whether this end, not brought about by us, is a failure for itself; being told to stop excuses some codes."""
+        if end.code == 0 or end.time > self._ended_at or self._is_unasked_stop(end):
+            return False
+        if self._regroup and end.code == REGROUP_CODE:
+            return False
+        return not (self._stop_signal and end.code in _ASKED_CODES)
+
+    def _is_unasked_stop(self, end: RankExit) -> bool:
+        return end.code in _STOPPED_CODES and not self._stop_signal and end.time <= self._ended_at
+
+    def _check_started(self, now: float, marks: Mapping[int, Marks]) -> Fault | None:
+        if self._all_started:
+            return None
+        finished = {end.rank for end in self._ranks.exits() if end.code == 0}
+        unmarked = {rank for rank, mark in marks.items() if not mark.started} - finished
+        if not unmarked:
+            self._all_started = True
+            self._events(SupervisorEvent("started", "all processes have started"))
+            return None
+        missing = [rank for rank in self._living() if rank in unmarked]
+        # A rank that is at work (tokenising, say) excuses those that wait for it.
+        worked = max([self._began, *(mark.busy_time for mark in marks.values() if mark.busy_time)])
+        if missing and self._age(now, worked) > self._spec.start_deadline_s and not self._stop_signal:
+            return self._not_started(missing, self._age(now, worked))
+        return None
+
+    def _check_progress(self, now: float, marks: Mapping[int, Marks]) -> Fault | None:
+        living, ends = self._living(), self._ranks.exits()
+        stall = self._watch.check(now, marks, living)
+        if self._stop_signal or any(self._is_failure(end) for end in ends):
+            return None  # these have deadlines of their own
+        left = [end for end in ends if end.code in (0, REGROUP_CODE)]
+        if left and (self._age(now, left[0].time) > self._spec.finish_grace_s or (stall and stall.mutual)):
+            return self._early_end(left[0], self._age(now, left[0].time))
+        return self._hang(stall, living) if stall else None
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _end_the_rest(self, fault: bool) -> None:
+        """SIGTERM, a moment, SIGKILL; after an unheeded stop or a second Ctrl-C SIGKILL alone."""
+        self._ended_at = time.monotonic()
+        living = self._living()
+        failed = fault or any(self._is_failure(end) or self._is_unasked_stop(end) for end in self._ranks.exits())
+        if failed:
+            self._ranks.tell("failed")  # so that ranks do not take the signal for a person's wish
+            for rank in living:
+                self._ranks.signal(rank, signal.SIGTERM)
+            deadline = self._ended_at + _TERM_GRACE_S
+            while self._living() and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
+        left = self._living()
+        if left and not failed:
+            text = f"rank {', '.join(map(str, left))} ended at once; what was not saved is lost"
+            self._events(SupervisorEvent("killing", text))
+
+    def _outcome(self, fault: Fault | None) -> Outcome:
+        ends, step = self._ranks.exits(), self._furthest()
+        codes = {end.code for end in ends}
+        # Of a rank that has left for a checkpoint the others may only see that it has gone.
+        apart = self._regroup and REGROUP_CODE in codes and codes <= {0, REGROUP_CODE, PeerLostError.exit_code}
+        if apart and not self._stop_signal:
+            return Outcome(regroup=True, started=self._all_started, step=step)
+        if fault and self._ports_were_taken(fault):
+            return Outcome(ports_taken=True)
+        stopped = self._stop_signal
+        if not stopped and not fault and codes & _STOPPED_CODES:
+            terminated = codes & {128 + signal.SIGTERM, -signal.SIGTERM}
+            stopped = signal.SIGTERM if terminated else signal.SIGINT
+        return Outcome(fault, 0 if codes == {0} else stopped, started=self._all_started, step=step)
+
+    def _furthest(self) -> int | None:
+        beats = [self._ranks.marks(rank).beat for rank in range(self._spec.num_processes)]
+        return max((beat.step for beat in beats if beat), default=None)
+
+    def _ports_were_taken(self, fault: Fault) -> bool:
+        """Whether the failure is worth another start with other ports."""
+        texts = [fault.error or "", *fault.log_tail]
+        ours = self._spec.backend != "mpi" and not self._all_started and not self._stop_signal
+        return ours and any(mark in text for mark in _PORT_MARKS for text in texts)
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def _failure(self) -> Fault | None:
+        """The first rank that failed, but one that lost a peer only if no other did.
+
+        Where several failed alike, the lowest of them speaks: they mean the same.
+        """
+        ends = self._ranks.exits()
+        failed = [end for end in ends if self._is_failure(end)]
+        stopped = [end for end in ends if self._is_unasked_stop(end)]
+        if len(stopped) < len(ends):
+            failed += stopped  # some ranks were stopped, and not all: the others could only fail
+        if not failed:
+            return None
+        first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
+        cause = min((end for end in failed if end.code == first.code), key=lambda end: end.rank)
+        return self._of_end(cause)
+
+    def _of_end(self, end: RankExit) -> Fault:
+        since = min(self._ended_at, time.monotonic()) - end.time
+        lost = self._ranks.lost_hosts()
+        host = self._ranks.host(end.rank)
+        if lost and (host in lost or end.code == PeerLostError.exit_code):
+            return self._lost_host(host if host in lost else lost[0], since)
+        if end.code > 0:
+            return self._fault("error", end.rank, end.code, describe_exit(end.code), since)
+        memory = end.code == -signal.SIGKILL and self._ranks.out_of_memory(end.rank)
+        what = "was killed by SIGKILL (out of memory)" if memory else describe_exit(end.code)
+        return self._fault("memory" if memory else "killed", end.rank, 128 - end.code, what, since)
+
+    def _lost_host(self, host: str, since: float) -> Fault:
+        ranks = [rank for rank in range(self._spec.num_processes) if self._ranks.host(rank) == host]
+        fault = self._fault("lost host", ranks[0], DistributedError.exit_code, "", since)
+        text = f"{host} (rank {', '.join(map(str, ranks))}) does not answer any more"
+        return replace(fault, message=text, error=None, explanation=None)
+
+    def _early_end(self, early: RankExit, since: float) -> Fault:
+        what = f"had finished {since:.1f} s before the others, which were still at work"
+        return self._fault("ended early", early.rank, DistributedError.exit_code, what, since)
+
+    def _not_started(self, missing: list[int], since: float) -> Fault:
+        """Name the ranks that have not even come to the point where they wait for the others, if there are any."""
+        late = [rank for rank in missing if not self._ranks.marks(rank).ready] or missing
+        text = f"rank {', '.join(map(str, late))} did not finish starting within {self._spec.start_deadline_s:g} s"
+        fault = self._fault("not started", late[0], DistributedError.exit_code, "", since)
+        last = "".join(f" (its last line: {line})" for line in fault.log_tail[-1:])
+        hint = f"read {fault.log_path}{last}; give it more time with --start-timeout-s if it is only slow"
+        return replace(fault, message=text, explanation=str(DistributedError(text, hint=hint)))
+
+    def _hang(self, stall: Stall, living: list[int]) -> Fault:
+        stopped = [rank for rank in living if self._is_stopped(rank)]
+        rank = stopped[0] if stall.mutual and stopped else stall.rank
+        if rank not in stopped:
+            self._ranks.signal(rank, signal.SIGUSR2)  # it writes its stack into its log
+            time.sleep(_TRACE_S)
+        what = f"on {self._ranks.host(rank)} made no progress for {stall.seconds:.1f} s"
+        if rank in stopped:
+            what += " (the process is stopped)"
+        elif stall.mutual:
+            what += " (all ranks wait for each other: is the network cut?)"
+        return self._fault("hang", rank, DistributedError.exit_code, what, stall.seconds)
+
+    def _is_stopped(self, rank: int) -> bool:
+        return isinstance(self._ranks, _SeesStopped) and self._ranks.stopped(rank)
+
+    def _fault(self, kind: FaultKind, rank: int, code: int, what: str, since: float) -> Fault:
+        content, beat = self._ranks.error(rank) or {}, self._ranks.marks(rank).beat
+        error = f"{content['type']}: {content['message']}" if content else None
+        host = self._ranks.host(rank)
+        place = f" on {host}" if self._spec.places and kind != "hang" else ""
+        when = f" at step {beat.step}, {beat.phase}" if beat else ""
+        return Fault(
+            kind,
+            rank,
+            host,
+            message=f"rank {rank}{place} {what}{when}" + (f": {error}" if error else ""),
+            exit_code=code,
+            step=beat.step if beat else None,
+            phase=beat.phase if beat else None,
+            error=error,
+            explanation=content.get("text"),
+            log_path=self._ranks.log_path(rank),
+            log_tail=self._ranks.log_tail(rank),
+            detected_s=since,
+        )
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended, given its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (possibly out of memory)" if -code == signal.SIGKILL else "")

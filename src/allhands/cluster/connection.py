@@ -1,0 +1,218 @@
+"""The supervisor's connection to one agent: over ssh, or to a child on this computer, which is spoken to alike."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from allhands import errors
+from allhands.cluster import ssh
+from allhands.cluster.frames import Frame, Link
+from allhands.cluster.hosts import Host
+from allhands.cluster.runfiles import tail
+from allhands.errors import AllhandsError, DistributedError
+
+LOST_S = 5.0  # without a word, after which a computer counts as lost
+_PING_S = 1.0
+_UNANSWERED_S = 1.0
+_STEP_S = 1.0  # of silence at most between two checks: what is longer was our own sleep, not the other side's
+_MOST_NOISE = 1 << 20
+_AGENT = ("-P", "-m", "allhands.cluster.agent")
+
+
+class HostError(DistributedError):
+    """Computers that cannot take part; ``hosts`` are their names."""
+
+    def __init__(
+        self, hosts: Sequence[str], message: str, *, where: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.hosts = tuple(hosts)
+
+
+class Connection:
+    """An agent that has been started and given its orders, but may not have answered yet.
+
+    Args:
+        host: where; ``None`` or one without ssh: here.
+        name: the computer's, for people.
+        hello: the orders.
+        log: a file for what comes back that is not a frame; ``None`` drops it.
+        listen: called in another thread with each frame after ``ready``, and with ``None`` when the computer is lost.
+
+    Raises:
+        AllhandsError: ssh, or Python, cannot be run.
+    """
+
+    def __init__(
+        self,
+        host: Host | None,
+        name: str,
+        hello: Mapping[str, Any],
+        log: Path | None,
+        listen: Callable[[Frame | None], None],
+    ) -> None:
+        self.name = name
+        self.ready: Frame | None = None
+        self.lost = False
+        self._listen = listen
+        self._log = log
+        self._noise_left = _MOST_NOISE
+        self._refused: AllhandsError | None = None
+        self._answered = threading.Event()  # ready, refused, or gone
+        self._ended = threading.Event()  # the agent has said that nothing is left there
+        self._gone = threading.Event()  # the stream has ended
+        self._silent_s = 0.0
+        self._checked = self._pinged = time.monotonic()
+        self._lock = threading.Lock()
+        stdin, stdout = os.pipe(), os.pipe()
+        try:
+            self._process = self._start(host, stdin[0], stdout[1], hello["descriptors"] or ())
+        except BaseException:
+            for descriptor in (stdin[1], stdout[0]):
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in (stdin[0], stdout[1]):
+                os.close(descriptor)
+        self._link = Link(stdout[0], stdin[1], secrets.token_hex(32), self._take, self._note)
+        self._link.send("hello", **hello)
+
+    def wait_until_ready(self, deadline: float) -> Frame:
+        """Return the agent's first answer.
+
+        Raises:
+            HostError: it cannot be reached, or gives no answer before ``deadline`` (``time.monotonic``).
+            AllhandsError: it refuses, with the reason.
+        """
+        answered = self._answered.wait(max(0.0, deadline - time.monotonic()))
+        if self.ready is not None and not self.lost:
+            return self.ready
+        if self._refused is not None:
+            raise self._refused
+        raise (
+            self._unreachable()
+            if answered
+            else HostError(
+                [self.name], f"host {self.name} has not answered in time", hint=self._see_log("is it overloaded?")
+            )
+        )
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send the agent a frame; returns at once, whatever has become of it."""
+        if not self.lost:
+            self._link.send(kind, **fields)
+
+    def check(self) -> None:
+        """Ping it every second, and give it up after :data:`LOST_S` of silence; to be called several times a second."""
+        now = time.monotonic()
+        self._silent_s += min(now - self._checked, _STEP_S)
+        self._checked = now
+        if now >= self._pinged + _PING_S:
+            self._pinged = now
+            self.send("ping", number=0)
+        if self.ready is not None and self._silent_s > LOST_S:
+            self._lose()
+
+    def finish(self, deadline: float) -> bool:
+        """Wait until nothing is left there, but not beyond ``deadline``; whether the agent has confirmed it."""
+        self._link.close()
+        if not self._answered.is_set():
+            deadline = min(deadline, time.monotonic() + _UNANSWERED_S)  # it has started nothing yet
+        while not (self._ended.is_set() or self._gone.is_set()) and time.monotonic() < deadline and not self.lost:
+            self._ended.wait(0.02)
+        if self._ended.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.1, deadline - time.monotonic()))
+        # Without its connection an agent ends everything; a child of ours leaves that to its reaper.
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._link.join(0.5)
+        return self._ended.is_set()
+
+    def _start(self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+        argv = [host.python if host and host.python else sys.executable, *_AGENT]
+        remote = host is not None and host.ssh is not None
+        if host is not None and host.ssh is not None:
+            argv = ssh.command(host.ssh, argv)
+        try:
+            with contextlib.ExitStack() as stack:
+                stderr = stack.enter_context(_private_log(self._log)) if self._log else subprocess.DEVNULL
+                return subprocess.Popen(
+                    argv, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=tuple(descriptors)
+                )
+        except OSError as error:
+            raise ssh.missing(error) if remote else HostError([self.name], f"{argv[0]}: {error.strerror}") from None
+
+    def _take(self, frame: Frame | None) -> None:
+        self._silent_s = 0.0
+        if frame is None:
+            self._gone.set()
+            if not self._ended.is_set():
+                self._lose()
+        elif frame["kind"] == "ready":
+            self.ready = frame
+        elif frame["kind"] == "refused":
+            self._refused = self._as_error(frame)
+            self._listen(frame)
+        elif frame["kind"] == "ended":
+            self._ended.set()
+        else:
+            self._listen(frame)
+        if frame is None or frame["kind"] in ("ready", "refused"):
+            self._answered.set()
+
+    def _lose(self) -> None:
+        with self._lock:
+            first, self.lost = not self.lost, True
+        if first:
+            self._listen(None)
+
+    def _note(self, line: bytes) -> None:
+        """Keep what a login shell or a library has printed, if it is not too much."""
+        self._noise_left -= len(line)
+        if self._log is not None and self._noise_left > 0:
+            with contextlib.suppress(OSError), _private_log(self._log) as stream:
+                stream.write(line + b"\n")
+
+    def _as_error(self, frame: Frame) -> AllhandsError:
+        kind = getattr(errors, str(frame["type"]), None)
+        message, hint = f"host {self.name}: {frame['message']}", frame["hint"]
+        if not (isinstance(kind, type) and issubclass(kind, AllhandsError)) or kind is DistributedError:
+            return HostError([self.name], message, where=frame["where"], hint=hint)
+        return kind(message, where=frame["where"], hint=hint)
+
+    def _unreachable(self) -> HostError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.poll()
+        last = "".join(f": {line}" for line in (tail(self._log)[-1:] if self._log else ()))
+        hints = {
+            255: f"make `ssh {shlex.quote(self.name)} true` work without a question",
+            126: 'name the Python that has allhands there as "python" in the hostfile',
+            127: 'name the Python that has allhands there as "python" in the hostfile',
+        }
+        hint = hints.get(
+            code or 0, 'install allhands there, or name the Python that has it as "python" in the hostfile'
+        )
+        what = "cannot be reached" if code == 255 else "runs no agent of allhands"
+        return HostError([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
+
+    def _see_log(self, hint: str) -> str:
+        return f"{hint}; see {self._log}" if self._log else hint
+
+
+def _private_log(path: Path) -> Any:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")

@@ -1,0 +1,331 @@
+"""The computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything uses them.
+
+A hostfile may come from elsewhere, so what it says is either a plain name, address, number or variable, or refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import psutil
+
+from allhands.errors import ConfigError
+
+_MOST_SLOTS = 4096
+_MOST_BYTES = 1 << 20
+_KEYS = ("ssh", "ips", "rdma", "envs", "slots", "python", "cwd")
+_BACKENDS = ("ring", "mpi", "nccl", "jaccl", "jaccl-ring", "any", "")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXAMPLES = 'lines such as "node1 slots=2", or JSON such as [{"ssh": "node1", "ips": ["10.0.0.1"]}]'
+
+Rdma = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One computer.
+
+    Attributes:
+        name: as people read it.
+        ssh: what to give to ssh, such as ``"user@node1"``; ``None`` for this computer.
+        ips: its addresses; empty: its name is looked up.
+        slots: the most ranks that it gets.
+        python: the interpreter that has allhands there; ``None``: this one's path.
+        cwd: the directory to work in; ``None``: this one's, if it is there.
+        envs: further variables of its ranks.
+        rdma: what JACCL calls its devices, one a host of the file.
+    """
+
+    name: str
+    ssh: str | None = None
+    ips: tuple[str, ...] = ()
+    slots: int = 1
+    python: str | None = None
+    cwd: str | None = None
+    envs: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    rdma: tuple[Rdma, ...] = ()
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Read MLX's JSON or MPI's lines; hosts named more than once get the sum of their slots, in the first one's place.
+
+    ``localhost``, ``127.0.0.1`` and this computer's own name and addresses mean this computer, without ssh.
+
+    Raises:
+        ConfigError: no such file, or something in it that is not understood, with the line.
+    """
+    text = _read(Path(path))
+    hosts = _from_json(text, str(path)) if _is_json(text) else _from_lines(text, str(path))
+    if not hosts:
+        raise ConfigError("the hostfile names no host", where=str(path), hint=f"write {_EXAMPLES}")
+    return tuple(hosts)
+
+
+def hostfile_backend(path: str | Path) -> str | None:
+    """Return the back-end that MLX's JSON asks for, or ``None``.
+
+    Raises:
+        ConfigError: as :func:`read_hostfile`.
+    """
+    text = _read(Path(path))
+    content = _parse(text, str(path)) if _is_json(text) else None
+    backend: Any = content.get("backend") if isinstance(content, dict) else None
+    if backend is not None and backend not in _BACKENDS:
+        _refuse(f"{path}", f"backend is {_shown(backend)}", "use ring, mpi, nccl or jaccl")
+    return None if backend in (None, "", "any") else cast(str, backend)
+
+
+def host_from_name(name: str, where: str | None = None) -> Host:
+    """Return the host that a person calls ``name``: a name or address, with or without ``user@`` before it.
+
+    Raises:
+        ConfigError: this cannot be a host's name.
+    """
+    user, at, bare = name.rpartition("@")
+    if bare.startswith("[") and bare.endswith("]"):
+        bare = bare[1:-1]
+    address = _as_address(bare)
+    if (at and not _USER.fullmatch(user)) or (address is None and not _NAME.fullmatch(bare)):
+        hint = "give a name or address, such as node1 or user@10.0.0.1; ports and other options go to ~/.ssh/config"
+        _refuse(where, f"{_shown(name)} is not the name of a host", hint)
+    here = not at and is_here(bare)
+    loopback = address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    ips = () if address is None or loopback else (address,)
+    return Host(bare if here else f"{user}{at}{bare}", None if here else f"{user}{at}{bare}", ips)
+
+
+def is_here(name: str) -> bool:
+    """Whether this is a name or an address of this computer; asks no name server."""
+    if (address := _as_address(name)) is not None:
+        own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback or address in own
+    own_name = socket.gethostname().lower()
+    return name.lower() in ("localhost", own_name, own_name.partition(".")[0])
+
+
+def _read(path: Path) -> str:
+    hint = f"give the path of a file with {_EXAMPLES}"
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError("the hostfile is larger than 1 MB", where=str(path), hint=hint)
+        return content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigError(f"the hostfile cannot be read: {reason}", where=str(path), hint=hint) from None
+
+
+def _is_json(text: str) -> bool:
+    # An MPI line may begin with an IPv6 address in brackets.
+    return text.lstrip()[:1] in ("[", "{") and not re.match(r"\s*\[[0-9a-fA-F]*:", text)
+
+
+# --- MPI's lines --------------------------------------------------------------------------------------
+
+
+def _from_lines(text: str, path: str) -> list[Host]:
+    found: list[Host] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.partition("#")[0].split()
+        if words:
+            found.append(_from_words(words, f"{path}:{number}"))
+    return _merged(found)
+
+
+def _from_words(words: list[str], where: str) -> Host:
+    name, *options = words
+    name, colon_slots = _split_slots(name)
+    values = dict[str, str]() if colon_slots is None else {"slots": colon_slots}
+    for option in options:
+        key, equals, value = option.partition("=")
+        key = key.replace("-", "_")
+        if not equals or key not in ("slots", "max_slots") or key in values:
+            hint = "a line is 'name slots=N' or 'name:N'; for more about a host write the hostfile as JSON"
+            _refuse(where, f"{_shown(option)} is not understood", hint)
+        values[key] = value
+    numbers = {key: _slots(value, f"{key}={value}", where) for key, value in values.items()}
+    slots = numbers.get("slots", numbers.get("max_slots", 1))
+    return replace(host_from_name(name, where), slots=min(slots, numbers.get("max_slots", slots)))
+
+
+def _split_slots(word: str) -> tuple[str, str | None]:
+    """``node1:4`` is four slots; colons of an IPv6 address are its own unless it stands in brackets."""
+    name, colon, number = word.rpartition(":")
+    if not colon or _as_address(word.rpartition("@")[2]) or word.endswith("]"):
+        return word, None
+    return name, number
+
+
+def _slots(value: object, text: str, where: str) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 8:
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_SLOTS:
+        _refuse(where, f"{_shown(text)}: not a number of ranks from 1 to {_MOST_SLOTS}", "say how many ranks it gets")
+    return value
+
+
+# --- MLX's JSON ---------------------------------------------------------------------------------------
+
+
+def _from_json(text: str, path: str) -> list[Host]:
+    content = _parse(text, path)
+    common: dict[str, str] = {}
+    entries: Any = content
+    if isinstance(content, dict):
+        unknown = sorted(set(content) - {"hosts", "envs", "backend"})
+        if unknown or "hosts" not in content:
+            what = f"{_shown(unknown[0])} is not understood" if unknown else '"hosts" is missing'
+            _refuse(path, what, 'an object holds "hosts", "envs" and "backend"')
+        common = _variables(content.get("envs", []), path)
+        entries = content["hosts"]
+    if not isinstance(entries, list):
+        _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}")
+    lines = _lines_of_hosts(text)
+    found: list[Host] = []
+    for index, entry in enumerate(cast(list[object], entries)):
+        where = f"{path}:{lines[index]}" if len(lines) == len(cast(list[object], entries)) else path
+        found.append(_from_entry(entry, common, where))
+    return _merged(found)
+
+
+def _parse(text: str, path: str) -> dict[str, Any] | list[Any] | str | float | None:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            _refuse(path, "a key stands twice in one object", "remove one of the two")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        _refuse(f"{path}:{error.lineno}", f"not JSON: {error.msg}", f"write {_EXAMPLES}")
+    except (RecursionError, ValueError):
+        _refuse(path, "not a list of hosts", f"write {_EXAMPLES}")
+
+
+def _lines_of_hosts(text: str) -> list[int]:
+    """The line on which each object of the list of hosts begins."""
+    lines: list[int] = []
+    depth = ""
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text, re.DOTALL):
+        mark = found.group()
+        if mark == "{" and depth in ("[", "{["):
+            lines.append(text.count("\n", 0, found.start()) + 1)
+        depth = depth + mark if mark in "[{" else depth[:-1] if mark in "]}" else depth
+    return lines
+
+
+def _from_entry(entry: object, common: Mapping[str, str], where: str) -> Host:
+    if not isinstance(entry, dict):
+        _refuse(where, "a host is not an object", 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
+    values = cast(dict[str, Any], entry)
+    if unknown := sorted(set(values) - set(_KEYS)):
+        _refuse(where, f"{_shown(unknown[0])} is not understood", f"a host may have {', '.join(_KEYS)}")
+    if not isinstance(values.get("ssh"), str):
+        _refuse(where, 'a host has no "ssh" with its name', 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
+    host = host_from_name(values["ssh"], where)
+    return replace(
+        host,
+        ips=tuple(_ip(ip, where) for ip in _list(values, "ips", where)) or host.ips,
+        slots=_slots(values.get("slots", 1), f"slots: {values.get('slots')}", where),
+        python=_path(values, "python", where),
+        cwd=_path(values, "cwd", where),
+        envs={**common, **_variables(values.get("envs", []), where)},
+        rdma=tuple(_rdma(device, where) for device in _list(values, "rdma", where)),
+    )
+
+
+def _list(values: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    found = values.get(key) or []
+    if not isinstance(found, list):
+        _refuse(where, f'"{key}" is not a list', f'write "{key}": [...]')
+    return cast(list[Any], found)
+
+
+def _ip(value: object, where: str) -> str:
+    address = _as_address(value) if isinstance(value, str) else None
+    if address is None:
+        _refuse(where, f"{_shown(value)} is not an IP address", 'write "ips": ["10.0.0.1"], or leave ips out')
+    return address
+
+
+def _path(values: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or value.startswith("-") or not value.isprintable():
+        _refuse(where, f'"{key}" is {_shown(value)}, which is not a path', "give the path on that host")
+    return value
+
+
+def _variables(value: object, where: str) -> dict[str, str]:
+    """``["NAME=value", ...]`` as MLX has it, or an object."""
+    if isinstance(value, dict):
+        pairs: Iterable[tuple[object, object]] = cast(dict[str, object], value).items()
+    elif isinstance(value, list):
+        texts = [str(item) for item in cast(list[object], value)]
+        pairs = [(name, content if equals else None) for name, equals, content in (t.partition("=") for t in texts)]
+    else:
+        pairs = [(value, None)]
+    found: dict[str, str] = {}
+    for name, content in pairs:
+        good = isinstance(name, str) and _VARIABLE.fullmatch(name)
+        if not good or not isinstance(content, str) or "\0" in content:
+            # The value stays unsaid: it may be a secret.
+            _refuse(where, f"envs: {_shown(name)} is not a variable with a value", 'write "envs": ["NAME=value"]')
+        found[cast(str, name)] = content
+    return found
+
+
+def _rdma(value: object, where: str) -> Rdma:
+    devices = cast(list[object], value) if isinstance(value, list) else [value]
+    names = [device for device in devices if isinstance(device, str) and _NAME.fullmatch(device)]
+    if value is not None and len(names) < len(devices):
+        _refuse(where, f"rdma: {_shown(value)} is not the name of a device", "write null, a name or a list of names")
+    return tuple(names) if isinstance(value, list) else cast("str | None", value)
+
+
+# --- both ---------------------------------------------------------------------------------------------
+
+
+def _merged(hosts: Iterable[Host]) -> list[Host]:
+    found: dict[str | None, Host] = {}
+    for host in hosts:
+        known = found.get(host.ssh)
+        if known is None:
+            found[host.ssh] = host
+            continue
+        ips = (*known.ips, *(ip for ip in host.ips if ip not in known.ips))
+        found[host.ssh] = replace(known, slots=known.slots + host.slots, ips=ips, envs={**known.envs, **host.envs})
+    return list(found.values())
+
+
+def _as_address(text: str) -> str | None:
+    """The address in its usual form, an IPv6 one with its interface if it names one; ``None`` for a name."""
+    bare, percent, interface = text.partition("%")
+    if percent and not _NAME.fullmatch(interface):
+        return None
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        return None
+    return f"{address}{percent}{interface}" if address.version == 6 else None if percent else str(address)
+
+
+def _shown(value: object) -> str:
+    """A value from the file, safe for a terminal and not too long."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refuse(where: str | None, message: str, hint: str) -> NoReturn:
+    raise ConfigError(message, where=where, hint=hint)

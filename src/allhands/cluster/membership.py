@@ -1,0 +1,281 @@
+"""Who takes part in the next attempt, and whether more could take part in this one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from allhands.cluster import ssh
+from allhands.cluster.hosts import Host, read_hostfile
+from allhands.cluster.ranks import Place
+from allhands.errors import AllhandsError
+
+_ROUND_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks of the next attempt.
+
+    Attributes:
+        seats: by rank, what its faults are put down to: the name of its computer, or its slot on the only one.
+        places: the computers in the order of their ranks; empty: all ranks on this one.
+        every: the seats of all ranks that there would be if everybody took part.
+        apart: whether seats are computers.
+        absent: computers that do not answer.
+        left_out: seats that are left out for good.
+        obstacle: why it would be wrong to start with these ranks; ``None``: nothing is in the way.
+        note: what a person should know about this choice.
+        step: of the checkpoint that they go on from, where that is known.
+        edition: how often a person has changed the list of computers.
+    """
+
+    seats: tuple[str, ...]
+    places: tuple[Place, ...] = ()
+    every: tuple[str, ...] = ()
+    apart: bool = False
+    absent: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    obstacle: str | None = None
+    note: str | None = None
+    step: int | None = None
+    edition: int = 0
+
+
+class Members(Protocol):
+    """The computers of a job."""
+
+    def roster(self) -> Roster:
+        """Find out who can take part now; takes seconds if computers have to be asked."""
+        ...
+
+    def leave_out(self, seats: Iterable[str]) -> None:
+        """Do without these from now on, until a person changes the list of computers."""
+        ...
+
+    def changed(self, current: Sequence[Place]) -> str | None:
+        """Return why the ranks should regroup: more could take part than those of ``current``. Returns at once."""
+        ...
+
+
+class LocalMembers:
+    """This computer alone; what can be left out is one of its slots.
+
+    Args:
+        num_ranks: the slots.
+        checkpoint: tells the step of the newest checkpoint, for messages.
+    """
+
+    def __init__(self, num_ranks: int, checkpoint: Callable[[], int | None] | None = None) -> None:
+        self._every = tuple(f"slot {slot}" for slot in range(num_ranks))
+        self._left_out: set[str] = set()
+        self._checkpoint = checkpoint
+
+    def roster(self) -> Roster:
+        """Return all slots that are not left out."""
+        seats = tuple(seat for seat in self._every if seat not in self._left_out)
+        step = self._checkpoint() if self._checkpoint else None
+        return Roster(seats, every=self._every, left_out=tuple(sorted(self._left_out)), step=step)
+
+    def leave_out(self, seats: Iterable[str]) -> None:
+        """Do without these slots."""
+        self._left_out.update(seats)
+
+    def changed(self, current: Sequence[Place]) -> str | None:
+        """Nobody else can come."""
+        return None
+
+
+class HostfileMembers:
+    """The computers of a hostfile that answer, with all their slots, in the order of the file.
+
+    The one with the newest checkpoint comes first, since rank 0 reads it. The file is read again when it has been
+    changed or touched, which also brings back what was left out; what is wrong in it then is warned about,
+    and the last good one is kept.
+
+    Args:
+        path: the hostfile.
+        limit: the most ranks, if not all slots.
+        answers: whether a command can be run on the host of that name within so many seconds.
+        checkpoints: the step of the newest checkpoint by the name of the host, of those of ``hosts`` that have one.
+        probe_timeout_s: a computer that takes longer to answer does not take part.
+
+    Raises:
+        ConfigError: there is no such file, or something in it is not understood.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        limit: int | None = None,
+        *,
+        answers: Callable[[str, float], bool] = ssh.answers,
+        checkpoints: Callable[[Sequence[Host]], Mapping[str, int]] | None = None,
+        probe_timeout_s: float = 5.0,
+    ) -> None:
+        self._path = Path(path)
+        self._limit = limit
+        self._answers = answers
+        self._checkpoints = checkpoints
+        self._timeout_s = probe_timeout_s
+        self._lock = threading.Lock()
+        self._left_out: set[str] = set()
+        self._heard: dict[str, int] = {}  # step of the newest checkpoint ever heard of, by host
+        self._took_part: set[str] = set()
+        self._back: frozenset[str] = frozenset()  # who answered last
+        self._round: threading.Thread | None = None
+        self._next_round = 0.0
+        self._rosters = 0
+        self._edition = 0
+        self._stamp = self._look()
+        self._hosts = read_hostfile(self._path)
+
+    def roster(self) -> Roster:
+        """Ask every computer, and put one with the newest checkpoint first."""
+        self._read_again()
+        wanted = [host for host in self._hosts if host.name not in self._left_out]
+        here = self._answering(wanted)
+        self._rosters += 1  # what a round that began before this finds out is old
+        self._back = frozenset(host.name for host in here)
+        steps = self._newest(here)
+        newest = max(steps.values(), default=0)
+        first = [host for host in here if newest and steps.get(host.name) == newest][:1]
+        places = self._places([*first, *(host for host in here if host not in first)])
+        self._took_part.update(place.name for place in places)
+        obstacle, note = self._judge_steps(newest)
+        return Roster(
+            _seats(places),
+            places,
+            every=_seats(self._places(self._hosts)),
+            apart=True,
+            absent=tuple(host.name for host in wanted if host not in here),
+            left_out=tuple(sorted(self._left_out)),
+            obstacle=obstacle,
+            note=note,
+            step=newest or None,
+            edition=self._edition,
+        )
+
+    def leave_out(self, seats: Iterable[str]) -> None:
+        """Do without these computers until the hostfile is changed or touched."""
+        self._left_out.update(seats)
+
+    def changed(self, current: Sequence[Place]) -> str | None:
+        """Return why more ranks could take part: somebody who is missing answers, or the file gives more slots."""
+        edited = self._read_again()
+        names = {place.name for place in current}
+        self._keep_asking(names, at_once=edited)
+        able = [h for h in self._hosts if h.name in names | self._back and h.name not in self._left_out]
+        if sum(place.num_ranks for place in self._places(able)) <= sum(place.num_ranks for place in current):
+            return None
+        new = [host.name for host in able if host.name not in names]
+        if not new:
+            return "the hostfile gives more ranks"
+        known = all(name in self._took_part for name in new)
+        return f"{', '.join(new)} {'can take part again' if known else 'can take part now'}"
+
+    def _places(self, hosts: Iterable[Host]) -> tuple[Place, ...]:
+        """Those hosts with their slots, up to the limit."""
+        left = self._limit if self._limit is not None else sum(host.slots for host in self._hosts)
+        places: list[Place] = []
+        for host in hosts:
+            if count := min(host.slots, left):
+                places.append(Place(host.name, count, host))
+                left -= count
+        return tuple(places)
+
+    def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:
+        """What to wait for, or to tell, where the newest checkpoint ever heard of is not at hand."""
+        with self._lock:
+            heard = dict(self._heard)
+        latest = max(heard.values(), default=0)
+        if newest >= latest:
+            return None, None
+        names = ", ".join(sorted(name for name, step in heard.items() if step == latest))
+        where = f"the checkpoint of step {latest} was last seen on {names}, which does not offer it now"
+        # An older one leads to the same weights, only later; without any the whole run would start over.
+        return (None, f"{where}: going on from step {newest}") if newest else (where, None)
+
+    # --- the hostfile ---------------------------------------------------------------------------------
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None  # an editor may be about to put it back
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _read_again(self) -> bool:
+        """Whether the file has been changed, and is understood."""
+        stamp = self._look()
+        if stamp is None or stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            self._hosts = read_hostfile(self._path)
+        except AllhandsError as error:
+            _log.warning("%s (the hostfile as it was is kept)", error)
+            return False
+        self._edition += 1
+        self._left_out.clear()
+        return True
+
+    # --- asking ---------------------------------------------------------------------------------------
+
+    def _answering(self, hosts: Sequence[Host]) -> list[Host]:
+        """Those of ``hosts`` that answer, all asked at the same time."""
+        found: set[str] = set()
+
+        def ask(host: Host) -> None:
+            if host.ssh is None or self._answers(host.ssh, self._timeout_s):
+                found.add(host.name)
+
+        threads = [threading.Thread(target=ask, args=(host,), name=f"ask-{host.name}", daemon=True) for host in hosts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [host for host in hosts if host.name in found]
+
+    def _newest(self, hosts: Sequence[Host]) -> Mapping[str, int]:
+        if self._checkpoints is None or not hosts:
+            return {}
+        try:
+            steps = self._checkpoints(hosts)
+        except (AllhandsError, OSError) as error:
+            _log.warning("the newest checkpoint could not be asked for: %s", error)
+            return {}
+        with self._lock:
+            # Who says nothing has not been understood, or has lost it: either way it is not as if there were none.
+            self._heard.update(steps)
+        return steps
+
+    def _keep_asking(self, present: set[str], at_once: bool) -> None:
+        """Every so often, in the background, ask who is missing whether he is back, the others what they have."""
+        now = time.monotonic()
+        if (self._round is not None and self._round.is_alive()) or (now < self._next_round and not at_once):
+            return
+        self._next_round = now + _ROUND_S
+        missing = [h for h in self._hosts if h.name not in present and h.name not in self._left_out]
+        others = [h for h in self._hosts if h.name in present]
+
+        began = self._rosters
+
+        def ask() -> None:
+            back = frozenset(host.name for host in self._answering(missing))
+            if began == self._rosters:
+                self._back = back
+            self._newest(others)
+
+        self._round = threading.Thread(target=ask, name="ask-hosts", daemon=True)
+        self._round.start()
+
+
+def _seats(places: Iterable[Place]) -> tuple[str, ...]:
+    return tuple(place.name for place in places for _ in range(place.num_ranks))

@@ -1,0 +1,255 @@
+"""What to do when an attempt has ended: finish, start again, with whom and after what pause, or give up and why.
+
+Pure: a judgement on facts. :mod:`allhands.cluster.supervisor` carries it out.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+
+from allhands.cluster.outcome import Fault, Outcome
+from allhands.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    ModelError,
+    NumericsError,
+    PeerLostError,
+    StorageError,
+)
+
+LONGEST_PAUSE_S = 60.0
+MOST_SLACK = 8.0
+# Of a program that reports no steps only the time is known: from when on its failures are not "the same", and from
+# when on it has got somewhere.
+_BRIEF_S = 60.0
+_LONG_S = 600.0
+_PORT_RESTARTS = 3
+_BLAMED_TIMES = 3
+# Failures that no restart can cure: what would be the same again, by the exit code of a command that could not even
+# begin, and by that of an error that a rank foresaw and wrote down.
+_COMMAND = {
+    2: "the command line (exit code 2)",
+    126: "the command (it cannot be executed)",
+    127: "the command (it is not found)",
+}
+_LASTING = {
+    ConfigError.exit_code: "the settings",
+    DataError.exit_code: "the data",
+    ModelError.exit_code: "the model",
+    StorageError.exit_code: "the storage",
+    NumericsError.exit_code: "the numbers",
+    CheckpointError.exit_code: "the checkpoint",
+}
+# Signals that come from outside a program; it brings the others on itself.
+_FROM_OUTSIDE = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)}
+
+
+@dataclass(frozen=True)
+class Past:
+    """An attempt that is over.
+
+    Attributes:
+        seats: by rank, what its faults are put down to: its computer, or its slot where there is only one.
+        apart: whether the seats are computers.
+        edition: how often a person had changed the list of computers: that forgives what was before.
+        ran_s: how long it lasted.
+    """
+
+    outcome: Outcome
+    seats: tuple[str, ...] = ()
+    apart: bool = False
+    edition: int = 0
+    ran_s: float = 0.0
+
+    @property
+    def culprit(self) -> str | None:
+        """The seat of the rank that is the cause, if there is one."""
+        fault = self.outcome.fault
+        return self.seats[fault.rank] if fault and 0 <= fault.rank < len(self.seats) else None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a person allows: restarts after faults, and the fewest ranks to go on with (``None``: all)."""
+
+    max_restarts: int = 0
+    min_ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job is over, by its own end or a person's wish."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job has failed; ``reason`` says why it is not started again, if that was allowed at all."""
+
+    reason: str | None
+    code: int
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again after ``pause_s`` seconds.
+
+    Attributes:
+        reason: why, or what the pause is for.
+        exclude: seats to leave out from now on.
+        slack: factor on the deadlines for progress.
+        fault: whether a fault is the cause, which counts against the budget.
+    """
+
+    pause_s: float
+    reason: str
+    exclude: frozenset[str] = field(default_factory=frozenset[str])
+    slack: float = 1.0
+    fault: bool = True
+
+
+def judge(history: Sequence[Past], limits: Limits) -> Done | GiveUp | Restart:
+    """Decide what follows the last attempt of ``history``, which holds all of the job in their order."""
+    outcome = history[-1].outcome
+    if outcome.ports_taken:
+        return _other_ports(history)
+    fault = outcome.fault
+    if fault is None and outcome.regroup and not outcome.stopped:
+        return Restart(0.0, "to go on with other ranks", fault=False)
+    if fault is None:
+        return Done(outcome.code)
+    if limits.max_restarts == 0 or outcome.stopped:
+        return GiveUp(None, outcome.code)
+    return _after_fault(history, fault, limits)
+
+
+def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
+    in_a_row = len(list(takewhile(lambda past: past.outcome.ports_taken, reversed(history))))
+    if in_a_row <= _PORT_RESTARTS:
+        return Restart(0.0, "a port was taken by another program", fault=False)
+    code = history[-1].outcome.code or DistributedError.exit_code
+    return GiveUp(f"other programs have taken its ports {in_a_row} times in a row", code)
+
+
+def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveUp | Restart:
+    code = history[-1].outcome.code
+    foreseen = _LASTING.get(fault.exit_code) if fault.explanation else None
+    if same := foreseen or _COMMAND.get(fault.exit_code):
+        return GiveUp(f"{same} would be the same after a restart", code)
+    stalled = list(_stalled(history))
+    exclude, unless = _leave_out(stalled, fault, limits)
+    if reason := unless or (None if exclude else _repetition(stalled, fault)):
+        return GiveUp(reason, code)
+    restarts = sum(past.outcome.fault is not None and not past.outcome.ports_taken for past in history[:-1])
+    if restarts >= limits.max_restarts:
+        return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
+    hangs = sum(past.outcome.fault is not None and past.outcome.fault.kind == "hang" for past, _ in stalled)
+    fruitless = sum(not gained for _, gained in stalled)
+    # Without those who are to blame there is nothing to wait for.
+    pause = min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless and not exclude else 0.0
+    slack = min(2.0**hangs, MOST_SLACK)
+    return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
+
+
+def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
+    """The latest faults, newest first, back to the last attempt that got further than all before it.
+
+    With each, whether it did. That one is included, for the next may fail where it did.
+    """
+    for past, gained in reversed(list(zip(history, _gains(history), strict=True))):
+        if past.outcome.ports_taken:
+            continue
+        if past.outcome.fault is None:
+            return  # a checkpoint was reached, at which the ranks regrouped
+        yield past, gained
+        if gained:
+            return
+
+
+def _gains(history: Sequence[Past]) -> list[bool]:
+    """Whether each attempt got further than those before it."""
+    reached = [0]
+    for past in history:
+        reached.append(max(reached[-1], past.outcome.step or 0))
+    further = [after > before for before, after in pairwise(reached)]
+    unknown = [past.outcome.step is None and past.outcome.started and past.ran_s >= _LONG_S for past in history]
+    return [one or other for one, other in zip(further, unknown, strict=True)]
+
+
+def _leave_out(stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: Limits) -> tuple[frozenset[str], str | None]:
+    """The seat to do without from now on, if there is one; or why the job cannot go on, which needs it."""
+    last = stalled[0][0]
+    seat = last.culprit
+    if seat is None:
+        return frozenset(), None
+    blamed = [past for past, _ in takewhile(lambda one: _same_seat(one[0], last), stalled)]
+    # A failure that is exactly repeated may lie in a computer, or in the job: without the computer it will be seen.
+    repeated = last.apart and _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
+    if len(blamed) < _BLAMED_TIMES and not repeated:
+        return frozenset(), None
+    left = sum(other != seat for other in last.seats)
+    if limits.min_ranks is not None and left >= limits.min_ranks:
+        return frozenset({seat}), None
+    if repeated or not last.apart:
+        return frozenset(), None  # the other rules, and the budget, decide
+    least = "all" if limits.min_ranks is None else limits.min_ranks
+    return frozenset(), (
+        f"{len(blamed)} faults in a row, without getting further, were due to {seat}, and {least} ranks are needed "
+        "(--min-ranks): repair it, or take it out of the hostfile"
+    )
+
+
+def _same_seat(past: Past, last: Past) -> bool:
+    return (past.culprit, past.edition) == (last.culprit, last.edition)
+
+
+def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | None:
+    """Why another restart would end the same way, if it would."""
+    patience, times, last = _patience(fault), _repeated(stalled, fault), stalled[0][0]
+    unknown = fault.step is None and last.outcome.started and last.ran_s > _BRIEF_S
+    if patience is None or times < patience or unknown:
+        return None
+    where = "before the first step" if fault.step is None else f"at step {fault.step}"
+    if fault.kind == "hang":
+        return f"it has hung {where}, {_times(times)} in a row, the last time with longer deadlines"
+    if fault.kind == "memory" or fault.exit_code == 128 + signal.SIGKILL:
+        return f"a process was killed {where}, {_times(times)} in a row: memory is probably too short"
+    return f"it has failed {where} in the same way, {_times(times)} in a row: {fault.error or fault.message}"
+
+
+def _repeated(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> int:
+    """How often in a row this has happened now."""
+    wanted = _essence(fault)
+    faults = (past.outcome.fault for past, _ in stalled)
+    return len(list(takewhile(lambda one: one is not None and _essence(one) == wanted, faults)))
+
+
+def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
+    """What is the same when the same thing happens again, less what varies by chance."""
+    kind, code, step, error = fault.signature
+    if kind == "hang":
+        return kind, None, step, None
+    if kind == "memory" or code in _FROM_OUTSIDE:
+        return "killed", None, step, None
+    return kind, code, step, None if error is None else re.sub(r"\b0x[0-9a-fA-F]+", "0x", error)
+
+
+def _patience(fault: Fault) -> int | None:
+    """How often in a row the same fault may happen before it is believed to last; ``None``: for ever."""
+    if fault.kind == "lost host" or fault.exit_code == PeerLostError.exit_code:
+        return None  # a computer, or the network, that may come back
+    outside = fault.kind in ("hang", "memory", "not started") or fault.exit_code in _FROM_OUTSIDE
+    unconnected = fault.kind == "error" and fault.exit_code == DistributedError.exit_code
+    unplaced = fault.kind == "killed" and fault.step is None
+    return 3 if outside or unconnected or unplaced else 2
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

@@ -1,0 +1,137 @@
+"""What the supervisor knows of a rank, wherever it runs: the words between it and those who start processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from allhands.cluster.hosts import Host
+
+# What a rank is doing. Those in "reduce" wait for others and are not to blame; "start" is before the first step,
+# "first" the first step after a start and every step that has to compile.
+Phase = Literal["start", "first", "load", "compute", "reduce", "update", "validate", "save", "end"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A computer and how many ranks it gets; ``host`` is ``None`` for this computer, without ssh."""
+
+    name: str
+    num_ranks: int
+    host: Host | None = None
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to start: ``num_processes`` copies of ``command``, on this computer or on those of ``places``.
+
+    Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env`` is added
+    to the supervisor's environment. A rank that has not marked itself started after ``start_deadline_s``
+    fails the job; after the first Ctrl-C ranks have ``stop_grace_s`` to save and end; and when one rank has
+    ended without an error the others have ``finish_grace_s`` to follow.
+
+    Attributes:
+        places: in the order of their ranks; empty: all on this computer.
+        hang_timeout_s: time without a beat that is a hang; ``None`` adapts to the measured steps.
+        weights: relative speed of every rank, if they differ.
+    """
+
+    command: Sequence[str]
+    num_processes: int
+    backend: Literal["ring", "mpi", "nccl"]
+    log_dir: Path
+    cores_per_rank: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    start_deadline_s: float = 600.0
+    stop_grace_s: float = 60.0
+    finish_grace_s: float = 60.0
+    hang_timeout_s: float | None = None
+    places: tuple[Place, ...] = ()
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """The end of one rank: exit code, or minus the signal's number, and when (``time.monotonic``)."""
+
+    rank: int
+    code: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The latest sign of life of a rank's training thread.
+
+    Attributes:
+        step: batches done.
+        phase: what it does now.
+        count: beats so far.
+        time: when the supervisor's side saw this count first (``time.monotonic`` of the supervisor's computer).
+    """
+
+    step: int
+    phase: str
+    count: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time."""
+
+    ready: bool = False
+    started: bool = False
+    busy_time: float | None = None
+    beat: Beat | None = None
+
+
+class RankProcesses(Protocol):
+    """The processes of one attempt, here or elsewhere."""
+
+    def exits(self) -> list[RankExit]:
+        """Return the ranks that have ended, in the order of their ends."""
+        ...
+
+    def marks(self, rank: int) -> Marks:
+        """Return what the rank has said of itself so far."""
+        ...
+
+    def signal(self, rank: int, number: int) -> bool:
+        """Send a signal to the rank's command; false if it is not running yet, or any more."""
+        ...
+
+    def tell(self, word: str) -> None:
+        """Tell every rank ``word``: a file of that name appears in its ``ALLHANDS_RUN_DIR``."""
+        ...
+
+    def host(self, rank: int) -> str:
+        """Return the name of the rank's computer."""
+        ...
+
+    def lost_hosts(self) -> list[str]:
+        """Return the computers that do not answer any more; their ranks count as ended by loss (code -9)."""
+        ...
+
+    def error(self, rank: int) -> dict[str, Any] | None:
+        """Return the content of the error file that the rank wrote, if it did."""
+        ...
+
+    def log_path(self, rank: int) -> Path:
+        """Return the file with the rank's output, on its own computer."""
+        ...
+
+    def log_tail(self, rank: int) -> tuple[str, ...]:
+        """Return the last lines of that file."""
+        ...
+
+    def out_of_memory(self, rank: int) -> bool:
+        """Whether the kernel of the rank's computer has killed processes for want of memory during this attempt."""
+        ...
+
+    def kill(self) -> None:
+        """End every process that is left, at once, and wait for it. May be called again."""
+        ...

@@ -1,0 +1,441 @@
+"""Ranks on several computers: one agent on each, started over ssh, seen by the supervisor as if they were here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.cluster import ssh
+from allhands.cluster.agent import self_description
+from allhands.cluster.connection import Connection, HostError
+from allhands.cluster.frames import Frame
+from allhands.cluster.hosts import Host
+from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
+from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.files import make_directory
+
+READY_S = 40.0  # for every agent to answer
+_QUERY_S = 10.0
+_CHECK_S = 0.2
+_REPORT_S = 2.0
+_KILL_S = 5.0
+_LOST_CODE = -9
+# Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left out there.
+_FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
+
+_log = logging.getLogger(__name__)
+
+
+def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
+    """Start the ranks of ``spec.places``, each computer's by an agent there; ``run_dir`` stays empty.
+
+    What an agent, ssh or a login shell says goes to ``log_dir/host-NAME.log``.
+
+    Raises:
+        ConfigError: MPI, or the places do not hold the ranks.
+        HostError: computers that cannot be reached or do not fit; it is a DistributedError.
+        AllhandsError: a computer refuses, with the reason.
+    """
+    _check(spec)
+    make_directory(spec.log_dir, private=True)
+    ranks = RemoteRanks(spec, _addresses(spec.places))
+    try:
+        ranks.start()
+    except BaseException:
+        ranks.kill()
+        raise
+    return ranks
+
+
+def newest_checkpoint(hosts: Sequence[Host], adapter_path: str | Path, run_id: str) -> dict[str, int]:
+    """Return the step of the newest checkpoint of the run on each host that has one, by the host's name.
+
+    All are asked at the same time; one that does not answer within ten seconds is left out.
+    """
+    if not hosts:
+        return {}
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        steps = pool.map(partial(_ask_step, adapter_path=Path(adapter_path), run_id=run_id), hosts)
+        return {host.name: step for host, step in zip(hosts, steps, strict=True) if step is not None}
+
+
+class RemoteRanks:
+    """The ranks of one attempt on several computers; see :class:`allhands.cluster.ranks.RankProcesses`.
+
+    Args:
+        addresses: of the computers, as the others reach them, in the order of ``spec.places``.
+    """
+
+    def __init__(self, spec: LaunchSpec, addresses: Sequence[str]) -> None:
+        self._spec = spec
+        self._addresses = addresses
+        self._lock = threading.Condition()
+        self._marks: dict[int, Marks] = {}
+        self._exits: dict[int, RankExit] = {}
+        self._reports: dict[int, Mapping[str, Any]] = {}
+        self._connections: list[Connection] = []
+        self._homes = [index for index, place in enumerate(spec.places) for _ in range(place.num_ranks)]
+        self._firsts = [sum(place.num_ranks for place in spec.places[:i]) for i in range(len(spec.places))]
+        self._over = threading.Event()
+        self._output = _Output()
+        self._keeper = threading.Thread(target=self._keep, name="keep-agents", daemon=True)
+
+    def start(self) -> None:
+        """Start the agents, wait for them, and have them start the ranks.
+
+        Raises:
+            AllhandsError: some computer cannot take part.
+        """
+        for index, place in enumerate(self._spec.places):
+            self._connect(index, place)
+        self._keeper.start()
+        deadline = time.monotonic() + READY_S
+        frames, failed = list[Frame](), list[AllhandsError]()
+        for connection in self._connections:
+            try:
+                frames.append(connection.wait_until_ready(deadline))
+            except AllhandsError as error:
+                failed.append(error)
+        if failed:
+            raise _together(failed)
+        _compare_versions(self._spec.places, frames)
+        peers = [
+            f"{address}:{port}"
+            for address, frame in zip(self._addresses, frames, strict=True)
+            for port in frame["ports"]
+        ]
+        for connection in self._connections:
+            connection.send("start", peers=peers)
+
+    def exits(self) -> list[RankExit]:
+        """Return the ranks that have ended, in the order of their ends."""
+        with self._lock:
+            return sorted(self._exits.values(), key=lambda end: end.time)
+
+    def marks(self, rank: int) -> Marks:
+        """Return what the rank has said of itself so far."""
+        with self._lock:
+            return self._marks.get(rank, Marks())
+
+    def signal(self, rank: int, number: int) -> bool:
+        """Have the rank's agent send it a signal; false if it has ended."""
+        with self._lock:
+            if rank in self._exits:
+                return False
+        self._connection(rank).send("signal", rank=rank, number=int(number))
+        return True
+
+    def tell(self, word: str) -> None:
+        """Have every agent tell its ranks ``word``."""
+        for connection in self._connections:
+            connection.send("tell", word=word)
+
+    def host(self, rank: int) -> str:
+        """Return the name of the rank's computer."""
+        return self._spec.places[self._homes[rank]].name
+
+    def lost_hosts(self) -> list[str]:
+        """Return the computers that do not answer any more."""
+        return [connection.name for connection in self._connections if connection.lost]
+
+    def error(self, rank: int) -> dict[str, Any] | None:
+        """Return the content of the error file that the rank wrote, if it did."""
+        return cast("dict[str, Any] | None", self._report(rank).get("error"))
+
+    def log_path(self, rank: int) -> Path:
+        """Return the file with the rank's output, on its own computer."""
+        with self._lock:
+            known = self._reports.get(rank, {}).get("log_path")
+        return Path(known) if known else self._spec.log_dir / f"rank-{rank}.log"
+
+    def log_tail(self, rank: int) -> tuple[str, ...]:
+        """Return the last lines of that file."""
+        return tuple(self._report(rank).get("log_tail", ()))
+
+    def out_of_memory(self, rank: int) -> bool:
+        """Whether the kernel of the rank's computer has killed processes for want of memory during this attempt."""
+        return bool(self._report(rank).get("out_of_memory", False))
+
+    def stopped(self, rank: int) -> bool:
+        """Whether the rank's command is stopped, as by SIGSTOP."""
+        return bool(self._report(rank).get("stopped", False))
+
+    def kill(self) -> None:
+        """End every process that is left; waits for computers that answer, not for those that do not."""
+        deadline = time.monotonic() + _KILL_S
+        for connection in self._connections:
+            connection.send("end")
+        for connection in self._connections:
+            connection.finish(deadline)
+        self._over.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+        self._end_ranks(range(len(self._homes)))
+        self._output.close()
+
+    # --- what agents say ------------------------------------------------------------------------------
+
+    def _connect(self, index: int, place: Place) -> None:
+        log = self._spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
+        own = range(self._firsts[index], self._firsts[index] + place.num_ranks)
+        # Rank 0 on this computer writes where we do, so that a terminal stays one.
+        descriptors = [os.dup(1), os.dup(2)] if index == 0 and _is_here(place.host) else []
+        hello = _orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
+        try:
+            self._connections.append(Connection(place.host, place.name, hello, log, partial(self._listen, own)))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _listen(self, own: range, frame: Frame | None) -> None:
+        if frame is None:
+            self._end_ranks(own)
+        elif frame["kind"] == "output":
+            self._output.write(frame["stream"], frame["data"].encode("latin-1"))
+        elif frame["kind"] == "refused":
+            self._take_refusal(own, frame)
+        elif frame.get("rank") in own:
+            with self._lock:
+                self._take(frame, frame["rank"], time.monotonic())
+                self._lock.notify_all()
+
+    def _take(self, frame: Frame, rank: int, now: float) -> None:
+        if frame["kind"] == "marks":
+            busy, beat = frame["busy_age"], frame["beat"]
+            last = Beat(beat["step"], beat["phase"], beat["count"], now - beat["age"]) if beat else None
+            self._marks[rank] = Marks(frame["ready"], frame["started"], None if busy is None else now - busy, last)
+        elif frame["kind"] in ("exit", "report"):
+            self._reports[rank] = frame["report"]
+        if frame["kind"] == "exit":
+            self._exits.setdefault(rank, RankExit(rank, frame["code"], now - frame["age"]))
+
+    def _take_refusal(self, own: range, frame: Frame) -> None:
+        """The ranks there have not been started, or cannot be spoken to: that is an error of each of them."""
+        text = ": ".join(part for part in (frame["where"], frame["message"]) if part)
+        error = {**frame, "text": f"{text}\n  what to do: {frame['hint']}" if frame["hint"] else text}
+        with self._lock:
+            for rank in own:
+                if rank not in self._exits:
+                    self._reports[rank] = {"error": error}
+                    self._exits[rank] = RankExit(rank, DistributedError.exit_code, time.monotonic())
+            self._lock.notify_all()
+
+    def _end_ranks(self, ranks: range) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for rank in ranks:
+                self._exits.setdefault(rank, RankExit(rank, _LOST_CODE, now))
+            self._lock.notify_all()
+
+    def _report(self, rank: int) -> Mapping[str, Any]:
+        """What the rank's computer knows of its end, or for a rank that lives, of its state now."""
+        with self._lock:
+            old = self._reports.get(rank)
+            if rank in self._exits:
+                return old or {}
+            self._connection(rank).send("report", rank=rank)
+            self._lock.wait_for(lambda: self._reports.get(rank) is not old or rank in self._exits, _REPORT_S)
+            return self._reports.get(rank, {})
+
+    def _connection(self, rank: int) -> Connection:
+        return self._connections[self._homes[rank]]
+
+    def _keep(self) -> None:
+        while not self._over.wait(_CHECK_S):
+            for connection in self._connections:
+                connection.check()
+
+
+class _Output:
+    """Rank 0's output, written in a thread of its own: a terminal that is held up must not hold up the watch."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="rank-0-output", daemon=True)
+        self._thread.start()
+
+    def write(self, stream: int, data: bytes) -> None:
+        """Write ``data`` to our standard output (1) or error (2)."""
+        self._queue.put((2 if stream == 2 else 1, data))
+
+    def close(self) -> None:
+        """Wait a moment for what is left."""
+        self._queue.put(None)
+        self._thread.join(1.0)
+
+    def _work(self) -> None:
+        while item := self._queue.get():
+            stream, data = item
+            with suppress(OSError):
+                while data:
+                    data = data[os.write(stream, data) :]
+
+
+# --- orders -------------------------------------------------------------------------------------------
+
+
+def _check(spec: LaunchSpec) -> None:
+    if spec.backend == "mpi":
+        raise ConfigError(
+            "MPI is for this computer alone; those of a hostfile are joined by the ring",
+            where="--backend mpi",
+            hint="use --backend ring, or leave --backend out",
+        )
+    total = sum(place.num_ranks for place in spec.places)
+    if total != spec.num_processes or any(place.num_ranks < 1 for place in spec.places):
+        raise ConfigError(f"{spec.num_processes} ranks, but places for {total}", where="--hostfile")
+
+
+def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+    host = place.host
+    return {
+        **_who(place.name, host),
+        "command": list(spec.command),
+        "num_processes": spec.num_processes,
+        "first": own.start,
+        "count": len(own),
+        "backend": spec.backend,
+        "log_dir": _portable(spec.log_dir),
+        "cores_per_rank": spec.cores_per_rank,
+        # What the supervisor sets is for it to set.
+        "env": {**(host.envs if host else {}), **spec.env},
+        "stop_grace_s": spec.stop_grace_s,
+        "weights": spec.weights,
+        "address": address,
+    }
+
+
+def _who(name: str, host: Host | None) -> Frame:
+    """What every agent is told."""
+    forwarded = {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
+    forwarded.pop("ALLHANDS_SSH", None)
+    return {
+        "name": name,
+        "python": sys.executable,
+        "cwd": host.cwd if host and host.cwd else os.getcwd(),
+        "cwd_required": bool(host and host.cwd),
+        "forwarded": forwarded,
+        "descriptors": [],
+        "adapter_path": None,
+        "run_id": None,
+    }
+
+
+def _ask_step(host: Host, adapter_path: Path, run_id: str) -> int | None:
+    question = {"first": 1, "count": 0, "backend": "ring", "address": "127.0.0.1"}
+    hello = {**_who(host.name, host), **question, "adapter_path": _portable(adapter_path), "run_id": run_id}
+    connection: Connection | None = None
+    try:
+        connection = Connection(host, host.name, hello, None, lambda frame: None)
+        return connection.wait_until_ready(time.monotonic() + _QUERY_S)["step"]
+    except AllhandsError as error:
+        _log.info("%s", error)
+        return None
+    finally:
+        if connection is not None:
+            connection.send("end")
+            connection.finish(time.monotonic() + _REPORT_S)
+
+
+def _portable(path: Path) -> str:
+    """A path below the working directory relative to it, which may be another one elsewhere."""
+    with suppress(ValueError):
+        return str(path.absolute().relative_to(Path.cwd()))
+    return str(path)
+
+
+# --- addresses and versions ---------------------------------------------------------------------------
+
+
+def _is_here(host: Host | None) -> bool:
+    return host is None or host.ssh is None
+
+
+def _addresses(places: Sequence[Place]) -> list[str]:
+    """The IPv4 address of each computer as the others reach it."""
+    found = [None if _is_here(place.host) else _remote_address(cast(Host, place.host)) for place in places]
+    others = [address for address in found if address]
+    return [address or _own_address(place.host, others) for place, address in zip(places, found, strict=True)]
+
+
+def _remote_address(host: Host) -> str:
+    assert host.ssh is not None
+    if address := _first_ipv4(host):
+        return address
+    name = ssh.real_name(host.ssh)
+    try:
+        address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        raise HostError(
+            [host.name],
+            f"host {host.name}: {name} has no IPv4 address: {error.strerror}",
+            hint='give its address as "ips" in the hostfile',
+        ) from None
+    if address.startswith("127."):
+        raise ConfigError(
+            f"host {host.name}: {name} is {address}, which the other computers cannot reach",
+            hint='give its address as "ips" in the hostfile',
+        )
+    return address
+
+
+def _own_address(host: Host | None, others: Sequence[str]) -> str:
+    """This computer's address on the way to the first of ``others``; without any, nobody else needs to reach it."""
+    if host is not None and (address := _first_ipv4(host)):
+        return address
+    if not others:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((others[0], 9))  # sends nothing
+        except OSError as error:
+            raise DistributedError(f"there is no way from here to {others[0]}: {error.strerror}") from None
+        return str(probe.getsockname()[0])
+
+
+def _first_ipv4(host: Host) -> str | None:
+    ipv4 = [ip for ip in host.ips if ":" not in ip]
+    if host.ips and not ipv4:
+        raise ConfigError(
+            f"host {host.name} has only IPv6 addresses",
+            hint='MLX\'s ring needs an IPv4 address in "ips" of the hostfile',
+        )
+    return ipv4[0] if ipv4 else None
+
+
+def _compare_versions(places: Sequence[Place], frames: Sequence[Frame]) -> None:
+    """Refuse computers that would not understand each other, or would sum different things."""
+    own = self_description()["versions"]
+    for place, frame in zip(places, frames, strict=True):
+        for name in ("allhands", "mlx"):
+            here, there = own.get(name), frame["versions"].get(name)
+            if here != there:
+                raise HostError(
+                    [place.name],
+                    f"host {place.name} has {name} {there or 'not installed'}, this computer {here or 'none'}",
+                    hint="install the same versions everywhere",
+                )
+
+
+def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
+    """One error for all; another kind than unreachable computers comes first."""
+    for error in failed:
+        if not isinstance(error, HostError):
+            return error
+    unreachable = [error for error in failed if isinstance(error, HostError)]
+    names = [name for error in unreachable for name in error.hosts]
+    first = unreachable[0]
+    more = "".join(f"; {error.message}" for error in unreachable[1:])
+    return HostError(names, first.message + more, where=first.where, hint=first.hint)

@@ -1,0 +1,123 @@
+"""What the ranks of one attempt on this computer leave in its directories, read by whoever started them.
+
+``run_dir`` holds marks and beats, and the words told to ranks; ``log_dir`` holds logs and error files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.cluster.ranks import Beat, Marks
+
+BEAT_BYTES = 128  # of the file with the latest beat, which is written over in place
+_LOG_LINES = 20
+_TAIL_BYTES = 65536
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+class RunFiles:
+    """The files of one attempt; make it before the first rank starts."""
+
+    def __init__(self, run_dir: Path, log_dir: Path, counters: Sequence[Path] | None = None) -> None:
+        self.run_dir = run_dir
+        self.log_dir = log_dir
+        self._beats: dict[int, Beat] = {}
+        self._busy: dict[int, tuple[int, float]] = {}  # when the mark was touched, when that was seen here
+        self._counters = oom_counters() if counters is None else counters
+        self._oom_kills = self._count_oom_kills()
+
+    def marks(self, rank: int) -> Marks:
+        """Return what the rank has said of itself so far; beat and work are timed by when they are seen here first."""
+        ready, started = (self._path(rank, name).exists() for name in ("ready", "started"))
+        return Marks(ready, started, self._busy_time(rank), self._beat(rank))
+
+    def tell(self, word: str) -> None:
+        """Tell all ranks ``word``."""
+        (self.run_dir / word).touch()
+
+    def error(self, rank: int) -> dict[str, Any] | None:
+        """Return the content of the rank's error file; ``None`` if there is none that can be read."""
+        return _read_object(self.log_dir / f"error-rank-{rank}.json")
+
+    def log_path(self, rank: int) -> Path:
+        """Return the file with the rank's output."""
+        return self.log_dir / f"rank-{rank}.log"
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process for want of memory since this object was made."""
+        return self._count_oom_kills() > self._oom_kills
+
+    def _path(self, rank: int, name: str) -> Path:
+        return self.run_dir / f"rank-{rank}.{name}"
+
+    def _busy_time(self, rank: int) -> float | None:
+        try:
+            touched = self._path(rank, "busy").stat().st_mtime_ns
+        except OSError:
+            return None
+        # Never compared with this computer's time of day, which may be set while a job runs.
+        if self._busy.get(rank, (None, 0.0))[0] != touched:
+            self._busy[rank] = touched, time.monotonic()
+        return self._busy[rank][1]
+
+    def _beat(self, rank: int) -> Beat | None:
+        found, last = _read_object(self._path(rank, "beat")), self._beats.get(rank)
+        if found and (last is None or found.get("count") != last.count):
+            last = Beat(int(found["step"]), str(found["phase"]), int(found["count"]), time.monotonic())
+            self._beats[rank] = last
+        return last
+
+    def _count_oom_kills(self) -> int:
+        return sum(_counter(path) for path in self._counters)
+
+
+def tail(log: Path) -> tuple[str, ...]:
+    """Return the last lines of a log that may be large, or absent."""
+    try:
+        with log.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            text = stream.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ()
+    return tuple(text.splitlines()[-_LOG_LINES:])
+
+
+def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> list[Path]:
+    """Return the files in which the kernel counts processes killed for want of memory; none on macOS.
+
+    Those of the whole computer, and those of this process's control group, version 1 or 2, whose ranks are in it.
+    """
+    found = [proc / "vmstat"]
+    try:
+        groups = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        groups = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found.append(cgroups / path.lstrip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            found.append(cgroups / "memory" / path.lstrip("/") / "memory.oom_control")
+    return [path for path in found if path.exists()]
+
+
+def _counter(path: Path) -> int:
+    """The number after ``oom_kill``, as all three kinds of file have it."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cast(dict[str, Any], content) if isinstance(content, dict) else None

@@ -1,0 +1,133 @@
+"""The only place that runs ssh: non-interactive, with deadlines, and with every word quoted for the remote shell.
+
+``ALLHANDS_SSH`` replaces the program and its first options (``ALLHANDS_SSH="ssh -F my_config"``); it is split
+like a shell splits, and never given to one. Everything else about a host, such as its port and key, belongs into
+ssh's own configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allhands.errors import ConfigError
+
+# Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could take for something else.
+_HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*(@[A-Za-z0-9_:][A-Za-z0-9_.:%-]*)?")
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """Deadlines of a connection: to make it, and to notice that the other side is gone."""
+
+    connect_timeout_s: int = 10
+    alive_interval_s: int = 3
+    alive_count: int = 3
+
+
+def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
+    """Return the command line that runs ``argv`` on ``host``, word for word, whatever is in the words.
+
+    The remote shell must be a POSIX one: ssh joins words with spaces and gives them to it. Nothing is forwarded,
+    nothing is asked (no password, no unknown host key), there is no pseudo-terminal.
+
+    Raises:
+        ConfigError: ``host`` cannot be the name of a host, a word holds a NUL, or ``ALLHANDS_SSH`` is not understood.
+    """
+    check_host(host)
+    if any("\0" in word for word in argv):
+        raise ConfigError("a word of the command holds a NUL character", where=host)
+    return [*_program(), *_arguments(options or SshOptions()), "-T", "--", host, shlex.join(argv)]
+
+
+def answers(host: str, timeout_s: float) -> bool:
+    """Whether a command can be run on ``host`` now; takes no longer than ``timeout_s``."""
+    argv = command(host, ["true"], SshOptions(connect_timeout_s=max(1, round(timeout_s))))
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=timeout_s,
+            check=False,
+            start_new_session=True,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def real_name(host: str) -> str:
+    """Return the name or address that ssh connects to for ``host``, which may be an alias of its configuration.
+
+    Raises:
+        ConfigError: as :func:`command`, or there is no ssh.
+    """
+    check_host(host)
+    argv = [*_program(), "-G", "--", host]
+    try:
+        text = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise missing(error) from None
+    names = [line.split(None, 1)[1] for line in text.stdout.splitlines() if line.lower().startswith("hostname ")]
+    return names[0] if names else host.rpartition("@")[2]
+
+
+def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:
+    """The error for an ssh program that does not start or does not answer."""
+    reason = error.strerror if isinstance(error, OSError) else "no answer"
+    return ConfigError(
+        f"{shlex.join(_program())} cannot be run: {reason}",
+        where="ALLHANDS_SSH" if "ALLHANDS_SSH" in os.environ else None,
+        hint="install OpenSSH's client, or name it in ALLHANDS_SSH",
+    )
+
+
+def check_host(host: str) -> None:
+    """Refuse what ssh would take for an option, or for more than a name.
+
+    Raises:
+        ConfigError: it is not a name.
+    """
+    if not _HOST.fullmatch(host):
+        raise ConfigError(
+            f"{ascii(host)[:60]} is not the name of a host", hint="give a name or address, such as node1 or user@node1"
+        )
+
+
+def _program() -> list[str]:
+    text = os.environ.get("ALLHANDS_SSH") or "ssh"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        words, reason = [], str(error)
+    else:
+        reason = "it is empty"
+    if not words or not words[0]:
+        raise ConfigError(f"not understood: {reason}", where="ALLHANDS_SSH", hint="for example 'ssh -F my_config'")
+    return words
+
+
+def _arguments(options: SshOptions) -> list[str]:
+    settings = {
+        "BatchMode": "yes",
+        "ConnectTimeout": options.connect_timeout_s,
+        "ConnectionAttempts": 1,
+        "ServerAliveInterval": options.alive_interval_s,
+        "ServerAliveCountMax": options.alive_count,
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "ClearAllForwardings": "yes",
+        "PermitLocalCommand": "no",
+        "RequestTTY": "no",
+        # A connection shared with another session would outlive the process that we end.
+        "ControlMaster": "no",
+        "ControlPath": "none",
+        "EscapeChar": "none",
+    }
+    return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

@@ -1,0 +1,188 @@
+"""The judgement whether a job makes progress, from the beats of its ranks: no clock, no file, no process here.
+
+A rank that waits for others in a collective is not to blame as long as another one is doing something else. How
+long a phase may take follows from how long steps took so far, so that a job with steps of a minute and one with
+steps of a millisecond are both watched closely and neither is ended for being what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from allhands.cluster.ranks import Beat, LaunchSpec, Marks
+
+_LEAST_S = 5.0
+_LEAST_VALIDATE_S = 10.0
+_SAVE_S = 600.0
+_RECENT_STEPS = 50
+_FACTOR = 2.0  # over the longest recent step
+_EVER_FACTOR = 1.2  # over the longest step of all: a long batch may come again after many short ones
+_LATE_S = 1.0  # between two looks; more means that this process or the computer was asleep
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the phases may take, in seconds; ``slack`` multiplies those that follow from measured steps.
+
+    Attributes:
+        hang_timeout_s: for the phases of a step, instead of a limit that adapts.
+    """
+
+    start_s: float = 600.0
+    finish_s: float = 60.0
+    hang_timeout_s: float | None = None
+    slack: float = 1.0
+
+    @classmethod
+    def of(cls, spec: LaunchSpec, slack: float) -> Limits:
+        """The limits that a job's options ask for."""
+        return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No progress: the rank that is the cause, for how long it was silent, and what it was doing.
+
+    ``mutual`` says that all ranks wait for each other, so that ``rank`` is a guess: the one that is least far.
+    """
+
+    rank: int
+    seconds: float
+    phase: str
+    step: int
+    mutual: bool = False
+
+
+class Pauses:
+    """The times in which nobody looked, because this process was stopped or the computer slept."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._gaps: list[tuple[float, float]] = []
+
+    def look(self, now: float) -> None:
+        """Note that it is ``now``: a call that comes late ends a pause."""
+        if self._last is not None and now > self._last + _LATE_S:
+            self._gaps.append((self._last, now))
+        self._last = now
+
+    def age(self, now: float, since: float) -> float:
+        """Return the seconds from ``since`` to ``now`` without the pauses."""
+        asleep = (min(ended, now) - max(began, since) for began, ended in self._gaps)
+        return now - since - sum(seconds for seconds in asleep if seconds > 0.0)
+
+
+class StepTimes:
+    """How long steps took: of every rank its own work, and of all together the exchange that they waited for.
+
+    A rank's wait for another one is no measure, or one rank's long save would allow every rank to be silent for as
+    long. The exchange counts from when the last rank has come to it.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[int, float] = {}  # of each step: the time of the rank that took longest
+        self._own: dict[int, tuple[int, float]] = {}  # of each rank: its step, seconds in it so far
+        self._longest = 0.0
+
+    def add(self, rank: int, step: int, seconds: float) -> None:
+        """Count seconds of a rank in the step after ``step`` batches."""
+        at, so_far = self._own.get(rank, (step, 0.0))
+        total = seconds + (so_far if at == step else 0.0)
+        self._own[rank] = step, total
+        self._recent[step] = max(self._recent.get(step, 0.0), total)
+        if len(self._recent) > _RECENT_STEPS:
+            del self._recent[min(self._recent)]
+        self.add_first(total)
+
+    def add_first(self, seconds: float) -> None:
+        """Count a step that had to compile: no measure for those that do not, but for long batches to come."""
+        self._longest = max(self._longest, seconds)
+
+    def limit(self) -> float | None:
+        """Return the time that a step may take; ``None`` before anything is known."""
+        if not self._longest:
+            return None
+        recent = max(self._recent.values(), default=0.0)
+        return max(_LEAST_S, _FACTOR * recent, _EVER_FACTOR * self._longest)
+
+
+class ProgressWatch:
+    """Deadlines on the progress of ranks; fed at every look with what they have said of themselves."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.pauses = Pauses()
+        self._limits = limits
+        self._times = StepTimes()
+        self._validating = 0.0  # the longest time between two beats of a validation
+        self._beats: dict[int, Beat] = {}
+        self._together: float | None = None  # since when all living ranks have been in "reduce"
+
+    def check(self, now: float, marks: Mapping[int, Marks], living: Collection[int]) -> Stall | None:
+        """Take in the marks at ``now`` and return the rank that has hung, or ``None`` if nothing is wrong.
+
+        ``marks`` has every rank; a rank that has never beaten is not judged.
+        """
+        self.pauses.look(now)
+        for rank, mark in marks.items():
+            if mark.beat is not None:
+                self._take(rank, mark.beat)
+        beats = {rank: self._beats[rank] for rank in living if rank in self._beats}
+        waiting = [rank for rank, beat in beats.items() if beat.phase == "reduce"]
+        if beats and len(waiting) == len(set(living)):
+            return self._judge_mutual(now, beats)
+        self._together = None
+        busy = {rank: marks[rank].busy_time or 0.0 for rank in beats if rank not in waiting and marks[rank].started}
+        stalls = [self._judge(now, rank, beats[rank], busy[rank]) for rank in busy]
+        # The one that is least far holds the others up.
+        return min((s for s in stalls if s is not None), key=lambda s: (s.step, -s.seconds), default=None)
+
+    def _take(self, rank: int, beat: Beat) -> None:
+        """Measure the phase that has ended, if the beat is a new one."""
+        last = self._beats.get(rank)
+        if last is not None and last.count == beat.count:
+            return
+        self._beats[rank] = beat
+        if last is None:
+            return
+        seconds = self.pauses.age(beat.time, last.time)
+        if last.phase == "validate":
+            self._validating = max(self._validating, seconds)
+        elif last.phase == "first":
+            self._times.add_first(seconds)
+        elif last.phase in ("load", "compute", "update"):
+            self._times.add(rank, last.step, seconds)
+        elif last.phase == "reduce" and self._together is not None:
+            self._times.add(rank, last.step, self.pauses.age(beat.time, max(self._together, last.time)))
+
+    def _judge_mutual(self, now: float, beats: Mapping[int, Beat]) -> Stall | None:
+        latest = max(beat.time for beat in beats.values())
+        if self._together is None:
+            self._together = latest
+        seconds = self.pauses.age(now, latest)
+        if seconds <= self._limit("reduce"):
+            return None
+        rank = min(beats, key=lambda rank: (beats[rank].step, rank))
+        return Stall(rank, seconds, "reduce", beats[rank].step, mutual=len(beats) > 1)
+
+    def _judge(self, now: float, rank: int, beat: Beat, busy: float) -> Stall | None:
+        seconds = self.pauses.age(now, max(beat.time, busy))
+        return Stall(rank, seconds, beat.phase, beat.step) if seconds > self._limit(beat.phase) else None
+
+    def _limit(self, phase: str) -> float:
+        """How long a phase may go without a beat."""
+        if phase in ("start", "first"):
+            return self._limits.start_s
+        fixed = {"save": _SAVE_S, "end": self._limits.finish_s}
+        return self._limits.slack * (fixed[phase] if phase in fixed else self._step_limit(phase))
+
+    def _step_limit(self, phase: str) -> float:
+        if self._limits.hang_timeout_s is not None:
+            limit: float | None = self._limits.hang_timeout_s
+        else:
+            limit = self._times.limit()
+            if phase == "validate" and self._validating:
+                limit = max(limit or 0.0, _FACTOR * self._validating)
+            if limit is None:
+                limit = self._limits.start_s  # nothing has been measured yet
+        return max(limit, _LEAST_VALIDATE_S) if phase == "validate" else limit

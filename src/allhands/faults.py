@@ -1,0 +1,292 @@
+"""Failures on purpose: rehearse a kill, a hang or a full disk before a long run meets one.
+
+``ALLHANDS_FAULTS`` names a JSON file, a list of failures to come::
+
+    [{"rank": 1, "step": 40, "kind": "kill"},
+     {"rank": 0, "step": 100, "kind": "disk-full", "at": "save", "write": 2}]
+
+Each happens once in the life of a job, over all its restarts: at the first time that the rank comes to the point
+``at`` with at least ``step`` batches done. Beforehand it is noted in ``FILE.fired/INDEX``; :func:`fired` reads these
+notes. Remove that directory to have them happen again.
+
+Kinds: ``kill``, ``term`` and ``stop`` (SIGKILL, SIGTERM and SIGSTOP to itself), ``raise`` (an exception with ``text``),
+``exit`` (at once, with ``code``), ``hang`` (sleeps for ever), ``spin`` (computes for ever), ``slow`` (sleeps
+``seconds``), ``oom`` (takes memory until killed; where no memory limit is set, a MemoryError), ``nan`` (the gradient
+becomes NaN) and ``disk-full`` (a write fails).
+
+Points: ``step`` (before a batch is waited for), ``load`` (where it is made, in another thread), ``reduce`` (before
+gradients are exchanged), ``update``, ``validate``, and ``save``: before a file operation of a save, the first of it or
+the one numbered ``write``. ``attempt`` restricts a failure to that start of the job (1, 2, ...).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from allhands.errors import ConfigError
+
+VARIABLE = "ALLHANDS_FAULTS"
+FaultKind = Literal["kill", "term", "stop", "raise", "exit", "hang", "spin", "slow", "oom", "nan", "disk-full"]
+Point = Literal["step", "load", "reduce", "update", "save", "validate"]
+
+# Where a kind happens unless told otherwise, and those that make sense at one point only.
+_ONLY_AT: dict[str, Point] = {"nan": "reduce", "disk-full": "save"}
+# Keys that belong to one kind or point.
+_BELONGS: dict[str, tuple[str, str]] = {
+    "seconds": ("kind", "slow"),
+    "text": ("kind", "raise"),
+    "code": ("kind", "exit"),
+    "write": ("at", "save"),
+}
+_HINT = "see the documentation of allhands.faults; unset ALLHANDS_FAULTS to train without failures on purpose"
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One entry of a schedule.
+
+    Attributes:
+        step: batches done, at least.
+        write: which file operation of a save, from 1.
+        attempt: only in this start of the job; ``None`` for any.
+    """
+
+    rank: int
+    step: int
+    kind: FaultKind
+    at: Point = "step"
+    write: int = 1
+    attempt: int | None = None
+    seconds: float = 1.0
+    text: str = "an exception on purpose"
+    code: int = 1
+
+
+@dataclass(frozen=True)
+class FiredFault:
+    """A failure that has happened: which entry, when (Unix time), where."""
+
+    index: int
+    time: float
+    kind: str
+    rank: int
+    step: int
+    pid: int
+
+
+def fire(point: Point, step: int, rank: int) -> FaultKind | None:
+    """Let the failure happen that is due here, if one is. Without a schedule it costs one look at a constant.
+
+    Returns:
+        the kind that is left to the caller (``"nan"``), or that has passed (``"slow"``, ``"term"``); mostly ``None``.
+
+    Raises:
+        RuntimeError: "raise" is due.
+        MemoryError: "oom" is due, and nothing limits this process's memory.
+        OSError: "disk-full" is due.
+        ConfigError: the schedule cannot be read.
+    """
+    schedule = _schedule()
+    return None if schedule is None else schedule.fire(point, step, rank)
+
+
+def active() -> bool:
+    """Whether there is a schedule.
+
+    Raises:
+        ConfigError: it cannot be read, or does not make sense.
+    """
+    return _schedule() is not None
+
+
+def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
+    """The failures that a file plans.
+
+    Raises:
+        ConfigError: it cannot be read, or does not make sense.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise _wrong(path, f"is no JSON: {error}") from None
+    if not isinstance(entries, list):
+        raise _wrong(path, "is not a list of failures")
+    return tuple(_planned(path, index, entry) for index, entry in enumerate(cast("list[Any]", entries)))
+
+
+def fired(path: Path) -> list[FiredFault]:
+    """The failures of the schedule at ``path`` that have happened, in that order."""
+    notes = _notes(path).glob("*")
+    found = [FiredFault(index=int(note.name), **json.loads(note.read_text(encoding="utf-8"))) for note in notes]
+    return sorted(found, key=lambda fault: fault.time)
+
+
+class _Schedule:
+    """What is planned, and how often this process came to where it is now."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path = path
+        self._planned = [
+            (index, fault) for index, fault in enumerate(read_schedule(path)) if fault.attempt in (None, attempt)
+        ]
+        self._here: dict[str, tuple[int, int]] = {}
+
+    def fire(self, point: Point, step: int, rank: int) -> FaultKind | None:
+        # Points are reached by one thread each.
+        last, calls = self._here.get(point, (step, 0))
+        calls = calls + 1 if last == step else 1
+        self._here[point] = (step, calls)
+        for index, fault in self._planned:
+            due = fault.at == point and fault.rank == rank and fault.step <= step
+            if due and (point != "save" or fault.write == calls) and self._claim(index, fault, step):
+                return _act(fault)
+        return None
+
+    def _claim(self, index: int, fault: PlannedFault, step: int) -> bool:
+        """Note that it happens now; false if it has happened before."""
+        note = _notes(self._path) / str(index)
+        note.parent.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        facts = {"time": time.time(), "kind": fault.kind, "rank": fault.rank, "step": step, "pid": os.getpid()}
+        try:
+            os.write(descriptor, json.dumps(facts).encode())
+        finally:
+            os.close(descriptor)
+        return True
+
+
+@cache
+def _schedule() -> _Schedule | None:
+    """The schedule of this process's environment, read once."""
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    attempt = os.environ.get("ALLHANDS_ATTEMPT", "1")
+    return _Schedule(Path(name), int(attempt) if attempt.isdecimal() else 1)
+
+
+def _notes(path: Path) -> Path:
+    return path.with_name(f"{path.name}.fired")
+
+
+def _planned(path: Path, index: int, entry: object) -> PlannedFault:
+    if not isinstance(entry, dict):
+        raise _wrong(path, f"entry {index} is not an object")
+    values = cast("dict[str, Any]", entry)
+    problem = _problem(values)
+    if problem:
+        raise _wrong(path, f"entry {index}: {problem}")
+    values.setdefault("at", _ONLY_AT.get(values["kind"], "step"))
+    return PlannedFault(**values)
+
+
+def _problem(values: dict[str, Any]) -> str | None:
+    """What is wrong with one entry."""
+    known = [field.name for field in fields(PlannedFault)]
+    if unknown := sorted(set(values) - set(known)):
+        return f"{unknown[0]!r} is none of {', '.join(known)}"
+    if missing := [name for name in ("rank", "step", "kind") if name not in values]:
+        return f"{missing[0]!r} is missing"
+    for name, choices in (("kind", get_args(FaultKind)), ("at", get_args(Point))):
+        if name in values and values[name] not in choices:
+            return f"{name} {values[name]!r} is none of {', '.join(choices)}"
+    for name, least in (("rank", 0), ("step", 0), ("write", 1), ("attempt", 1), ("code", 0)):
+        if name in values and not (type(values[name]) is int and values[name] >= least):
+            return f"{name} {values[name]!r} is not a whole number from {least}"
+    if "seconds" in values and not (type(values["seconds"]) in (int, float) and values["seconds"] >= 0):
+        return f"seconds {values['seconds']!r} is not a time"
+    if not isinstance(values.get("text", ""), str):
+        return f"text {values['text']!r} is not a text"
+    return _misplaced(values)
+
+
+def _misplaced(values: dict[str, Any]) -> str | None:
+    """What does not go together in one entry."""
+    only = _ONLY_AT.get(values["kind"])
+    if only and values.get("at", only) != only:
+        return f"{values['kind']} happens at {only} only, not at {values['at']}"
+    given = {"at": only or "step", **values}
+    for name, (key, wanted) in _BELONGS.items():
+        if name in values and given[key] != wanted:
+            return f"{name} goes with {key} {wanted} only"
+    return None
+
+
+def _wrong(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"the schedule of failures {problem}", where=f"{VARIABLE}={path}", hint=_HINT)
+
+
+# --- what happens -------------------------------------------------------------------------------------------
+
+
+def _act(fault: PlannedFault) -> FaultKind | None:
+    match fault.kind:
+        case "kill" | "term" | "stop":
+            numbers = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+            os.kill(os.getpid(), numbers[fault.kind])
+        case "raise":
+            raise RuntimeError(fault.text)
+        case "exit":
+            os._exit(fault.code)
+        case "hang":
+            while True:
+                time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "slow":
+            time.sleep(fault.seconds)
+        case "oom":
+            _exhaust_memory(_memory_limit())
+        case "disk-full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "nan":
+            pass
+    return fault.kind
+
+
+def _exhaust_memory(limit: int | None) -> None:
+    """Take memory until the kernel kills this process; ``limit`` bytes are enough for that, with swap twice as many."""
+    # Written to, because a page of zeros takes no memory.
+    held = [b"\1" * _CHUNK_BYTES for _ in range(2 * (limit or 0) // _CHUNK_BYTES)]
+    raise MemoryError(f"out of memory on purpose, with {len(held) * _CHUNK_BYTES} bytes taken")
+
+
+def _memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes that Linux lets this process's control group have, if less than the computer has."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "memory":
+            limits += _limits(root / "memory", group, "memory.limit_in_bytes")
+        elif controllers == "":
+            limits += _limits(root, group, "memory.max")
+    least = min(limits, default=physical)
+    return least if least < physical else None
+
+
+def _limits(root: Path, group: str, name: str) -> list[int]:
+    """The limits of a control group and of those that it is part of."""
+    place = root / group.lstrip("/")
+    files = [folder / name for folder in (place, *place.parents) if folder.is_relative_to(root)]
+    texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return [int(text) for text in texts if text.isdecimal()]

@@ -1,0 +1,43 @@
+"""Events of a training run: what they hold, where they go (file, terminal) and how they are read back.
+
+The training loop emits events on rank 0 into :class:`Sinks`. ``metrics.jsonl`` in the run directory is
+the record; ``plots`` reads it with :func:`read_metrics`. Nothing here needs a device.
+"""
+
+from allhands.metrics.console import ConsoleSink
+from allhands.metrics.events import (
+    Event,
+    RunEnded,
+    RunStarted,
+    SavedReport,
+    StepReport,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+    Warned,
+    decode_event,
+    encode_event,
+)
+from allhands.metrics.history import RunHistory, read_metrics
+from allhands.metrics.sinks import METRICS_FILE, JsonlSink, Sink, Sinks
+
+__all__ = [
+    "METRICS_FILE",
+    "ConsoleSink",
+    "Event",
+    "JsonlSink",
+    "RunEnded",
+    "RunHistory",
+    "RunStarted",
+    "SavedReport",
+    "Sink",
+    "Sinks",
+    "StepReport",
+    "StepSkipped",
+    "TrainReport",
+    "ValidReport",
+    "Warned",
+    "decode_event",
+    "encode_event",
+    "read_metrics",
+]

@@ -1,0 +1,220 @@
+"""A run as a person sees it while it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Column, Table
+from rich.text import Text
+
+from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
+from allhands.metrics.events import (
+    Event,
+    RunEnded,
+    RunStarted,
+    SavedReport,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+    Warned,
+)
+
+# Share of a step that waiting for data may take before a person is told.
+WAIT_SHOWN_FROM = 0.05
+_SHOWN_EXAMPLES = 5
+
+
+class ConsoleSink:
+    """Shows a run to a person: a live board on a terminal, plain single lines anywhere else.
+
+    Args:
+        console: where to print; rich handles ``NO_COLOR`` and the width.
+        total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
+        is_terminal: overrides what ``console`` finds out.
+
+    Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
+    away during the run, the console is set to quiet and the run goes on.
+    """
+
+    def __init__(self, console: Console, total_steps: int = 0, is_terminal: bool | None = None) -> None:
+        self._console = console
+        terminal = console.is_terminal and not console.is_dumb_terminal
+        self._live_wanted = terminal if is_terminal is None else is_terminal
+        self._live: Live | None = None
+        self._board = _Board(total_steps)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def emit(self, event: Event) -> None:
+        try:
+            self._show(event)
+        except OSError:
+            self._console.quiet = True
+        except SystemExit:  # so rich answers a broken pipe, after setting quiet; other exits are not ours
+            if not self._console.quiet:
+                raise
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._board.total, self._board.start = event.total_steps, event.step
+                self._pace.clear()
+                self._print(*started_lines(event))
+            case TrainReport():
+                self._board.train, self._board.left_s = event, self._left_s(event)
+                self._print(train_line(event, self._board.total, self._board.left_s))
+            case ValidReport():
+                self._board.valid = event
+                self._board.best = event if event.best else self._board.best or event
+                self._print(valid_line(event))
+            case SavedReport():
+                self._print(f"step {event.step}  saved {event.path}")
+            case StepSkipped():
+                self._print(skipped_line(event))
+            case Warned():
+                self._print(f"warning: {event.message}")
+            case RunEnded():
+                self.close()
+                self._print(ended_line(event))
+        if self._live_wanted and self._live is None and not isinstance(event, RunEnded):
+            self._live = Live(console=self._console, get_renderable=self._board.render, transient=True)
+            self._live.start()
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _left_s(self, report: TrainReport) -> float:
+        """Time left at the pace of the last reports; validation and saving between them are counted."""
+        pace = self._pace
+        pace.append((report.step, report.elapsed_s))
+        (first, first_s), (last, last_s) = pace[0], pace[-1]
+        per_step = (last_s - first_s) / (last - first) if last > first else report.step_time_s
+        return max(0, self._board.total - last) * per_step
+
+
+@dataclass
+class _Board:
+    """The live part of the terminal: progress, latest figures, memory."""
+
+    total: int
+    start: int = 0  # the step that this start of the run goes on from
+    train: TrainReport | None = None
+    left_s: float = math.nan
+    valid: ValidReport | None = None
+    best: ValidReport | None = None
+    spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
+
+    def render(self) -> RenderableType:
+        step = self.train.step if self.train else self.start
+        left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
+        columns = Column(), Column(ratio=1, min_width=8), Column(no_wrap=True)
+        bar = Table.grid(*columns, padding=(0, 1), expand=True)
+        progress = ProgressBar(total=max(self.total, 1), completed=step)
+        bar.add_row(self.spinner, progress, f"step {step}/{self.total}  {left}")
+        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines())
+        return Group(bar, *lines)
+
+    def _lines(self) -> Iterator[str]:
+        report, valid, best = self.train, self.valid, self.best
+        if report:
+            yield f"loss {report.loss:.3f}  learning rate {report.learning_rate:.1e}"
+        if valid and best:
+            mark = "best" if valid is best else f"best {best.loss:.3f} at step {best.step}"
+            yield f"validation loss {valid.loss:.3f} ({mark})"
+        if report:
+            memory = ", ".join(format_bytes(peak) for peak in report.peak_memory_bytes)
+            yield f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank {memory}"
+
+
+def started_lines(started: RunStarted) -> list[str]:
+    """The lines that open a run; one line where a supervisor has started it again."""
+    if started.attempt == 1:
+        return banner(started)
+    ranks = f"{started.num_ranks} rank{'s' * (started.num_ranks > 1)} ({started.backend})"
+    going_on = f"going on from step {started.step}" if started.step else "starting from the beginning"
+    return [f"attempt {started.attempt}: {going_on} with {ranks}"]
+
+
+def banner(started: RunStarted) -> list[str]:
+    """The lines that open a run."""
+    share = 100 * started.trainable_params / max(started.total_params, 1)
+    cores = (
+        f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
+    )
+    epochs = started.total_steps * started.batch_size / max(started.num_train_examples, 1)
+    trained, total = format_count(started.trainable_params), format_count(started.total_params)
+    resumed = [f"resumed     from step {started.step}"] if started.step else []
+    return [
+        f"run         {started.name}",
+        f"model       {started.model}",
+        f"method      {started.method}",
+        f"parameters  {trained} trained of {total} ({share:.3g} %)",
+        f"ranks       {started.num_ranks} ({started.backend}){cores}",
+        f"batch size  {started.batch_size} samples a step over all ranks",
+        f"steps       {started.total_steps} on {started.num_train_examples} examples ({epochs:.1f} epochs)",
+        *resumed,
+    ]
+
+
+def train_line(report: TrainReport, total_steps: int, left_s: float) -> str:
+    """One line a report; with several ranks, ``peak`` is the range over them."""
+    rate = f"{format_rate(report.tokens_per_s)} (trained {format_rate(report.trained_tokens_per_s)})"
+    peak, left = format_memory(report.peak_memory_bytes), format_duration(left_s)
+    loss = f"loss {report.loss:.3f}  lr {report.learning_rate:.1e}"
+    return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}  peak {peak}  left {left}{_waiting(report)}"
+
+
+def _waiting(report: TrainReport) -> str:
+    """That the steps wait for data, if it is worth a word."""
+    share = report.data_wait_s / report.step_time_s if report.step_time_s else 0.0
+    return f"  waits for data {share:.0%} of the time" if share >= WAIT_SHOWN_FROM else ""
+
+
+def valid_line(report: ValidReport) -> str:
+    """One line a validation."""
+    loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}"
+    return f"step {report.step}  {loss}  {format_duration(report.duration_s)}"
+
+
+def skipped_line(skipped: StepSkipped) -> str:
+    """Which step changed nothing, why, and the examples that may be the cause; the first few of many."""
+    text = f"step {skipped.step}  skipped: {skipped.reason}"
+    if not skipped.examples:
+        return text
+    places = [f" at {where}" for where in skipped.where[:_SHOWN_EXAMPLES]]
+    shown = [f"{n}{place}" for n, place in zip_longest(skipped.examples[:_SHOWN_EXAMPLES], places, fillvalue="")]
+    more = len(skipped.examples) - _SHOWN_EXAMPLES
+    plural = "s" * (len(skipped.examples) > 1)
+    return f"{text} (training example{plural} {', '.join(shown)}{f' and {more} more' if more > 0 else ''})"
+
+
+def ended_line(ended: RunEnded) -> str:
+    """How the run ended, in one line."""
+    text = f"{ended.reason} at step {ended.step}  total time {format_duration(ended.total_time_s)}"
+    if ended.best_valid_loss is not None:
+        text += f"  best validation loss {ended.best_valid_loss:.3f} at step {ended.best_step}"
+    if ended.test_loss is not None:
+        text += f"  test loss {ended.test_loss:.3f}"
+    return text

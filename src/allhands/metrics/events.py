@@ -1,0 +1,167 @@
+"""Events of a training run, and how each becomes a line of strict JSON and an event again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, cast
+
+from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """A run, or the restart of one, begins. ``time`` is Unix time in seconds.
+
+    ``step`` counts the batches done before this start; ``attempt`` counts the supervisor's starts, from 1.
+    """
+
+    name: str
+    model: str
+    method: str
+    num_ranks: int
+    backend: str
+    batch_size: int
+    total_steps: int
+    trainable_params: int
+    total_params: int
+    num_train_examples: int
+    cores_per_rank: int | None
+    versions: dict[str, str]
+    time: float
+    step: int = 0
+    attempt: int = 1
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """Training since the last report; times are seconds, ``comm_s`` and ``data_wait_s`` are per step.
+
+    ``loss`` is the mean over the tokens trained since the last report, ``tokens_per_s`` counts all
+    tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s`` counts
+    from the latest start of the run (:func:`read_metrics` adds the time before a restart), and
+    ``peak_memory_bytes`` has one entry a rank.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens_per_s: float
+    trained_tokens_per_s: float
+    trained_tokens: int
+    step_time_s: float
+    data_wait_s: float
+    comm_s: float
+    elapsed_s: float
+    peak_memory_bytes: tuple[int, ...]
+    epoch: float
+
+
+@dataclass(frozen=True)
+class ValidReport:
+    """Mean validation loss a token after ``step`` updates; ``best`` if no earlier one was lower."""
+
+    step: int
+    loss: float
+    num_tokens: int
+    elapsed_s: float
+    duration_s: float
+    best: bool
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """A checkpoint or adapter lies complete at ``path``.
+
+    Training stood still for ``pause_s`` seconds; ``write_s`` it took to write, mostly while training went on.
+    """
+
+    step: int
+    path: str
+    pause_s: float = 0.0
+    write_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepSkipped:
+    """Batch ``step`` changed no weight, for ``reason`` ("the gradient is nan").
+
+    ``examples`` are the numbers of the training examples that may be the cause, ``where`` their files and lines, in
+    the same order, where those are known.
+    """
+
+    step: int
+    reason: str
+    examples: tuple[int, ...]
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something that does not end the run, but that a person should know."""
+
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run is over; ``total_time_s`` counts from its latest start, like ``elapsed_s``."""
+
+    step: int
+    reason: Literal["finished", "stopped early", "interrupted", "failed"]
+    total_time_s: float
+    best_step: int | None = None
+    best_valid_loss: float | None = None
+    test_loss: float | None = None
+
+
+StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped
+Event: TypeAlias = RunStarted | StepReport | Warned | RunEnded
+
+_KINDS: dict[str, type[Event]] = {
+    "started": RunStarted,
+    "train": TrainReport,
+    "valid": ValidReport,
+    "saved": SavedReport,
+    "skipped": StepSkipped,
+    "warned": Warned,
+    "ended": RunEnded,
+}
+_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
+_READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+
+
+def encode_event(event: Event) -> str:
+    """The event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity"."""
+    record = {entry.name: _plain(getattr(event, entry.name)) for entry in fields(event)}
+    return json.dumps({"event": _KIND_NAMES[type(event)], **record}, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """What ``json`` can write: numpy scalars become numbers, anything unknown its text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else json.dumps(number)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in cast("Sequence[object]", value)]
+    return str(value)
+
+
+def decode_event(line: str) -> Event | None:
+    """The event of one line, or None if the line is torn, malformed or of an unknown kind."""
+    try:
+        record = json.loads(line)
+        return _READERS[record.pop("event")].validate_python(record)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,103 @@
+"""Reading a run back from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from allhands.errors import DataError
+from allhands.metrics.events import (
+    Event,
+    RunEnded,
+    RunStarted,
+    SavedReport,
+    StepReport,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+    Warned,
+    decode_event,
+)
+from allhands.metrics.sinks import METRICS_FILE
+
+
+@dataclass
+class RunHistory:
+    """A run as its file tells it, in order of steps, without what a restart made obsolete.
+
+    ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first.
+    """
+
+    name: str
+    started: RunStarted | None = None
+    train: list[TrainReport] = field(default_factory=list)
+    valid: list[ValidReport] = field(default_factory=list)
+    saved: list[SavedReport] = field(default_factory=list)
+    skipped: list[StepSkipped] = field(default_factory=list)
+    restarts: list[tuple[int, float]] = field(default_factory=list)
+    ended: RunEnded | None = None
+
+
+def read_metrics(path: Path | str) -> RunHistory:
+    """Read the history of a run.
+
+    Torn and unknown lines are skipped: a kill leaves one, and a later version may add kinds. A restarted run
+    appends to its file: what lies behind the step that it goes on from is dropped, because it is trained again,
+    and its times go on from the last entry kept. So, times aside, the history is that of a run without restarts.
+
+    Args:
+        path: a run directory (the adapter path, holding ``metrics.jsonl``) or the file itself.
+
+    Raises:
+        DataError: there is no such file or directory, it cannot be read, or it holds no metrics.
+    """
+    file = Path(path)
+    file = file / METRICS_FILE if file.is_dir() else file
+    hint = f"give the adapter path of a run, the directory with its {METRICS_FILE}"
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=hint) from error
+    events = [event for line in text.split("\n") if (event := decode_event(line)) is not None]
+    if not events:
+        raise DataError("this file holds no training metrics", where=str(file), hint=hint)
+    return _replay(events, name=file.resolve().parent.name)
+
+
+def _replay(events: Iterable[Event], name: str) -> RunHistory:
+    history, kept = RunHistory(name), dict[_Key, StepReport]()
+    before_s = 0.0
+    for event in events:
+        if isinstance(event, RunStarted):
+            kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
+            before_s = max((getattr(entry, "elapsed_s", 0.0) for entry in kept.values()), default=0.0)
+            goes_on = event.step > 0 or event.attempt > 1
+            history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
+            history.name, history.started, history.ended = event.name or name, event, None
+        elif isinstance(event, RunEnded):
+            history.ended = replace(event, total_time_s=event.total_time_s + before_s)
+        elif not isinstance(event, Warned):
+            # A validation that is repeated after a restart tells nothing new, and is not "best" again.
+            kept.setdefault(_key(event), _later(event, before_s))
+    entries = sorted(kept.values(), key=lambda entry: entry.step)
+    history.train = [entry for entry in entries if isinstance(entry, TrainReport)]
+    history.valid = [entry for entry in entries if isinstance(entry, ValidReport)]
+    history.saved = [entry for entry in entries if isinstance(entry, SavedReport)]
+    history.skipped = [entry for entry in entries if isinstance(entry, StepSkipped)]
+    return history
+
+
+_Key: TypeAlias = tuple[type[StepReport], int, str | None]
+
+
+def _key(event: StepReport) -> _Key:
+    """What there is only one of; of files, several may be saved at one step."""
+    return type(event), event.step, getattr(event, "path", None)
+
+
+def _later(event: StepReport, seconds: float) -> StepReport:
+    if isinstance(event, TrainReport | ValidReport):
+        return replace(event, elapsed_s=event.elapsed_s + seconds)
+    return event

@@ -1,0 +1,100 @@
+"""Which examples make a loss or gradient that is not finite? Asked only after it has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator
+from allhands.train.optim import clip
+from allhands.trees import flatten
+
+# Examples that each rank names; the collective has this size whatever was found.
+NAMED = 8
+_NO_EXAMPLE = -1
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What was found, the same on every rank.
+
+    Attributes:
+        examples: numbers (from 0) of the windows at fault, ascending; at most :data:`NAMED` of each rank.
+        count: how many there are in all.
+        otherwise: where none in particular is at fault: what is, in words.
+    """
+
+    examples: tuple[int, ...] = ()
+    count: int = 0
+    otherwise: str = ""
+
+    def named(self, what: str) -> str:
+        """The examples for a message, counted from 1, as `` (training example 18)``; empty if there are none."""
+        if not self.examples:
+            return ""
+        numbers = ", ".join(str(example + 1) for example in self.examples)
+        more = self.count - len(self.examples)
+        rest = f" and {more} more" if more else ""
+        return f" ({what}{'s' if self.count > 1 else ''} {numbers}{rest})"
+
+
+def find_culprits(
+    gradient: Callable[[MicroBatch], tuple[mx.array, Any]],
+    weights: Any,
+    micro_batches: Sequence[MicroBatch],
+    communicator: Communicator,
+    beat: Callable[[str], None],
+) -> Blame:
+    """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank must call it.
+
+    Args:
+        gradient: loss sum and tree of gradients of a micro-batch.
+        weights: tree of the trained parameters; if one is not finite, no example is looked at.
+        beat: is told "compute" before each example and "reduce" before waiting for other ranks.
+    """
+    finite = _all_finite(weights)
+    rows = [(batch, row) for batch in micro_batches for row in range(len(batch.examples))]
+    found = [int(b.examples[r]) for b, r in rows if not _is_finite(gradient, b, r, beat)] if finite else []
+    named = [*sorted(found), *[_NO_EXAMPLE] * NAMED][:NAMED]
+    mine = np.array([not finite, len(rows), len(found), *named], dtype=np.int32)
+    everyone = communicator.all_gather(mx.array(mine)[None])
+    beat("reduce")
+    return _judge(np.array(everyone).reshape(communicator.size, -1))
+
+
+def _all_finite(tree: Any) -> bool:
+    # One by one: for large arrays the answers, a byte a value, take memory too.
+    return all(bool(mx.isfinite(value).all().item()) for _, value in flatten(tree))
+
+
+def _is_finite(
+    gradient: Callable[[MicroBatch], tuple[mx.array, Any]], batch: MicroBatch, row: int, beat: Callable[[str], None]
+) -> bool:
+    example = batch.alone(row)
+    if example.num_targets == 0:
+        return True
+    beat("compute")
+    loss, grads = gradient(example)
+    return bool((mx.isfinite(loss) & mx.isfinite(clip(grads, None)[1])).item())
+
+
+def _judge(everyone: np.ndarray[Any, np.dtype[np.int32]]) -> Blame:
+    """Args: (size, 3 + NAMED): weights are bad, examples looked at, culprits, their numbers."""
+    bad = np.flatnonzero(everyone[:, 0])
+    examined, count = (int(total) for total in everyone[:, 1:3].sum(axis=0))
+    if len(bad) == len(everyone):
+        return Blame(otherwise="the weights are not finite")
+    if len(bad):
+        ranks = ", ".join(map(str, bad))
+        return Blame(otherwise=f"the weights of rank {ranks} are not finite, those of other ranks are")
+    if count == 0:
+        return Blame(otherwise="no single example is to blame")
+    if count == examined > 1:
+        return Blame(otherwise="so it is with every example of the batch")
+    numbers = everyone[:, 3:]
+    return Blame(tuple(sorted(map(int, numbers[numbers != _NO_EXAMPLE]))), count)

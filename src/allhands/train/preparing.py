@@ -1,0 +1,219 @@
+"""Everything a rank needs before its first step: data, model, group, agreement, and the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+
+from allhands.accelerator import Accelerator, detect
+from allhands.config import TrainConfig
+from allhands.distributed.agree import agree
+from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError, ModelError
+from allhands.formatting import format_count
+from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights
+from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.documents import require_isolation
+from allhands.model.dropout import DropoutKeys, install_dropout
+from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.quantized import prepare_quantized
+from allhands.train.datasets import Datasets, Progress, find_splits, open_data
+from allhands.train.restore import Restored, find_checkpoint, keeps_files, receive
+from allhands.train.resume import check_contents, check_settings, check_versions
+from allhands.train.state import restore_weights
+
+TELL_EVERY_S = 5.0
+BUSY_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
+
+    Attributes:
+        connect: joins the group; called after data and model are known to be good.
+        started: called once when this rank is ready to train.
+        busy: called now and then, by another thread, while the data are fetched and tokenised.
+        beat: told what the training is doing (phase, batches done), at every change.
+        stop_requested: the signal that asked this process to stop, or 0.
+        regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
+        run_id: one for all attempts of a run.
+        attempt: which start of the run this is, from 1.
+        console: for rank 0's progress; ``None`` for silence.
+        cores_per_rank: processor cores of each local process, if limited.
+        claims_directory: whether rank 0 keeps other runs off the adapter path; a supervisor does it for its ranks.
+        log_file: where this rank's own lines go besides the console.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    connect: Callable[[], Communicator] = Alone
+    started: Callable[[], None] = lambda: None
+    busy: Callable[[], None] = lambda: None
+    beat: Callable[[str, int], None] = lambda phase, step: None
+    stop_requested: Callable[[], int] = lambda: 0
+    regroup_requested: Callable[[], bool] = lambda: False
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    attempt: int = 1
+    console: Console | None = None
+    cores_per_rank: int | None = None
+    claims_directory: bool = True
+    log_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank, everything loaded and agreed.
+
+    Attributes:
+        config: with what an adapter that is only tested was made with.
+        restored: the checkpoint to go on from, its weights already in the model.
+        keeps_files: whether this rank writes the run's files.
+        notes: what a person should know.
+    """
+
+    config: TrainConfig
+    accelerator: Accelerator
+    communicator: Communicator
+    data: Datasets
+    loaded: LoadedModel
+    trainable: Trainable
+    dropout: DropoutKeys | None
+    restored: Restored | None
+    keeps_files: bool
+    notes: tuple[str, ...]
+
+
+def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
+    """Load model and data, join the group and agree; go on from a checkpoint."""
+    if start is not None and not config.train:
+        config = as_written(config, start.parent)
+    mesh = surroundings.mesh
+    accelerator = detect()
+    checkpoint, notes = None, list[str]()
+    if mesh.is_main and config.train:
+        checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+        if checkpoint is not None:
+            notes += check_settings(checkpoint, config)
+    # The data first, because mistakes in them are frequent and a model takes long to load.
+    with _busy(surroundings):
+        sources = find_splits(config)
+        tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
+    loaded = load_model(str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer)
+    require_in_vocabulary(loaded, data.largest_token)
+    model: Any = loaded.model
+    mx.random.seed(config.seed)
+    trainable = make_trainable(model, config)
+    dropout = install_dropout(model, config.seed)
+    prepare_quantized(model, accelerator, compact=True)
+    if start is not None:
+        load_trained(model, start)
+    if config.grad_checkpoint:
+        checkpoint_layers(model.layers)
+    if config.isolate_documents:
+        require_isolation(model, loaded.config["model_type"])
+    if checkpoint is not None:
+        notes += check_contents(checkpoint, loaded.fingerprint, data.fingerprints())
+        notes += check_versions(checkpoint, versions())
+    communicator = surroundings.connect()
+    if communicator.size > 1:
+        agree(communicator, run_facts(config, loaded, data, start))
+    restored = receive(communicator, checkpoint)
+    if restored is not None:
+        restore_weights(model, restored.weights, restored.place)
+    keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
+    surroundings.started()
+    return Prepared(config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps, tuple(notes))
+
+
+@contextmanager
+def _busy(surroundings: Surroundings) -> Generator[None]:
+    """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start should."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BUSY_EVERY_S):
+            surroundings.busy()
+
+    thread = threading.Thread(target=beat, name="allhands-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _tell_progress(surroundings: Surroundings) -> Progress:
+    """Keep a person informed, from time to time."""
+    told = time.monotonic()
+
+    def tell(split: str, records: int, tokens: int) -> None:
+        nonlocal told
+        if surroundings.console is not None and time.monotonic() > told + TELL_EVERY_S:
+            told = time.monotonic()
+            line = f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far"
+            surroundings.console.print(line, highlight=False, markup=False)
+
+    return tell
+
+
+def starting_weights(config: TrainConfig, directory: Path) -> Path | None:
+    """The file with the weights to start from or to test, which exists; looked for before anything is loaded."""
+    if config.resume_adapter_file:
+        resumed = Path(config.resume_adapter_file)
+        if not resumed.is_file():
+            problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
+            hint = "give the adapters.safetensors, or a numbered one, of an earlier run"
+            raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
+        return resumed
+    if config.test and not config.train:
+        saved = directory / "adapters.safetensors"
+        if not saved.exists():
+            raise ConfigError(
+                f"there is no adapter to test in {directory}",
+                where="--adapter-path",
+                hint="train first (--train), or name the directory of an earlier run",
+            )
+        return saved
+    return None
+
+
+def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: Path | None) -> dict[str, Any]:
+    """What every rank must have in common, as JSON values.
+
+    Weights are compared as files, because ranks on other devices may hold them in other types.
+    """
+    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(loaded.model).items()}
+    return {
+        "config": config.shared_values(),
+        "parameters": arrays,
+        "data": data.fingerprints(),
+        "model": {"weights": loaded.fingerprint},
+        "resume_adapter_file": {"weights": _sha256(start) if start else None},
+        "versions": {k: v for k, v in versions().items() if k != "platform"},
+    }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what determines a run's numbers."""
+    found = {name: importlib.metadata.version(name) for name in ("allhands", "mlx", "mlx-lm", "numpy")}
+    return {**found, "python": platform.python_version(), "platform": platform.platform()}

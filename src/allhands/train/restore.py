@@ -1,0 +1,113 @@
+"""From which checkpoint a run goes on, how it reaches every rank, and who keeps the new ones."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from allhands.arrays import hand_out, hand_out_json, load_arrays
+from allhands.checkpoints import Checkpoint, find, latest, open_checkpoint
+from allhands.config import TrainConfig
+from allhands.distributed.backend import Communicator
+from allhands.distributed.mesh import Mesh
+from allhands.distributed.reduce import barrier
+from allhands.errors import CheckpointError
+from allhands.files import make_directory
+from allhands.train.state import OPTIMIZER_FILE, WEIGHTS_FILE
+from allhands.trees import numbers
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint's content in this rank's memory.
+
+    Attributes:
+        state: what ``state.json`` says.
+        place: the checkpoint's directory, as rank 0 sees it.
+    """
+
+    state: dict[str, Any]
+    weights: dict[str, mx.array]
+    optimizer: dict[str, mx.array]
+    place: str
+
+
+def find_checkpoint(
+    config: TrainConfig, directory: Path, run_id: str, attempt: int
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that this start goes on from, if any, and what a person should know of others.
+
+    A restart goes on from its own run's latest; if there is none yet it begins as the first attempt did.
+
+    Raises:
+        CheckpointError: the one that was asked for is missing or damaged.
+    """
+    rejected: list[CheckpointError] = []
+    found = latest(directory, run_id=run_id, rejected=rejected) if attempt > 1 else None
+    if found is None and config.resume is not None:
+        found = latest(directory, rejected=rejected) if config.resume == AUTO else find(config.resume, directory)
+    return found, [f"a damaged checkpoint is left out: {one.where}: {one.message}" for one in rejected]
+
+
+def receive(communicator: Communicator, checkpoint: Checkpoint | None) -> Restored | None:
+    """The checkpoint that rank 0 has found, on every rank; called on all of them together.
+
+    Where all ranks find the same one at the same path it is read there; otherwise rank 0 hands it out.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    mine = None if checkpoint is None else {"path": str(checkpoint.path.resolve()), "digest": checkpoint.digest}
+    told: dict[str, str] | None = hand_out_json(communicator, mine)
+    if told is None:
+        return None
+    own = checkpoint or _same_here(told["path"], told["digest"])
+    everywhere = numbers(communicator.all_sum(mx.array([float(own is not None)])))[0] == communicator.size
+    leads = communicator.rank == 0
+    state: Any = {}
+    weights: dict[str, mx.array] = {}
+    optimizer: dict[str, mx.array] = {}
+    if own is not None and (everywhere or leads):
+        state = own.state
+        weights, optimizer = (load_arrays(own.path / file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
+    if not everywhere:
+        state = hand_out_json(communicator, state)
+        weights, optimizer = hand_out(communicator, weights), hand_out(communicator, optimizer)
+    return Restored(state, weights, optimizer, told["path"])
+
+
+def _same_here(path: str, digest: str) -> Checkpoint | None:
+    """The checkpoint at ``path`` if this computer has it too, whole."""
+    try:
+        found = open_checkpoint(Path(path))
+    except CheckpointError:
+        return None
+    return found if found.digest == digest else None
+
+
+def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies: int) -> bool:
+    """Whether this rank writes the run's files: rank 0, and one rank on each of a few hosts that cannot see them.
+
+    Any rank could, because all hold the same weights: so the loss of rank 0's computer loses nothing. Called on all
+    ranks together.
+    """
+    if copies < 2 or mesh.local_size == mesh.size:
+        return mesh.is_main
+    mark: str = hand_out_json(communicator, f".seen-{secrets.token_hex(8)}")
+    probe = directory / mark
+    if mesh.is_main:
+        make_directory(directory, private=True)
+        probe.touch()
+    barrier(communicator)
+    blind = mesh.local_rank == 0 and not mesh.is_main and not probe.exists()
+    flags = numbers(communicator.all_gather(mx.array([float(blind)])))
+    if mesh.is_main:
+        probe.unlink(missing_ok=True)
+    chosen = [rank for rank, flag in enumerate(flags) if flag][: copies - 1]
+    return mesh.is_main or mesh.rank in chosen

@@ -1,0 +1,121 @@
+"""What a resumed run must have in common with the one it goes on from, and what it may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from allhands.checkpoints import Checkpoint
+from allhands.config import TrainConfig
+from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
+
+# What is trained, on which samples, in which order: with another value it would be another run.
+FIXED: frozenset[str] = frozenset(
+    {
+        *("fine_tune_type", "lora_parameters", "num_layers", "optimizer", "optimizer_config"),
+        *("seed", "batch_size", "grad_accumulation_steps", "max_seq_length"),
+        *("mask_prompt", "train_on", "packing", "isolate_documents"),
+    }
+)
+# How the training goes on from here: may be changed, and the change is told.
+TOLD: frozenset[str] = frozenset(
+    {
+        *("iters", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm"),
+        *("val_batches", "early_stopping_patience", "early_stopping_min_delta", "non_finite"),
+    }
+)
+# How and where it is computed, reported and kept: changes no number but by rounding. Model and data are compared by
+# their content instead of by their names.
+FREE: frozenset[str] = frozenset(TrainConfig.model_fields) - FIXED - TOLD
+
+_FLOATING = "the learning rate follows it over the whole run, so the rest of it is another curve"
+
+
+def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
+    """What a person should know about settings that differ from the checkpoint's.
+
+    Raises:
+        ConfigError: a setting that must be the same differs.
+        CheckpointError: the checkpoint does not say what it was made with.
+    """
+    before = _settings_of(checkpoint, config)
+    now = config.model_dump(mode="json")
+    for key in sorted(FIXED):
+        if before[key] != now[key]:
+            raise ConfigError(
+                f"the checkpoint was made with {_words(before[key])}, this is {_words(now[key])}: "
+                "it would not be the same run",
+                where=f"--{key.replace('_', '-')}",
+                hint="leave it as it was; or begin a new run from these weights with "
+                f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
+            )
+    notes = [
+        f"{key} changed from {_words(before[key])} to {_words(now[key])}"
+        for key in sorted(TOLD)
+        if before[key] != now[key]
+    ]
+    stretched = before["iters"] != now["iters"] or before["epochs"] != now["epochs"]
+    by_name = config.lr_schedule is not None and config.lr_schedule.name in ("linear", "cosine")
+    if stretched and by_name:
+        notes.append(f"the {now['lr_schedule']['name']} schedule runs over the new length: {_FLOATING}")
+    return notes
+
+
+def check_contents(checkpoint: Checkpoint, model: str, data: Mapping[str, str | None]) -> list[str]:
+    """Compare model and data by their content; what a person should know.
+
+    Args:
+        model: fingerprint of the weights.
+        data: fingerprint of each split.
+
+    Raises:
+        ModelError: another model.
+        DataError: other training data.
+    """
+    state = checkpoint.state
+    if state["model"]["fingerprint"] != model:
+        raise ModelError(
+            f"these are not the weights of {state['model']['path']}, from which the checkpoint was trained",
+            where="--model",
+            hint="name the model that the run began with",
+        )
+    if state["data"].get("train") != data.get("train"):
+        raise DataError(
+            "the training data, or how they become tokens, are not those that the checkpoint was trained on",
+            where="--data",
+            hint="name the data that the run began with; or begin a new run from these weights with "
+            f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
+        )
+    if state["data"].get("valid") != data.get("valid"):
+        return ["the validation data have changed: losses before and after cannot be compared"]
+    return []
+
+
+def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[str]:
+    """What a person should know about software that is not that of the checkpoint."""
+    before: dict[str, str] = checkpoint.state["versions"]
+    names = [name for name in before if before[name] != versions.get(name)]
+    if not names:
+        return []
+    changes = ", ".join(f"{name} {before[name]} -> {versions.get(name)}" for name in names)
+    return [f"changed since the checkpoint: {changes}; results may differ by rounding"]
+
+
+def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
+    """All settings that the checkpoint was made with; those that it does not know had their defaults."""
+    saved = checkpoint.state.get("config")
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            "it does not say which settings it was made with",
+            where=str(checkpoint.path),
+            hint="give a checkpoint of allhands train",
+        )
+    defaults = TrainConfig.model_validate({}).model_dump(mode="json")
+    known = {key: value for key, value in saved.items() if key in defaults}
+    # Told as resolved: "all layers" and their number are the same thing.
+    return {**defaults, **known}
+
+
+def _words(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)

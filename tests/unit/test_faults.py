@@ -1,0 +1,244 @@
+"""Failures on purpose: when they happen, how often, and what they do to a real process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hostile import until
+
+from allhands import faults
+from allhands.errors import ConfigError
+
+_PROGRAM = """
+import sys
+from allhands import faults
+for step in range(6):
+    print(step, faults.fire("step", step, 0), flush=True)
+"""
+
+
+@pytest.fixture
+def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Write a schedule and put it in force, as for a process that has just started."""
+    path = tmp_path / "faults.json"
+
+    def write(*entries: Any, attempt: int = 1) -> Path:
+        path.write_text(json.dumps(list(entries)))
+        monkeypatch.setenv("ALLHANDS_FAULTS", str(path))
+        monkeypatch.setenv("ALLHANDS_ATTEMPT", str(attempt))
+        faults._schedule.cache_clear()
+        return path
+
+    yield write
+    faults._schedule.cache_clear()
+
+
+def _run(path: Path, seconds: float = 10.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _PROGRAM]
+    environ = {**os.environ, "ALLHANDS_FAULTS": str(path)}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def test_without_a_schedule_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALLHANDS_FAULTS", raising=False)
+    faults._schedule.cache_clear()
+    assert not faults.active()
+    assert faults.fire("step", 0, 0) is None
+    begun = time.perf_counter()
+    for step in range(100_000):
+        faults.fire("step", step, 0)
+    assert time.perf_counter() - begun < 1.0  # under 10 us each even on a slow machine
+
+
+def test_rank_point_and_step_must_fit_and_it_happens_once(schedule: Callable[..., Path]) -> None:
+    path = schedule({"rank": 1, "step": 3, "kind": "nan"}, {"rank": 1, "step": 3, "kind": "slow", "seconds": 0})
+    assert faults.active()
+    told = [
+        (point, step, rank, kind)
+        for step in range(6)
+        for rank in (0, 1, 2)
+        for point in ("step", "reduce", "update")
+        if (kind := faults.fire(point, step, rank))
+    ]
+    assert told == [("step", 3, 1, "slow"), ("reduce", 3, 1, "nan")]
+    notes = faults.fired(path)
+    assert [(note.index, note.kind, note.rank, note.step) for note in notes] == [(1, "slow", 1, 3), (0, "nan", 1, 3)]
+    assert all(note.pid == os.getpid() and abs(note.time - time.time()) < 60 for note in notes)
+
+
+def test_a_step_that_is_never_reached_exactly_counts_when_it_is_passed(schedule: Callable[..., Path]) -> None:
+    schedule({"rank": 0, "step": 3, "kind": "nan"})
+    assert [faults.fire("reduce", step, 0) for step in (0, 2, 4, 6)] == [None, None, "nan", None]
+
+
+def test_it_does_not_happen_again_in_the_next_process(schedule: Callable[..., Path]) -> None:
+    entry = {"rank": 0, "step": 1, "kind": "nan"}
+    schedule(entry)
+    assert faults.fire("reduce", 1, 0) == "nan"
+    path = schedule(entry, attempt=2)
+    assert faults.fire("reduce", 1, 0) is None
+    assert len(faults.fired(path)) == 1
+
+
+def test_two_entries_alike_happen_one_after_the_other(schedule: Callable[..., Path]) -> None:
+    entry = {"rank": 0, "step": 1, "kind": "nan"}
+    schedule(entry, entry)
+    assert [faults.fire("reduce", 1, 0) for _ in range(3)] == ["nan", "nan", None]
+
+
+def test_an_attempt_may_be_chosen(schedule: Callable[..., Path]) -> None:
+    entry = {"rank": 0, "step": 1, "kind": "nan", "attempt": 2}
+    schedule(entry)
+    assert faults.fire("reduce", 1, 0) is None
+    schedule(entry, attempt=2)
+    assert faults.fire("reduce", 1, 0) == "nan"
+
+
+def test_the_chosen_write_of_a_save_fails_and_no_other(schedule: Callable[..., Path]) -> None:
+    schedule({"rank": 0, "step": 10, "kind": "disk-full", "write": 3})
+    # Three writes a save, and the counting begins anew with each.
+    failed: list[tuple[int, int, int | None]] = []
+    for step in (5, 10, 15):
+        for write in (1, 2, 3):
+            try:
+                faults.fire("save", step, 0)
+            except OSError as error:
+                failed.append((step, write, error.errno))
+    assert failed == [(10, 3, errno.ENOSPC)]
+
+
+def test_raise_and_slow(schedule: Callable[..., Path]) -> None:
+    schedule(
+        {"rank": 0, "step": 0, "kind": "raise", "text": "no such luck"},
+        {"rank": 0, "step": 1, "kind": "slow", "seconds": 0.2},
+    )
+    with pytest.raises(RuntimeError, match=r"^no such luck$"):
+        faults.fire("step", 0, 0)
+    begun = time.monotonic()
+    faults.fire("step", 1, 0)
+    assert time.monotonic() - begun >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "code"), [("kill", {}, -9), ("term", {}, -15), ("exit", {"code": 5}, 5), ("exit", {}, 1)]
+)
+def test_kinds_that_end_a_process(schedule: Callable[..., Path], kind: str, more: dict[str, int], code: int) -> None:
+    path = schedule({"rank": 0, "step": 2, "kind": kind, **more})
+    done = _run(path)
+    assert (done.returncode, done.stdout) == (code, "0 None\n1 None\n"), done.stderr
+    assert [(note.kind, note.step) for note in faults.fired(path)] == [(kind, 2)]
+    # The second start goes through.
+    assert _run(path).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["stop", "hang", "spin"])
+def test_kinds_that_hold_a_process_up(schedule: Callable[..., Path], kind: str) -> None:
+    path = schedule({"rank": 0, "step": 2, "kind": kind})
+    environ = {**os.environ, "ALLHANDS_FAULTS": str(path)}
+    child = subprocess.Popen([sys.executable, "-c", _PROGRAM], env=environ, stdout=subprocess.PIPE, text=True)
+    process = psutil.Process(child.pid)
+    try:
+        until(lambda: faults._notes(path).is_dir() and any(faults._notes(path).iterdir()), 10.0, "it has not fired")
+        wanted = {"stop": psutil.STATUS_STOPPED, "hang": psutil.STATUS_SLEEPING, "spin": psutil.STATUS_RUNNING}[kind]
+        until(lambda: process.status() == wanted, 5.0, f"it is not {wanted}")
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.5)
+        used = sum(process.cpu_times()[:2]) - before
+        assert (used > 0.05) == (kind == "spin")
+    finally:
+        child.send_signal(signal.SIGKILL)
+        out, _ = child.communicate()
+    assert out == "0 None\n1 None\n"
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_limit_nobody_elses_memory_is_touched(
+    schedule: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_memory_limit", lambda: None)
+    schedule({"rank": 0, "step": 0, "kind": "oom"})
+    with pytest.raises(MemoryError, match="with 0 bytes taken"):
+        faults.fire("step", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        # Version 1, beside other controllers; version 2; the least of it and its parents counts.
+        ("7:cpu:/a\n4:memory:/a/b\n", {"memory/a/b/memory.limit_in_bytes": "300"}, 300),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "200"}, 200),
+        ("0::/\n", {"memory.max": "100"}, 100),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("0::/a\n", {}, None),
+    ],
+)
+def test_the_limit_of_the_control_group(
+    tmp_path: Path, membership: str, files: dict[str, str], expected: int | None
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text + "\n")
+    assert faults._memory_limit(tmp_path / "fs", tmp_path / "membership") == expected
+
+
+def test_where_there_are_no_control_groups(tmp_path: Path) -> None:
+    assert faults._memory_limit(tmp_path, tmp_path / "absent") is None
+
+
+# --- what is written wrongly ----------------------------------------------------------------------------------
+
+_GOOD = {"rank": 0, "step": 1, "kind": "kill"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"rank": 0, "step": 1}, "'kind' is missing"),
+        ({**_GOOD, "kind": "explode"}, "kind 'explode' is none of kill, term"),
+        ({**_GOOD, "kind": []}, r"kind \[\] is none of"),
+        ({**_GOOD, "when": 2}, "'when' is none of rank, step, kind"),
+        ({**_GOOD, "at": "lunch"}, "at 'lunch' is none of step, load"),
+        ({**_GOOD, "rank": -1}, "rank -1 is not a whole number from 0"),
+        ({**_GOOD, "step": True}, "step True is not a whole number"),
+        ({**_GOOD, "step": "1"}, "step '1' is not a whole number"),
+        ({**_GOOD, "attempt": 0}, "attempt 0 is not a whole number from 1"),
+        ({**_GOOD, "seconds": 2}, "seconds goes with kind slow only"),
+        ({**_GOOD, "kind": "slow", "seconds": "2"}, "seconds '2' is not a time"),
+        ({**_GOOD, "kind": "raise", "text": 5}, "text 5 is not a text"),
+        ({**_GOOD, "text": "a"}, "text goes with kind raise only"),
+        ({**_GOOD, "code": 3}, "code goes with kind exit only"),
+        ({**_GOOD, "write": 2}, "write goes with at save only"),
+        ({**_GOOD, "kind": "nan", "at": "save"}, "nan happens at reduce only, not at save"),
+        ({**_GOOD, "kind": "disk-full", "at": "step"}, "disk-full happens at save only"),
+        ([], "is not an object"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense(schedule: Callable[..., Path], entry: Any, words: str) -> None:
+    path = schedule(_GOOD, entry)
+    with pytest.raises(ConfigError, match=words) as caught:
+        faults.active()
+    assert caught.value.where == f"ALLHANDS_FAULTS={path}"
+    assert "entry 1" in caught.value.message
+
+
+@pytest.mark.parametrize(("text", "words"), [("{}", "is not a list"), ("[", "is no JSON"), (None, "cannot be read")])
+def test_a_file_that_is_no_schedule(schedule: Callable[..., Path], text: str | None, words: str) -> None:
+    path = schedule()
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        faults.fire("step", 0, 0)

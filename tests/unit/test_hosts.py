@@ -1,0 +1,242 @@
+"""Hostfiles: MLX's JSON and MPI's lines as people write them, and everything else refused with its line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, is_here, read_hostfile
+from allhands.errors import ConfigError
+
+
+@pytest.fixture
+def hosts_of(tmp_path: Path) -> Any:
+    """Read a text, or JSON, as a hostfile."""
+
+    def read(content: Any) -> tuple[Host, ...]:
+        path = tmp_path / "hosts"
+        path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1))
+        return read_hostfile(path)
+
+    return read
+
+
+# --- MPI's lines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node1", [Host("node1", "node1")]),
+        ("node1 slots=4\nnode2:2\n", [Host("node1", "node1", slots=4), Host("node2", "node2", slots=2)]),
+        ("# all\n\n  node1   slots=2 # two\nnode2\n", [Host("node1", "node1", slots=2), Host("node2", "node2")]),
+        ("a slots=2\nb\na:3\n", [Host("a", "a", slots=5), Host("b", "b")]),
+        ("a slots=4 max-slots=2", [Host("a", "a", slots=2)]),
+        ("a max_slots=3", [Host("a", "a", slots=3)]),
+        ("me@10.0.0.7:2\r\n", [Host("me@10.0.0.7", "me@10.0.0.7", ("10.0.0.7",), 2)]),
+        ("job-worker-0.job.ns.svc slots=1", [Host("job-worker-0.job.ns.svc", "job-worker-0.job.ns.svc")]),
+        ("2001:db8::7 slots=2", [Host("2001:db8::7", "2001:db8::7", ("2001:db8::7",), 2)]),
+        ("[2001:db8::7]:2", [Host("2001:db8::7", "2001:db8::7", ("2001:db8::7",), 2)]),
+        ("me@2001:db8::7", [Host("me@2001:db8::7", "me@2001:db8::7", ("2001:db8::7",))]),
+        ("fe80::1%en0", [Host("fe80::1%en0", "fe80::1%en0", ("fe80::1%en0",))]),
+        # A byte order mark, as editors on Windows write it.
+        ("\ufeffnode1", [Host("node1", "node1")]),
+    ],
+)
+def test_lines(hosts_of: Any, text: str, expected: list[Host]) -> None:
+    assert list(hosts_of(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a\nb slots=two", 2, "slots=two"),
+        ("a slots=0", 1, "slots=0"),
+        ("a slots=-1", 1, "slots=-1"),
+        ("a slots=1000000000000", 1, "slots=1000000000000"),
+        ("a slots=١", 1, "slots"),
+        ("a slots=1 slots=2", 1, "slots=2"),
+        ("a:2 slots=2", 1, "slots=2"),
+        ("a:x", 1, "slots=x"),
+        ("\n\na python=/x", 3, "python=/x"),
+        ("a b", 1, "'b'"),
+        ("-oProxyCommand=touch", 1, "-oProxyCommand"),
+        ("me@-oProxyCommand=x", 1, "-oProxy"),
+        ("-me@a", 1, "-me@a"),
+        ("a;reboot", 1, "a;reboot"),
+        ("$(reboot)", 1, "$(reboot)"),
+        ("a`x`", 1, "a`x`"),
+        ("a/b", 1, "a/b"),
+        ("ssh://a", 1, "//a"),
+        ("a@b@c", 1, "a@b@c"),
+        ("@a", 1, "@a"),
+        ("10.0.0.1%eth0", 1, "10.0.0.1%eth0"),
+        ("a\x1b[31m", 1, "\\x1b"),
+        ("büro", 1, "\\xfc"),
+    ],
+)
+def test_lines_refused(hosts_of: Any, text: str, line: int, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        hosts_of(text)
+    assert refusal.value.where is not None
+    assert refusal.value.where.endswith(f"hosts:{line}")
+    assert words in refusal.value.message
+    assert refusal.value.message.isascii()
+    assert refusal.value.hint
+
+
+# --- MLX's JSON ---------------------------------------------------------------------------------------
+
+
+def test_json_list(hosts_of: Any) -> None:
+    entries = [
+        {"ssh": "mac1", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": [None, "rdma_en2", ["rdma_en3", "rdma_en4"]]},
+        {"ssh": "me@mac2", "slots": 2, "python": "/opt/my python/bin/python", "cwd": "/a b", "envs": ["A=b=c", "D="]},
+    ]
+    assert hosts_of(entries) == (
+        Host("mac1", "mac1", ("10.0.0.1", "10.0.1.1"), rdma=(None, "rdma_en2", ("rdma_en3", "rdma_en4"))),
+        Host("me@mac2", "me@mac2", (), 2, "/opt/my python/bin/python", "/a b", {"A": "b=c", "D": ""}),
+    )
+
+
+def test_json_object_with_variables_for_all(hosts_of: Any, tmp_path: Path) -> None:
+    content = {"backend": "ring", "envs": ["A=1", "B=2"], "hosts": [{"ssh": "x", "envs": {"B": "3"}}, {"ssh": "y"}]}
+    first, second = hosts_of(content)
+    assert first.envs == {"A": "1", "B": "3"}
+    assert second.envs == {"A": "1", "B": "2"}
+    assert hostfile_backend(tmp_path / "hosts") == "ring"
+    hosts_of([{"ssh": "x"}])
+    assert hostfile_backend(tmp_path / "hosts") is None
+    hosts_of({"backend": "any", "hosts": [{"ssh": "x"}]})
+    assert hostfile_backend(tmp_path / "hosts") is None
+
+
+def test_json_hosts_named_twice_are_one(hosts_of: Any) -> None:
+    found = hosts_of([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b"}, {"ssh": "a", "ips": ["10.0.0.2"]}])
+    assert [(host.ssh, host.slots, host.ips) for host in found] == [
+        ("a", 2, ("10.0.0.1", "10.0.0.2")),
+        ("b", 1, ()),
+    ]
+
+
+# MLX's reader leaves its file open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_reads_what_mlx_reads(hosts_of: Any, tmp_path: Path) -> None:
+    """The same file, read by MLX's own reader."""
+    from mlx._distributed_utils.common import Hostfile
+
+    content = {"backend": "jaccl", "envs": ["A=1"], "hosts": [{"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "r"]}]}
+    ours = hosts_of(content)
+    theirs = Hostfile.from_file(tmp_path / "hosts")
+    pairs = [(host.ssh, list(host.ips), list(host.rdma)) for host in ours]
+    assert pairs == [(host.ssh_hostname, host.ips, host.rdma) for host in theirs.hosts]
+    assert hostfile_backend(tmp_path / "hosts") == theirs.backend
+    assert [f"{name}={value}" for name, value in ours[0].envs.items()] == theirs.envs
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ('[\n{"ssh": "a"},\n{"ssh" "b"}]', 3, "not JSON"),
+        ('[{"ssh": "a"},\n{"ips": ["10.0.0.1"]}]', 2, '"ssh"'),
+        ('[{"ssh": "a"},\n\n{"ssh": "b", "ip": "10.0.0.1"}]', 3, "'ip'"),
+        ('{"hosts": [\n{"ssh": "{[\\"", "slots": 1}]}', 2, "not the name"),
+        ('{"envs": {"A": "1"}, "hosts": [\n{"ssh": "-x"}]}', 2, "'-x'"),
+        ('[{"ssh": "a", "ips": ["10.0.0.256"]}]', 1, "10.0.0.256"),
+        ('[{"ssh": "a", "ips": ["10.0.0.1; x"]}]', 1, "10.0.0.1; x"),
+        ('[{"ssh": "a", "ips": "10.0.0.1"}]', 1, '"ips" is not a list'),
+        ('[{"ssh": "a", "slots": true}]', 1, "slots"),
+        ('[{"ssh": "a", "slots": 1.5}]', 1, "slots"),
+        ('[{"ssh": "a", "python": "-c"}]', 1, "python"),
+        ('[{"ssh": "a", "python": "/a\\nb"}]', 1, "python"),
+        ('[{"ssh": "a", "cwd": ""}]', 1, "cwd"),
+        ('[{"ssh": "a", "envs": ["A"]}]', 1, "'A'"),
+        ('[{"ssh": "a", "envs": ["A B=1"]}]', 1, "'A B'"),
+        ('[{"ssh": "a", "envs": {"A": 1}}]', 1, "'A'"),
+        ('[{"ssh": "a", "envs": {"A": "x\\u0000y"}}]', 1, "'A'"),
+        ('[{"ssh": "a", "rdma": [7]}]', 1, "rdma"),
+        ('["a"]', None, "not an object"),
+        ('{"hosts": {"ssh": "a"}}', None, "not a list"),
+        ('{"host": []}', None, "'host'"),
+        ('{"envs": []}', None, '"hosts" is missing'),
+        ('[{"ssh": "a", "ssh": "b"}]', None, "twice"),
+        ("[" * 100_000, None, "not a list of hosts"),
+        ("[]", None, "no host"),
+        ("# nothing\n", None, "no host"),
+    ],
+)
+def test_json_refused(hosts_of: Any, text: str, line: int | None, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        hosts_of(text)
+    assert refusal.value.where is not None
+    assert refusal.value.where.endswith("hosts" if line is None else f"hosts:{line}")
+    assert words in refusal.value.message
+    assert refusal.value.hint
+
+
+def test_a_value_that_may_be_a_secret_is_not_repeated(hosts_of: Any) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        hosts_of([{"ssh": "a", "envs": ["MY TOKEN=hunter2"]}])
+    assert "hunter2" not in str(refusal.value)
+
+
+def test_unknown_backend(hosts_of: Any, tmp_path: Path) -> None:
+    hosts_of({"backend": "gloo", "hosts": [{"ssh": "a"}]})
+    with pytest.raises(ConfigError, match="gloo"):
+        hostfile_backend(tmp_path / "hosts")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_hostfile(tmp_path / "none")
+    with pytest.raises(ConfigError, match="directory"):
+        read_hostfile(tmp_path)
+    (tmp_path / "latin").write_bytes(b"b\xfcro")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_hostfile(tmp_path / "latin")
+    (tmp_path / "large").write_bytes(b"a\n" * 600_000)
+    with pytest.raises(ConfigError, match="larger"):
+        read_hostfile(tmp_path / "large")
+
+
+# --- this computer ------------------------------------------------------------------------------------
+
+
+def test_this_computer_needs_no_ssh(hosts_of: Any) -> None:
+    own = socket.gethostname()
+    address = next(
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    )
+    found = hosts_of(f"localhost slots=2\n127.0.0.1\n{own}\n{address}\n[::1]:2\nother\n")
+    assert [(host.name, host.ssh, host.slots) for host in found] == [("localhost", None, 7), ("other", "other", 1)]
+    assert found[0].ips == (address,)
+    assert not is_here("192.0.2.1")
+    # Somebody else on this computer is not us.
+    assert host_from_name("nobody@localhost").ssh == "nobody@localhost"
+
+
+@given(st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=30))
+@example("a -oProxyCommand=x")
+@example("a\n")
+@example("a%eth0")
+def test_a_name_is_refused_or_harmless(text: str) -> None:
+    try:
+        host = host_from_name(text)
+    except ConfigError:
+        return
+    for word in (host.name, host.ssh or "localhost"):
+        assert not word.startswith("-")
+        assert word.isascii()
+        assert shlex.split(word) == [word]
+        assert not set(word) & set("*?[]~=/ ")

@@ -1,0 +1,121 @@
+"""What ranks leave in their directories, and what the kernel counts, as their starter reads it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from allhands.cluster.environment import Launch
+from allhands.cluster.ranks import Beat, Marks
+from allhands.cluster.runfiles import BEAT_BYTES, RunFiles, oom_counters, tail
+from allhands.cluster.worker import WorkerContext
+
+
+def _pair(tmp_path: Path, rank: int = 1) -> tuple[WorkerContext, RunFiles]:
+    launch = Launch("allhands", rank, 2, rank, 2, "ring", "a test")
+    return WorkerContext(launch, tmp_path, tmp_path), RunFiles(tmp_path, tmp_path, counters=[])
+
+
+def test_marks_and_beats_arrive(tmp_path: Path) -> None:
+    worker, files = _pair(tmp_path)
+    assert files.marks(1) == Marks()
+    began = time.monotonic()
+    worker.mark_ready()
+    worker.mark_busy()
+    worker.beat("load", 0)
+    worker.beat("compute", 12345)
+    worker.mark_started()
+    marks = files.marks(1)
+    assert (marks.ready, marks.started) == (True, True)
+    assert marks.beat == Beat(12345, "compute", 2, marks.beat.time if marks.beat else 0.0)
+    assert marks.beat is not None
+    assert marks.busy_time is not None
+    assert began <= marks.busy_time <= marks.beat.time <= time.monotonic()
+    assert files.marks(0) == Marks()
+    content = (tmp_path / "rank-1.beat").read_bytes()
+    assert (len(content), content[-1:]) == (BEAT_BYTES, b"\n")
+
+
+def test_a_sign_is_as_old_as_its_first_sight(tmp_path: Path) -> None:
+    worker, files = _pair(tmp_path)
+    worker.beat("load", 3)
+    worker.mark_busy()
+    first = files.marks(1)
+    time.sleep(0.02)
+    assert files.marks(1) == first
+    worker.beat("load", 3)  # nothing new but that it lives
+    os.utime(tmp_path / "rank-1.busy", (0, 0))  # even where somebody has set the time of day
+    second = files.marks(1)
+    assert first.beat is not None
+    assert second.beat is not None
+    assert second.beat.time >= first.beat.time + 0.02
+    assert first.busy_time is not None
+    assert second.busy_time is not None
+    assert second.busy_time >= first.busy_time + 0.02
+
+
+def test_a_torn_beat_is_left_out(tmp_path: Path) -> None:
+    worker, files = _pair(tmp_path)
+    worker.beat("load", 3)
+    before = files.marks(1)
+    (tmp_path / "rank-1.beat").write_text('{"step": 4, "pha')
+    assert files.marks(1) == before
+
+
+def test_a_beat_never_fails(tmp_path: Path) -> None:
+    launch = Launch("single", 0, 1, 0, 1, "none", "a test")
+    WorkerContext(launch, None, None).beat("load", 1)
+    WorkerContext(launch, tmp_path / "absent", None).beat("load", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_arrive(tmp_path: Path) -> None:
+    worker, files = _pair(tmp_path)
+    assert worker.regroup_requested() is False
+    files.tell("regroup")
+    assert worker.regroup_requested() is False  # it has just looked
+    deadline = time.monotonic() + 2.0
+    while not worker.regroup_requested():
+        assert time.monotonic() < deadline
+    (tmp_path / "regroup").unlink()
+    assert worker.regroup_requested() is True
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", '{"type": "Val'])
+def test_an_error_file_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -> None:
+    files = RunFiles(tmp_path, tmp_path, counters=[])
+    if content is not None:
+        (tmp_path / "error-rank-0.json").write_text(content)
+    assert files.error(0) is None
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    assert tail(tmp_path / "absent.log") == ()
+    log = tmp_path / "rank-1.log"
+    log.write_bytes(b"x" * 100_000 + b"\n" + b"".join(b"line %d\n" % number for number in range(30)) + b"\xff")
+    assert tail(log) == (*(f"line {number}" for number in range(11, 30)), "\ufffd")
+
+
+def test_counters_of_both_kinds_of_control_group(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    assert oom_counters(proc, groups) == []  # macOS
+    (proc / "vmstat").write_text("pgfault 12\noom_kill 3\n")
+    (proc / "self/cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/box/a:b\n0::/slice/job\n")
+    (groups / "memory/box/a:b").mkdir(parents=True)
+    (groups / "memory/box/a:b/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    (groups / "slice/job").mkdir(parents=True)
+    events = groups / "slice/job/memory.events"
+    events.write_text("low 0\nhigh 9\nmax 3\noom 2\noom_kill 1\noom_group_kill 0\n")
+    found = oom_counters(proc, groups)
+    assert found == [proc / "vmstat", groups / "memory/box/a:b/memory.oom_control", events]
+    files = RunFiles(tmp_path, tmp_path, counters=found)
+    assert files.out_of_memory() is False
+    events.write_text("low 0\nhigh 10\nmax 4\noom 3\noom_kill 1\noom_group_kill 0\n")
+    assert files.out_of_memory() is False
+    events.write_text("low 0\nhigh 10\nmax 4\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert files.out_of_memory() is True
+    assert RunFiles(tmp_path, tmp_path, counters=found).out_of_memory() is False
