@@ -127,7 +127,10 @@ class Soak:
         self.mark = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
         (self.temporary / "mlx").symlink_to(tempfile.gettempdir() + "/mlx")  # what MLX has compiled, kept for all
-        self.happened: list[LauncherFault] = []
+        self._note = work / "launcher.json"
+        told = json.loads(self._note.read_text()) if self._note.exists() else []
+        self.happened = [LauncherFault(**fault) for fault in told]
+        self.began = time.time()
         self.lines: Follower | None = None
 
     def command(self, out: Path) -> list[str]:
@@ -137,7 +140,7 @@ class Soak:
             *(sys.executable, "-m", "allhands", "train", "--train", "-n", str(options.ranks), "--backend", "ring"),
             *("--model", str(options.model_path), "--data", str(options.data_path), "--adapter-path", str(out)),
             *("--iters", str(self._plan.iters), "--save-every", str(SAVE_EVERY), "--steps-per-report", "1"),
-            *("--val-batches", "0", "--batch-size", "4", "--max-seq-length", "128", "--num-layers", "4"),
+            *("--val-batches", "0", "--batch-size", "3", "--max-seq-length", "64", "--num-layers", "4"),
             *("--learning-rate", "1e-4", "--lora-parameters", '{"rank": 4, "scale": 10.0, "dropout": 0.1}'),
             *("--max-restarts", "100000"),
         ]
@@ -167,7 +170,8 @@ class Soak:
 
     def disturbed(self) -> None:
         """Run to the end, doing to the launcher what is planned, and starting it again after it."""
-        left = [fault for fault in self._plan.launcher if fault.step > _furthest(self.out)]
+        past = {fault.step for fault in self.happened}
+        left = [fault for fault in self._plan.launcher if fault.step not in past]
         again = ["--resume"] if (self.out / "checkpoints").is_dir() else []
         with Follower(self.out / "metrics.jsonl") as self.lines:
             while not _complete(self.out, self._plan.iters):
@@ -176,6 +180,7 @@ class Soak:
                 if fault is not None:
                     left.remove(fault)
                     self.happened.append(self._mistreat(job, fault))
+                    self._note.write_text(json.dumps([vars(one) for one in self.happened]))
                 again = ["--resume"]
 
     def _watch(self, job: subprocess.Popen[bytes], left: list[LauncherFault]) -> LauncherFault | None:
@@ -265,12 +270,6 @@ def _complete(out: Path, iters: int) -> bool:
     return ended is not None and ended.reason == "finished" and ended.step == iters
 
 
-def _furthest(out: Path) -> int:
-    if not (out / "metrics.jsonl").exists():
-        return 0
-    return max((report.step for report in read_metrics(out).train), default=0)
-
-
 # --- the judgement --------------------------------------------------------------------------------------------
 
 
@@ -288,12 +287,12 @@ def differences(out: Path, other: Path) -> list[str]:
 
 
 def recoveries(soak: Soak, plan: Plan) -> list[Recovery]:
-    """What followed each fault, as far as this start of the soak has seen it."""
+    """What followed each fault that has happened since this program was started."""
     assert soak.lines is not None
     events = read_events(soak.out)
     named = [(plan.names[fault.index], fault) for fault in fired(soak.schedule)]
     named += [(fault.name, fault) for fault in soak.happened]
-    found = [recovery(name, fault, soak.lines.lines, events) for name, fault in named]
+    found = [recovery(name, fault, soak.lines.lines, events) for name, fault in named if fault.time > soak.began]
     return sorted((one for one in found if one is not None), key=lambda one: one.name)
 
 
@@ -338,6 +337,8 @@ def soak(options: argparse.Namespace, work: Path, plan: Plan) -> int:
     """Both runs, the table and the judgement."""
     run = Soak(options, work, plan)
     wrong: list[str] = []
+    # So that whoever ends this ends the run, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         say(f"{plan.iters} steps on {options.ranks} ranks without a fault")
         other = run.undisturbed()
@@ -345,7 +346,8 @@ def soak(options: argparse.Namespace, work: Path, plan: Plan) -> int:
         begun = time.monotonic()
         run.disturbed()
         took_s = time.monotonic() - begun
-        missing = Counter(plan.names) - Counter(plan.names[fault.index] for fault in fired(run.schedule))
+        happened = [plan.names[fault.index] for fault in fired(run.schedule)] + [fault.name for fault in run.happened]
+        missing = Counter([*plan.names, *(fault.name for fault in plan.launcher)]) - Counter(happened)
         wrong += [f"{count} times not happened: {name}" for name, count in missing.items()]
         wrong += differences(run.out, other)
     finally:
@@ -353,8 +355,7 @@ def soak(options: argparse.Namespace, work: Path, plan: Plan) -> int:
     facts = machine()
     print(f"{options.model} on {options.ranks} ranks, {facts['cpu']}, {facts['cores']} cores, {git_commit()}\n")
     print("\n".join(recovery_table(recoveries(run, plan))))
-    total = len(fired(run.schedule)) + len(run.happened)
-    print(f"\n{total} faults in {plan.iters} steps, {took_s / 60:.1f} minutes, seed {options.seed}")
+    print(f"\n{len(happened)} faults in {plan.iters} steps, {took_s / 60:.1f} minutes, seed {options.seed}")
     print("\n".join(wrong) or "bit by bit what was never disturbed; nothing is left")
     return 1 if wrong else 0
 

@@ -16,6 +16,7 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALLHANDS_TOKEN_CACHE", str(path))
+        patch.setenv("ALLHANDS_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
         yield path
 
 

@@ -7,9 +7,11 @@ also prepares a fast BLAS, which must be loaded before MLX is.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from allhands.blas import preload_blas
+from allhands.kernels import prepare
 
 if TYPE_CHECKING:
     from allhands.api import finetune
@@ -44,6 +46,8 @@ _HOMES = {
 }
 
 preload_blas()
+# Before MLX looks for a place for the kernels that it compiles.
+prepare(os.environ)
 
 
 def __getattr__(name: str) -> Any:

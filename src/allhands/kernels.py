@@ -18,7 +18,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import secrets
 import shutil
 import stat
 import struct
@@ -35,6 +34,7 @@ _KINDS = {"cpu": ".so", "ptx": ".ptx"}  # a directory of MLX's, and how the file
 _DRAFT = ".draft-"
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
 _TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
+_FINISHED = 0o400  # the mode of what has been in the cache or in a rank's copy of it, and is not written to again
 _LITTER_S = 3600.0  # what a killed compiler or copy left behind
 _MAX_FILES, _MAX_BYTES = 4096, 256 << 20  # of the cache, all versions together
 _SEEDS, _SEED_BYTES = 512, 64 << 20  # of a rank's directory: the newest, in memory where /tmp is
@@ -74,18 +74,26 @@ def publish(environ: Mapping[str, str]) -> int:
         private, version = _rank_directory(environ), _mlx_version()
         if private is None or version is None or environ.get("TMPDIR") != str(private):
             return 0
-        cache = _cache(environ, version)
-        for kind in _KINDS if cache else ():
-            assert cache is not None
-            source, target = (_kernels(base, version, kind) for base in (private, cache))
-            known = set(_names(target))
-            for name in _names(source):
-                if name not in known and _whole(source / name) and _age(source / name) >= _QUIET_S:
-                    for path in _parts(source / name):
-                        _copy(path, target / path.name)
-                    copied += 1
-        if copied and cache:
-            _trim(cache.parent)
+        if cache := _cache(environ, version):
+            for kind in _KINDS:
+                copied += _publish_kind(_kernels(private, version, kind), _kernels(cache, version, kind))
+            if copied:
+                _trim(cache.parent)
+    return copied
+
+
+def _publish_kind(source: Path, target: Path) -> int:
+    known, copied = set(_names(target)), 0
+    for path in (source / name for name in _names(source) if name not in known):
+        # One that went from the cache for its age is not brought back. A torn one may still be being written, and
+        # one that a killed process has left goes away with the attempt.
+        status = path.stat()
+        if _is_finished(status) or _age(status) < _QUIET_S or not _whole(path):
+            continue
+        for part in _parts(path):
+            _copy(part, target / part.name)
+        path.chmod(_FINISHED)
+        copied += 1
     return copied
 
 
@@ -99,10 +107,9 @@ def _prepare_rank(environ: MutableMapping[str, str]) -> bool:
     private.mkdir(mode=0o700, exist_ok=True)
     environ["TMPDIR"] = str(private)
     version = _mlx_version()
-    with suppress(OSError):
-        if version and (cache := _cache(environ, version)):
-            for kind in _KINDS:
-                _seed(_kernels(cache, version, kind), _kernels(private, version, kind))
+    if version and (cache := _cache(environ, version)):
+        for kind in _KINDS:
+            _seed(_kernels(cache, version, kind), _kernels(private, version, kind))
     return True
 
 
@@ -117,28 +124,30 @@ def _prepare_user(environ: MutableMapping[str, str]) -> None:
     version = _mlx_version()
     if version is None:
         return
-    chosen = next((environ[name] for name in _CHOICES if name in environ), None)
-    cache = _cache(environ, version)
-    if cache is not None and chosen in (None, str(cache)):
-        environ["TEMPDIR"] = str(cache)
-        _trim_daily(cache.parent)
-    base, quiet = (cache, _QUIET_S) if environ.get("TEMPDIR") == chosen == str(cache) else (chosen, _TORN_S)
-    if chosen is None and cache is not None:
-        base, quiet = cache, _QUIET_S
+    base, quiet_s = Path(next((environ[name] for name in _CHOICES if name in environ), "/tmp")), _TORN_S
+    if not any(name in environ for name in _CHOICES[:-1]):
+        cache = _cache(environ, version)
+        # A parent process may have chosen for us, and for another MLX.
+        if cache is not None and ("TEMPDIR" not in environ or base.parent == cache.parent):
+            base, quiet_s = cache, _QUIET_S
+            environ["TEMPDIR"] = str(cache)
+            _trim_daily(cache.parent)
     for kind in _KINDS:
-        _remove_torn(_kernels(Path(base or "/tmp"), version, kind), quiet)
+        list(_whole_kernels(_kernels(base, version, kind), quiet_s))
 
 
 def _seed(source: Path, target: Path) -> None:
     """Put the newest kernels of ``source`` into ``target``, by links where that is possible."""
-    whole = [(status, path) for path, status in _listed(source) if _age_of(status) >= _QUIET_S and _whole(path)]
+    whole = sorted(_whole_kernels(source, _QUIET_S), key=lambda each: each[1].st_mtime_ns, reverse=True)[:_SEEDS]
     if whole:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
     left = _SEED_BYTES
-    for status, path in sorted(whole, key=lambda each: each[0].st_mtime_ns, reverse=True)[:_SEEDS]:
+    for path, status in whole:
         left -= status.st_size
         if left < 0:
             return
+        if not _is_finished(status):
+            path.chmod(_FINISHED)
         for part in _parts(path):
             _link(part, target / part.name)
 
@@ -159,12 +168,13 @@ def _link(source: Path, target: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     """``target`` becomes a copy of ``source`` that survives a power cut, or nothing happens."""
-    draft = target.parent / f"{_DRAFT}{secrets.token_hex(8)}"
+    draft = target.parent / f"{_DRAFT}{os.urandom(8).hex()}"
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file, source.open("rb") as original:
             shutil.copyfileobj(original, file)
             file.flush()
+            os.fchmod(descriptor, _FINISHED)
             os.fsync(file.fileno())
         draft.replace(target)
     finally:
@@ -187,13 +197,19 @@ def _names(directory: Path) -> Iterator[str]:
                 yield name
 
 
-def _listed(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The kernels that are files of this user, links not followed."""
+def _whole_kernels(directory: Path, quiet_s: float) -> Iterator[tuple[Path, os.stat_result]]:
+    """This user's whole kernels; the torn ones, not written to for ``quiet_s`` seconds, are removed on the way."""
     for name in _names(directory):
         with suppress(OSError):
             status = os.lstat(path := directory / name)
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            if _age(status) < quiet_s and not _is_finished(status):
+                continue
+            if _whole(path):
                 yield path, status
+            else:
+                path.unlink()
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
@@ -201,18 +217,11 @@ def _parts(path: Path) -> tuple[Path, ...]:
     return (path,) if path.suffix == ".so" else (path.with_suffix(".txt"), path)
 
 
-def _remove_torn(directory: Path, quiet_s: float) -> None:
-    for path, status in list(_listed(directory)):
-        if _age_of(status) >= quiet_s and not _whole(path):
-            with suppress(OSError):
-                path.unlink()
+def _is_finished(status: os.stat_result) -> bool:
+    return stat.S_IMODE(status.st_mode) == _FINISHED
 
 
-def _age(path: Path) -> float:
-    return min(_age_of(part.stat()) for part in _parts(path))
-
-
-def _age_of(status: os.stat_result) -> float:
+def _age(status: os.stat_result) -> float:
     return abs(time.time() - status.st_mtime)  # a clock that was set back makes no file unfinished for ever
 
 
@@ -262,17 +271,20 @@ def _ends_with(path: Path, ending: bytes) -> bool:
 
 def _cache(environ: Mapping[str, str], version: str) -> Path | None:
     """The directory of the user's kernels for this MLX on this computer, made if need be; None without a safe one."""
-    chosen = environ.get("ALLHANDS_KERNEL_CACHE")
-    root = Path(chosen) if chosen else cache_dir(environ) / "kernels"
-    path = root / f"{version}-{_machine(environ)}"
-    for level in (root, path, *(path / "mlx" / version / kind for kind in _KINDS)):
-        if not level.is_dir():
-            from allhands.files import make_directory
-
-            make_directory(level, private=True)
-    levels = (root, path, path / "mlx", path / "mlx" / version, *(_kernels(path, version, kind) for kind in _KINDS))
-    safe = all(map(_is_ours, levels)) and not any(map(_is_open_to_all, root.parents))
-    return path if safe and _is_usable(path) else None
+    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        chosen = environ.get("ALLHANDS_KERNEL_CACHE")
+        root = Path(chosen) if chosen else cache_dir(environ) / "kernels"
+        if not _is_plain(root):
+            return None
+        path = root / f"{version}-{_machine(environ)}"
+        kinds = [_kernels(path, version, kind) for kind in _KINDS]
+        for level in (level for kind in kinds for level in (*reversed(kind.parents), kind)):
+            if not level.exists():
+                level.mkdir(mode=0o700, exist_ok=True)
+        ours = all(map(_is_ours, (root, path, path / "mlx", path / "mlx" / version, *kinds)))
+        if ours and not any(map(_is_open_to_all, root.parents)) and _is_usable(path):
+            return path
+    return None
 
 
 def _machine(environ: Mapping[str, str]) -> str:
@@ -320,10 +332,14 @@ def _is_open_to_all(path: Path) -> bool:
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
+def _is_plain(path: Path) -> bool:
+    """Whether the path means the same from every directory and in double quotes, as MLX hands it to a shell."""
+    return path.is_absolute() and not set(str(path)) & set('"$`\\!\n')
+
+
 def _is_usable(path: Path) -> bool:
-    """Whether MLX, which hands the path to a shell in double quotes, can write there and load from there."""
-    plain = path.is_absolute() and not set(str(path)) & set('"$`\\!\n')
-    return plain and os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_NOEXEC
+    """Whether MLX can write there, and load from there what it has compiled."""
+    return _is_plain(path) and os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_NOEXEC
 
 
 def _trim_daily(root: Path) -> None:
@@ -342,7 +358,7 @@ def _trim(root: Path) -> None:
         for path in (Path(folder, name) for name in names):
             with suppress(OSError):
                 status = os.lstat(path)
-                if path.name.startswith((_DRAFT, "tmp_")) and _age_of(status) > _LITTER_S:
+                if path.name.startswith((_DRAFT, "tmp_")) and _age(status) > _LITTER_S:
                     path.unlink()
                 elif path.parent != root:
                     files.append((status.st_mtime, status.st_size, path))

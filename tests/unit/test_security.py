@@ -40,7 +40,13 @@ SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader", "yaml.
 OWN_LOADER = ("src/allhands/config.py", "_yaml_loader")
 SHARED_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 # Named as the place where tempfile makes a private directory.
-PLACES = {("src/allhands/cluster/supervisor.py", "/tmp"), ("src/allhands/cluster/processes.py", "/dev/shm")}
+PLACES = {
+    ("src/allhands/cluster/supervisor.py", "/tmp"),
+    ("src/allhands/cluster/processes.py", "/dev/shm"),
+    ("scripts/soak.py", "/tmp"),
+    # Where MLX looks when nobody has said where: nothing is written there by name.
+    ("src/allhands/kernels.py", "/tmp"),
+}
 # The one module that opens files for others to read, and asks the umask.
 OWNER_OF_MODES = "src/allhands/files.py"
 

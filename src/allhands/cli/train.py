@@ -23,6 +23,7 @@ from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.files import make_directory, set_aside, storage_error
+from allhands.kernels import publish
 
 LOG_DIRECTORY = "logs"
 # A person who is away finds the run going on; one who looks is not kept from the error for long.
@@ -143,6 +144,7 @@ def _leave(launch: Launch) -> None:
 
     Under a foreign mpirun the ordinary end is needed: it takes a rank that skips MPI's finalizer for a failure.
     """
+    publish(os.environ)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -77,7 +77,7 @@ def _redirect(rank: str) -> None:
         receive_output(os.path.join(os.environ["ALLHANDS_RUN_DIR"], "output.socket"))
         return
     log = Path(os.environ["ALLHANDS_LOG_DIR"], f"rank-{rank}.log")
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -55,7 +55,7 @@ class Journal:
         self._fd = -1
 
     def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(OSError):  # another person's file
             os.fchmod(self._fd, 0o600)

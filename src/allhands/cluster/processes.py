@@ -30,6 +30,7 @@ from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.errors import DistributedError
+from allhands.files import private_opener
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -214,7 +215,7 @@ class _OwnChildren(_Local):
             output, error_output = self._share.output or (None, None)
             if rank:
                 # Appending, because the rank also opens it: what it writes itself and its output must not overlap.
-                output = stack.enter_context(self.log_path(rank).open("ab")).fileno()
+                output = stack.enter_context(open(self.log_path(rank), "ab", opener=private_opener)).fileno()
                 error_output = subprocess.STDOUT
             child = subprocess.Popen(
                 _guarded("run", spec.command),
@@ -273,7 +274,7 @@ class _MpirunsChildren(_Local):
             env[_MEMORY_VARIABLE] = str(self._memory)
         ranks = mpirun_command(installation, spec.num_processes, _guarded("mpi-rank", spec.command))
         self._output = _offer_output(run_dir / "output.socket")
-        with (spec.log_dir / "mpirun.log").open("wb") as log:
+        with open(spec.log_dir / "mpirun.log", "wb", opener=private_opener) as log:
             self._mpirun = subprocess.Popen(
                 _guarded("run", ranks),
                 stdin=subprocess.DEVNULL,

@@ -28,6 +28,7 @@ from allhands.cluster.policy import Done, GiveUp, Limits, Past, Restart, judge
 from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
+from allhands.files import make_directory
 
 __all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
 
@@ -107,7 +108,7 @@ def supervise(
         DistributedError: the ranks could not be started.
     """
     spec = replace(spec, log_dir=spec.log_dir.resolve())
-    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(spec.log_dir, private=True)
     root = _temporary_root()
     with (
         _caught_signals() as signals,

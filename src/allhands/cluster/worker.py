@@ -32,9 +32,11 @@ from allhands.cluster.guard import die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.runfiles import BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
-from allhands.files import storage_error
+from allhands.files import private_opener, storage_error
+from allhands.kernels import publish
 
 _POLL_S = 0.5
+_KEEP_KERNELS_S = 10.0
 _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to save
 SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
 _ORPHAN_CODE = 128 + signal.SIGTERM
@@ -115,6 +117,7 @@ class WorkerContext:
     def end_for_regroup(self) -> NoReturn:
         """End this rank, whose checkpoint is written, at once and so that the supervisor starts all ranks again."""
         try:
+            publish(os.environ)
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -215,7 +218,7 @@ class WorkerContext:
         """Into this rank's log; rank 0, whose output is the terminal, also tells how an interrupted run ended."""
         assert self._log_dir is not None
         rank = self.launch.rank
-        with (self._log_dir / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
+        with open(self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener) as log:
             print(as_message(error), file=log)
         if rank == 0 and isinstance(error, Interrupted):
             print(as_message(error), file=sys.stderr)
@@ -294,7 +297,16 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     signals = _signal_descriptor(context)
     arguments = (signals, supervisor, grace)
     threading.Thread(target=context.watch, args=arguments, name="allhands-watch", daemon=True).start()
+    if run_dir:
+        threading.Thread(target=_keep_kernels, name="allhands-kernels", daemon=True).start()
     return context
+
+
+def _keep_kernels() -> NoReturn:
+    """Now and then save the kernels that MLX has compiled from this attempt's end."""
+    while True:
+        time.sleep(_KEEP_KERNELS_S)
+        publish(os.environ)
 
 
 def as_message(error: AllhandsError, rank: int | None = None) -> str:
@@ -343,7 +355,7 @@ def _meaning(number: int) -> int:
 def _trace_on_signal(log: Path) -> None:
     """Have the stacks written even while the main thread is in a call that never returns."""
     # Not closed: the handler, which is no Python code, writes to its descriptor.
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
 
 
