@@ -274,7 +274,7 @@ def train_command(model: str, data: Path, out: Path, ranks: int, iters: int, *mo
     return allhands(
         *("train", "--train", "-n", str(ranks), "--backend", "ring", "--model", model, "--data", data),
         *("--adapter-path", out, "--iters", str(iters), "--steps-per-report", "1", "--steps-per-eval", str(iters)),
-        *("--val-batches", "0", "--batch-size", "8", "--mask-prompt", "--max-restarts", "1000", *more),
+        *("--val-batches", "0", "--batch-size", "4", "--max-seq-length", "256", "--max-restarts", "1000", *more),
     )
 
 
@@ -326,7 +326,7 @@ def checkpoint_pause(options: argparse.Namespace, work: Path, data: Path, name: 
         get = allhands("model", "get", options.model, "--dequantize", "--dtype", "float32", "--out", model)
         run_measured(get, work / "model.log", environ(), options.timeout)
     more = ["--num-layers", layers, "--fine-tune-type", method, "--save-every", "2"]
-    more += ["--no-keep-best", "--max-seq-length", "256"]
+    more += ["--no-keep-best"]
     command = train_command(model, data, out, options.ranks, 2 * options.saves, *more)
     run_measured(command, work / f"save-{method}.log", environ(), options.timeout)
     records = [_record(line) or {} for line in (out / "metrics.jsonl").read_bytes().splitlines()]

@@ -39,6 +39,7 @@ from recovery import Follower, Recovery, recovery, recovery_table, say
 
 from allhands.checkpoints import checkpoints_in
 from allhands.cluster.journal import read_events
+from allhands.errors import StorageError
 from allhands.faults import fired
 from allhands.metrics import read_metrics
 
@@ -209,7 +210,8 @@ class Soak:
         stop = fault.name == "launcher told to stop"
         job.send_signal(signal.SIGTERM if stop else signal.SIGKILL)
         code = job.wait(timeout=120)
-        if stop and code not in (143, 0):
+        # Python's own end if it has just begun; and the disk may be full just now.
+        if stop and code not in (143, 0, -signal.SIGTERM, StorageError.exit_code):
             raise SystemExit(f"told to stop at step {fault.step}, it ended with code {code}; see {self._work}")
         self.wait_until_gone()
         if "damaged" in fault.name:

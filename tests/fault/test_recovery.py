@@ -240,42 +240,36 @@ def test_a_launcher_killed_leaves_nothing_and_the_next_one_goes_on(trial: Trial,
 # --- fewer and more ranks ---------------------------------------------------------------------------------------
 
 
-def _close(one: Trial, other: Trial) -> None:
+def _assert_close(mine: Result, theirs: Result) -> None:
     """Equal but for the order of sums."""
-    mine, theirs = one.result(), other.result()
     assert [step for step, _ in mine.losses] == [step for step, _ in theirs.losses]
     np.testing.assert_allclose(*([loss for _, loss in run.losses] for run in (mine, theirs)), rtol=2e-5)
     np.testing.assert_allclose(*([loss for _, loss in run.valid_losses] for run in (mine, theirs)), rtol=2e-5)
     assert mine.trained_tokens == theirs.trained_tokens
-    weights = [load_file(run.out / "adapters.safetensors") for run in (one, other)]
+    weights = [load_file(run.directory / "adapters.safetensors") for run in (mine, theirs)]
     for name in weights[0]:
         np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_three_ranks_then_two_then_three(trial: Trial, bench: Bench) -> None:
+def test_three_ranks_then_two_then_three(trial: Trial, undisturbed: Result) -> None:
     for ranks, more in ((3, ("--iters", "10")), (2, ("--iters", "20", "--resume")), (3, ("--resume",))):
         trial.run(*more, ranks=ranks)
     assert trial.steps() == list(range(1, ITERS + 1))
-    with bench.trial("one-rank") as alone:
-        alone.run(ranks=1)
-        _close(trial, alone)
+    _assert_close(trial.result(), undisturbed)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_again_and_again_is_done_without(trial: Trial, bench: Bench) -> None:
+def test_a_rank_that_fails_again_and_again_is_done_without(trial: Trial, undisturbed: Result) -> None:
     entry = {"rank": 2, "step": 7, "kind": "kill"}
-    # Rank 2 of the three that are left over from three is gone: a fourth time it could not happen.
     trial.plan(entry, entry, entry, entry)
     job = trial.run("--min-ranks", "2")
-    assert len(trial.fired()) == 3
+    assert len(trial.fired()) == 3  # there is no rank 2 for the fourth
     (left_out,) = trial.events("left out")
     assert left_out["host"] == "slot 2"
     assert [event["num_ranks"] for event in trial.events("restarting")] == [3, 3, 2]
     assert "slot 2 is left out" in job.out + job.err
-    with bench.trial("never-disturbed") as whole:
-        whole.run(ranks=3)
-        _close(trial, whole)
+    _assert_close(trial.result(), undisturbed)
 
 
 # --- chance -----------------------------------------------------------------------------------------------------

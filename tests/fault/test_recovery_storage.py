@@ -85,6 +85,20 @@ def test_a_disk_that_is_full_for_a_while(trial: Trial, undisturbed: Result) -> N
 
 
 @pytest.mark.slow
+def test_a_save_that_failed_does_not_spoil_the_next(trial: Trial) -> None:
+    """The save of step 10 fails when the one of step 11, after which the run is to stop, has been asked for."""
+    trial.plan(
+        {"rank": 0, "step": 10, "kind": "slow", "seconds": 1, "at": "save", "write": 1},
+        {"rank": 0, "step": 10, "kind": "disk-full", "write": 2},
+        {"rank": 1, "step": 10, "kind": "term"},
+    )
+    job = trial.run(code=143, ranks=2)
+    assert sorted(fault.kind for fault in trial.fired()) == ["disk-full", "slow", "term"]
+    assert checkpoints_in(trial.out)[0].name == "step-0000011"
+    assert "stopped after batch 11" in job.err
+
+
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(trial: Trial, undisturbed: Result) -> None:
     trial.plan({"rank": 1, "step": 9, "kind": "hang"}, {"rank": 1, "step": 18, "kind": "slow", "seconds": 2})
     with small_disk(trial.out, megabytes=8) as disk:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Result:
     losses: tuple[tuple[int, float], ...]
     valid_losses: tuple[tuple[int, float], ...]
     trained_tokens: int
+    directory: Path = field(compare=False)
 
 
 def result(directory: Path) -> Result:
@@ -63,6 +64,7 @@ def result(directory: Path) -> Result:
         tuple((report.step, report.loss) for report in told.train),
         tuple((report.step, report.loss) for report in told.valid),
         told.train[-1].trained_tokens,
+        directory,
     )
 
 

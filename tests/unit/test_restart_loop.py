@@ -198,7 +198,7 @@ def test_hangs_lengthen_the_deadlines(stage: Callable[..., Stage]) -> None:
     hang = replace(_KILLED, kind="hang", exit_code=7)
     job = stage(failed(hang, 7), failed(hang, 7), failed(hang, 9), failed(_ERROR, 12), _DONE)
     assert job.run(max_restarts=9) == 0
-    assert job.slacks == [1.0, 2.0, 4.0, 2.0, 1.0]
+    assert job.slacks == [1.0, 1.0, 4.0, 1.0, 1.0]
 
 
 def test_taken_ports_need_no_restarts(stage: Callable[..., Stage]) -> None:

@@ -127,14 +127,23 @@ def _may_be_of(run_id: str, found: Found) -> bool:
     return found.checkpoint is None or found.checkpoint.run_id == run_id
 
 
-def quick_step(run_dir: Path, run_id: str) -> int | None:
-    """The highest step of ``run_id`` by manifests and sizes alone: milliseconds, whatever the size.
+def quick_step(place: Path, run_id: str | None = None) -> int | None:
+    """The highest step of ``run_id``, or of any run, by manifests and sizes alone: milliseconds, whatever the size.
+
+    Args:
+        place: a run directory, or a single checkpoint.
 
     Raises:
         CheckpointError: a directory cannot be read.
     """
-    whole = (found.checkpoint for found in survey(run_dir, verify=False) if found.error is None)
-    return max((it.step for it in whole if it is not None and it.run_id == run_id), default=None)
+    seen = [_look(place, verify=False)] if _is_checkpoint(place) else survey(place, verify=False)
+    whole = (found.checkpoint for found in seen if found is not None and found.error is None)
+    return max((it.step for it in whole if it is not None and run_id in (None, it.run_id)), default=None)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is, or should be, a checkpoint itself and not a directory with some."""
+    return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
 
 
 def find(text: str, run_dir: Path) -> Checkpoint:
@@ -151,7 +160,7 @@ def find(text: str, run_dir: Path) -> Checkpoint:
         raise _not_a_directory(path)
     if not path.is_dir():
         raise _lost(path, "there is no such directory", _advice(run_dir))
-    if is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists():
+    if _is_checkpoint(path):
         return open_checkpoint(path)
     rejected: list[CheckpointError] = []
     if (found := latest(path, rejected=rejected)) is not None:

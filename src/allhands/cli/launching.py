@@ -32,6 +32,7 @@ class Job:
         num_ranks: with a hostfile the most ranks, ``None``: all its slots; without one ``None`` is one.
         min_ranks: go on with no fewer; ``None``: all.
         checkpoints: a run directory with the job's checkpoints, if it has any, the same on all computers.
+        resume: the run directory or checkpoint from which the job goes on until it has one of its own.
         memory_hint: what to do if a rank is killed for want of memory.
     """
 
@@ -49,6 +50,7 @@ class Job:
     finish_grace_s: float = 60.0
     weights: tuple[float, ...] | None = None
     checkpoints: Path | None = None
+    resume: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
 
@@ -194,22 +196,23 @@ def _fair_share(num_ranks: int) -> int | None:
 def _members(job: Job, run_id: str) -> Members:
     directory = job.checkpoints
     if job.hostfile is None:
-        return LocalMembers(job.size, None if directory is None else lambda: _newest_step(directory, run_id))
+        return LocalMembers(job.size, None if directory is None else lambda: _newest_step(job, run_id))
     if directory is None:
         return HostfileMembers(job.hostfile, job.num_ranks)
     from allhands.cluster.remote import newest_checkpoint
 
     return HostfileMembers(
-        job.hostfile, job.num_ranks, checkpoints=lambda hosts: newest_checkpoint(hosts, directory, run_id)
+        job.hostfile, job.num_ranks, checkpoints=lambda hosts: newest_checkpoint(hosts, directory, run_id, job.resume)
     )
 
 
-def _newest_step(directory: Path, run_id: str) -> int | None:
+def _newest_step(job: Job, run_id: str) -> int | None:
     from allhands.checkpoints import quick_step
     from allhands.errors import CheckpointError
 
     try:
-        return quick_step(directory, run_id)
+        own = quick_step(job.checkpoints, run_id) if job.checkpoints else None
+        return quick_step(job.resume.expanduser()) if own is None and job.resume else own
     except CheckpointError:
         return None  # for a message only: the ranks will say what is wrong
 

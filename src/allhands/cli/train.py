@@ -123,6 +123,7 @@ def job_of(config: TrainConfig) -> Job:
         stop_grace_s=config.stop_grace_s,
         weights=tuple(config.rank_weights) if config.rank_weights else None,
         checkpoints=directory,
+        resume=None if config.resume is None else directory if config.resume == "auto" else Path(config.resume),
         memory_hint=_SHORT_OF_MEMORY,
     )
 

@@ -64,7 +64,7 @@ class Agent:
         hello = self._hello
         os.environ.update(hello["forwarded"])
         enter_directory(hello["cwd"], hello["cwd_required"])
-        self._link.send("ready", ports=self._reserve(hello["address"]), step=newest_step(hello), **self_description())
+        self._link.send("ready", ports=self._reserve(hello["address"]), **newest_step(hello), **self_description())
 
     def start(self, peers: Sequence[str]) -> None:
         """Start the ranks of this computer; ``peers`` are the addresses of all ranks of the job.
@@ -222,13 +222,19 @@ def set_aside(log_dir: Path, rank: int) -> None:
         (log_dir / f"rank-{rank}.log").replace(log_dir / f"rank-{rank}.previous.log")
 
 
-def newest_step(hello: Mapping[str, Any]) -> int | None:
-    """Return the step of the newest checkpoint here of the run that is asked for."""
+def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``step`` of the newest checkpoint here of the run that is asked for, and that it is its ``own``.
+
+    Without one it is the step of what the run is to go on from, or ``None``.
+    """
     if hello["adapter_path"] is None:
-        return None
+        return {"step": None, "own": False}
     from allhands.checkpoints import quick_step
 
-    return quick_step(Path(hello["adapter_path"]), hello["run_id"])
+    if (step := quick_step(Path(hello["adapter_path"]).expanduser(), hello["run_id"])) is not None:
+        return {"step": step, "own": True}
+    source = hello["resume"]
+    return {"step": None if source is None else quick_step(Path(source).expanduser()), "own": False}
 
 
 def available_cores() -> int:

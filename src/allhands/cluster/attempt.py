@@ -121,7 +121,8 @@ class Attempt:
             self._began = time.monotonic()
             self._ranks = processes.start(self._spec, self._run_dir, reaper)
             try:
-                text = f"{self._spec.num_processes} processes, {self._spec.backend}"
+                number = self._spec.num_processes
+                text = f"{number} process{'es' * (number != 1)}, {self._spec.backend}"
                 self._events(SupervisorEvent("launched", text))
                 fault = self._wait(poll)
                 if self._living():
@@ -183,6 +184,8 @@ class Attempt:
 
     def _begin_stop(self, now: float, number: int) -> None:
         self._stop_signal, self._stop_began = number, now
+        # Who need not say that it has started may be at work already.
+        self._all_started = self._all_started or self._spec.start_deadline_s == float("inf")
         if self._all_started:
             self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
         else:

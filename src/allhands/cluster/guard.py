@@ -48,8 +48,12 @@ def pin_cores(local_rank: int, cores: int) -> None:
 def write_whole(path: Path, content: str) -> None:
     """Write a file that others see complete or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(content, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(content, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def receive_output(path: str) -> None:

@@ -150,11 +150,14 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     restarts = sum(past.outcome.fault is not None and not past.outcome.ports_taken for past in history[:-1])
     if restarts >= limits.max_restarts:
         return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
-    hangs = sum(past.outcome.fault is not None and past.outcome.fault.kind == "hang" for past, _ in stalled)
+    # The first hang at a place is believed; one that comes again may have been a step that takes long.
+    hangs = sum(
+        not gained and past.outcome.fault is not None and past.outcome.fault.kind == "hang" for past, gained in stalled
+    )
     fruitless = sum(not gained for _, gained in stalled)
     # Without those who are to blame there is nothing to wait for.
     pause = min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless and not exclude else 0.0
-    slack = min(2.0**hangs, MOST_SLACK)
+    slack = min(4.0**hangs, MOST_SLACK)
     return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
 
 
@@ -190,8 +193,8 @@ def _leave_out(stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: Limit
     if seat is None:
         return frozenset(), None
     blamed = [past for past, _ in takewhile(lambda one: _same_seat(one[0], last), stalled)]
-    # A failure that is exactly repeated may lie in a computer, or in the job: without the computer it will be seen.
-    repeated = last.apart and _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
+    # A failure that is exactly repeated may lie in a computer or GPU, or in the job: without it it will be seen.
+    repeated = _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
     if len(blamed) < _BLAMED_TIMES and not repeated:
         return frozenset(), None
     left = sum(other != seat for other in last.seats)

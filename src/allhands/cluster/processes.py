@@ -371,7 +371,9 @@ def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
 
 
 def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[str, str]:
-    """The variables by which MLX's ring or NCCL back-end finds its peers."""
+    """The variables by which MLX's ring or NCCL back-end finds its peers; one rank alone must not look for any."""
+    if spec.num_processes == 1:
+        return {}
     if spec.backend == "nccl":
         address, _, port = peers[0].rpartition(":")
         return {"MLX_WORLD_SIZE": str(spec.num_processes), "NCCL_HOST_IP": address, "NCCL_PORT": port}
@@ -382,11 +384,12 @@ def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[s
 
 def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, str]:
     env = {
-        "MLX_RANK": str(rank),
         "ALLHANDS_RANK": str(rank),
         "ALLHANDS_LOCAL_RANK": str(rank - share.first),
         "ALLHANDS_LOCAL_SIZE": str(share.count),
     }
+    if spec.num_processes > 1:
+        env["MLX_RANK"] = str(rank)
     if spec.backend == "nccl":
         visible = spec.env.get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES") or ""
         devices = visible.split(",") if visible else [str(n) for n in range(share.count)]

@@ -59,16 +59,29 @@ def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     return ranks
 
 
-def newest_checkpoint(hosts: Sequence[Host], adapter_path: str | Path, run_id: str) -> dict[str, int]:
+def newest_checkpoint(
+    hosts: Sequence[Host], adapter_path: str | Path, run_id: str | None, resume: str | Path | None = None
+) -> dict[str, int]:
     """Return the step of the newest checkpoint of the run on each host that has one, by the host's name.
 
     All are asked at the same time; one that does not answer within ten seconds is left out.
+
+    Args:
+        run_id: of the run; ``None``: any.
+        resume: a run directory or a checkpoint, from which the run goes on as long as no host has one of its own.
     """
     if not hosts:
         return {}
+    question = {
+        "adapter_path": _portable(Path(adapter_path)),
+        "run_id": run_id,
+        "resume": None if resume is None else _portable(Path(resume)),
+    }
     with ThreadPoolExecutor(len(hosts)) as pool:
-        steps = pool.map(partial(_ask_step, adapter_path=Path(adapter_path), run_id=run_id), hosts)
-        return {host.name: step for host, step in zip(hosts, steps, strict=True) if step is not None}
+        answers = list(pool.map(partial(_ask_step, question=question), hosts))
+    found = {host.name: answer for host, answer in zip(hosts, answers, strict=True) if answer}
+    own = any(answer["own"] for answer in found.values())
+    return {name: answer["step"] for name, answer in found.items() if answer["own"] == own}
 
 
 class RemoteRanks:
@@ -330,16 +343,19 @@ def _who(name: str, host: Host | None) -> Frame:
         "descriptors": [],
         "adapter_path": None,
         "run_id": None,
+        "resume": None,
     }
 
 
-def _ask_step(host: Host, adapter_path: Path, run_id: str) -> int | None:
-    question = {"first": 1, "count": 0, "backend": "ring", "address": "127.0.0.1"}
-    hello = {**_who(host.name, host), **question, "adapter_path": _portable(adapter_path), "run_id": run_id}
+def _ask_step(host: Host, question: Frame) -> Frame | None:
+    """The host's answer, if it has a checkpoint."""
+    no_ranks = {"first": 1, "count": 0, "backend": "ring", "address": "127.0.0.1"}
+    hello = {**_who(host.name, host), **no_ranks, **question}
     connection: Connection | None = None
     try:
         connection = Connection(host, host.name, hello, None, lambda frame: None)
-        return connection.wait_until_ready(time.monotonic() + _QUERY_S)["step"]
+        answer = connection.wait_until_ready(time.monotonic() + _QUERY_S)
+        return None if answer["step"] is None else answer
     except AllhandsError as error:
         _log.info("%s", error)
         return None

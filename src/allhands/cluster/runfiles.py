@@ -41,7 +41,9 @@ class RunFiles:
 
     def error(self, rank: int) -> dict[str, Any] | None:
         """Return the content of the rank's error file; ``None`` if there is none that can be read."""
-        return _read_object(self.log_dir / f"error-rank-{rank}.json")
+        name = f"error-rank-{rank}.json"
+        # A rank whose disk is full cannot write beside its log.
+        return _read_object(self.log_dir / name) or _read_object(self.run_dir / name)
 
     def log_path(self, rank: int) -> Path:
         """Return the file with the rank's output."""

@@ -304,7 +304,8 @@ class _Job:
 
     def _tell_restart(self, restart: Restart, roster: Roster) -> None:
         start = "from the last checkpoint, if there is one" if roster.step is None else f"from step {roster.step}"
-        texts = [f"starting again with {len(roster.seats)} ranks {start} ({restart.reason})"]
+        count = f"{len(roster.seats)} rank{'s' * (len(roster.seats) != 1)}"
+        texts = [f"starting again with {count} {start} ({restart.reason})"]
         texts += [roster.note] if roster.note else []
         text, num_ranks = "; ".join(texts), len(roster.seats)
         self._tell(SupervisorEvent("restarting", text, step=roster.step, pause_s=restart.pause_s, num_ranks=num_ranks))

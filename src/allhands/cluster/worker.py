@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
@@ -218,7 +219,10 @@ class WorkerContext:
         """Into this rank's log; rank 0, whose output is the terminal, also tells how an interrupted run ended."""
         assert self._log_dir is not None
         rank = self.launch.rank
-        with open(self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener) as log:
+        with (
+            suppress(OSError),  # a full disk: the error file says it
+            open(self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener) as log,
+        ):
             print(as_message(error), file=log)
         if rank == 0 and isinstance(error, Interrupted):
             print(as_message(error), file=sys.stderr)
@@ -264,8 +268,13 @@ class WorkerContext:
             "time": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
         }
-        path = self._log_dir / f"error-rank-{self.launch.rank}.json"
-        write_whole(path, json.dumps(content, indent=1))
+        name, text = f"error-rank-{self.launch.rank}.json", json.dumps(content, indent=1)
+        try:
+            write_whole(self._log_dir / name, text)
+        except OSError:  # the disk is full, which may be the error itself
+            if self._run_dir is None:
+                raise
+            write_whole(self._run_dir / name, text)
 
 
 def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
@@ -321,7 +330,7 @@ def as_allhands_error(error: BaseException) -> BaseException:
     MLX raises plain RuntimeErrors; "[ring] connection to a peer was lost" is the one that says that another
     rank ended first.
     """
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
         return storage_error(Path(error.filename or "a file"), error)
     if not isinstance(error, RuntimeError):
         return error

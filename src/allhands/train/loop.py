@@ -17,7 +17,7 @@ from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import barrier
-from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup
+from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.metrics import RunEnded, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
@@ -83,7 +83,7 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
     except (Interrupted, NumericsError) as error:
         # Raised on every rank alike, so that saving together is possible.
         told = _keep_and_tell(parts, state, error)
-        parts.sink.emit(_ended(state, started, "interrupted" if isinstance(error, Interrupted) else "failed"))
+        parts.sink.emit(_ended(state, started, "interrupted" if isinstance(told, Interrupted) else "failed"))
         raise told from None
     except Regroup:
         raise
@@ -129,7 +129,15 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
     if isinstance(error, Interrupted):
         if state.iteration == 0:
             return Interrupted("stopped before the first update; nothing was trained")
-        path = _save_now(parts, state, "last")
+        try:
+            path = _save_now(parts, state, "last")
+        except StorageError as failure:
+            return StorageError(
+                f"{failure.message}; the run was stopped after {place}, which is not saved",
+                where=failure.where,
+                hint=f"{failure.hint}; to go on from the last checkpoint, if there is one: the same command with "
+                "--resume",
+            )
         again = "--resume" if parts.config.keep_last else f"--resume-adapter-file {path}"
         return Interrupted(
             f"stopped after {place}; the weights are saved in {path}",
@@ -141,12 +149,15 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
             hint="the model's own weights or their precision are at fault: fetch the model again, "
             "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
         )
-    path = _save_now(parts, state, "suspect")
+    try:
+        kept = f"the last weights are kept in {_save_now(parts, state, 'suspect')}"
+    except StorageError as failure:
+        kept = f"the last weights could not be kept ({failure.where}: {failure.message})"
     return NumericsError(
         f"{error.message} after {place}",
         hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
-        f"--warmup-steps; --non-finite skip leaves such updates out; the last weights are "
-        f"kept in {path}, adapters.safetensors is as it was before",
+        f"--warmup-steps; --non-finite skip leaves such updates out; {kept}, "
+        "adapters.safetensors is as it was before",
     )
 
 
@@ -288,7 +299,7 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
         for callback in _on_main(parts):
             callback.on_save(report.step, Path(report.path))
     failures = [outcome for outcome in outcomes if not isinstance(outcome, SavedReport)]
-    if failures and wait:
+    if wait and failures and outcomes[-1] is failures[-1]:
         raise failures[-1]
     for failure in failures:
         text = f"no checkpoint was written ({failure.where}: {failure.message}); training goes on"

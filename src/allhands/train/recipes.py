@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -246,6 +247,7 @@ class _Run:
             # In full each is a whole model, which the checkpoint holds already.
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
             adapter_config=adapter_config(config, self.ready.trainable.num_layers, str(self.ready.loaded.path)),
+            constants=cache(self._constants),
         )
         saver = Saver(plan, lambda: snapshot(self.ready.loaded.model, optimizer), self._described)
         try:
@@ -254,21 +256,27 @@ class _Run:
             saver.close()
 
     def _described(self, state: LoopState) -> dict[str, Any]:
-        """All that a checkpoint says besides its arrays."""
+        """Where the run stands, as JSON values."""
         windows, metrics = self.ready.data.train, self.directory / METRICS_FILE
         assert windows is not None
         return {
             **state.to_json(),
             "epoch": state.iteration * self.config.batch_size / len(windows),
-            "random": "order and dropout are functions of seed, batch and example",
             "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0,
+        }
+
+    def _constants(self) -> dict[str, Any]:
+        """What every checkpoint of this start says besides."""
+        ready = self.ready
+        return {
+            "random": "order and dropout are functions of seed, batch and example",
             "config": self.config.model_dump(mode="json"),
             "config_fingerprint": self.config.fingerprint(),
             "versions": versions(),
-            "model": {"path": str(self.ready.loaded.path), "fingerprint": self.ready.loaded.fingerprint},
-            "data": self.ready.data.fingerprints(),
+            "model": {"path": str(ready.loaded.path), "fingerprint": ready.loaded.fingerprint},
+            "data": ready.data.fingerprints(),
             "world_size": self.mesh.size,
-            "backend": self.ready.communicator.backend,
+            "backend": ready.communicator.backend,
             "attempt": self.surroundings.attempt,
         }
 
@@ -334,6 +342,7 @@ class _Run:
                 make_directory(self.surroundings.log_file.parent, private=True)
                 file = self.surroundings.log_file
                 log = stack.enter_context(open(file, "a", encoding="utf-8", opener=private_opener))
+                stack.callback(_close_log, log)
                 print(*notes, sep="\n", end="\n" if notes else "", file=log)
                 sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False))
             if self.ready.keeps_files:
@@ -353,6 +362,12 @@ class _Run:
         if self.surroundings.console is not None:
             for line in lines:
                 self.surroundings.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _close_log(log: TextIO) -> None:
+    """Closing writes what is left, which a full disk refuses: that must not end the run, or hide why it ends."""
+    with suppress(OSError):
+        log.close()
 
 
 def _batches(epochs: float, batches_per_epoch: int) -> int:

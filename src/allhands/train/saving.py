@@ -33,6 +33,7 @@ class SavePlan:
         keep_every: also keep those of every so many batches.
         numbered: whether adapters are also written under their batch's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
+        constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
     """
 
     directory: Path
@@ -42,6 +43,7 @@ class SavePlan:
     keep_every: int | None
     numbered: bool
     adapter_config: dict[str, Any]
+    constants: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Saver:
             target,
             step=request.iteration,
             run_id=self._plan.run_id,
-            state=request.state,
+            state={**request.state, **self._plan.constants()},
             tensors=request.tensors,
             texts=texts,
         )

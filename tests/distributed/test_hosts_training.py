@@ -1,0 +1,237 @@
+"""``allhands train --hostfile`` on computers that share nothing but a network: no file of one is seen by another.
+
+The computers are network namespaces on this one, each with an sshd and with model, data and results of its own. Sums
+over ranks are taken in another order than on one process, so losses and weights are compared to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from faulty import Bench, Trial, digest, files_left, share_compiled
+from hostile import Job, until
+from namespaces import Cluster, namespaces
+from runs import Run, distance, read_run
+
+from allhands.checkpoints import checkpoints_in
+from allhands.metrics import read_metrics
+
+ITERS = 16
+
+
+class Hosts:
+    """Three computers, each with the model and the data, and what one run leaves on each."""
+
+    def __init__(self, cluster: Cluster, bench: Bench) -> None:
+        self.cluster = cluster
+        self.shown = cluster.directory / "own"  # every computer sees its own files here
+        for name in cluster.names:
+            shutil.copytree(bench.model, self.files(name) / "model")
+            shutil.copytree(bench.data, self.files(name) / "data")
+
+    def files(self, name: str) -> Path:
+        """Where this process sees what that computer has at ``shown``."""
+        return self.cluster.directory / f"files-{name}-0"
+
+    def out(self, name: str, trial: Trial) -> Path:
+        """The adapter directory of a run on that computer."""
+        return self.files(name) / trial.token
+
+    def start(self, trial: Trial, hostfile: Path, *more: str | Path) -> Job:
+        """Start the run on the computers of the hostfile, or start it again."""
+        trial.out = self.shown / trial.token
+        paths = ["--model", self.shown / "model", "--data", self.shown / "data", "--adapter-path", trial.out]
+        return trial.start(*paths, "--hostfile", hostfile, *more, ranks=1, iters=ITERS)
+
+    def power_off(self, name: str) -> None:
+        """Nothing runs there any more, and nobody is told."""
+        self.cluster.cut(name)
+        sshd = self.cluster.nodes[name].sshd
+        assert sshd is not None
+        killed = [*self.cluster.processes(name), *psutil.Process(sshd.pid).children(recursive=True)]
+        assert any("allhands.cluster.agent" in process.cmdline() for process in self.cluster.processes(name))
+        for process in killed:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def ports(self, name: str) -> list[int]:
+        """TCP ports on which somebody listens there, but for ssh's."""
+        lines = self.cluster.run(name, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
+        listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+        return [port for word in listening if (port := int(word.rpartition(":")[2], 16)) != 22]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("hosts"))
+
+
+@pytest.fixture(scope="module")
+def hosts(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    directory = tmp_path_factory.mktemp("cluster")
+    with namespaces(3, directory, [directory / "own"]) as cluster:
+        for node in cluster.nodes.values():
+            share_compiled(node.temporary)
+        yield Hosts(cluster, bench)
+
+
+@pytest.fixture(scope="module")
+def alone(bench: Bench) -> Run:
+    """One process, without a launcher or a network."""
+    with bench.trial("alone") as trial:
+        trial.run(ranks=1, iters=ITERS)
+        return read_run(trial.out)
+
+
+@pytest.fixture
+def trial(bench: Bench, hosts: Hosts, request: pytest.FixtureRequest) -> Iterator[Trial]:
+    with bench.trial(request.node.name[:30]) as trial:
+        yield trial
+        for name in hosts.cluster.names:
+            hosts.cluster.heal(name)
+    for name, node in hosts.cluster.nodes.items():
+        hosts.cluster.wait_for_none(name, 5.0)
+        assert files_left(node.temporary) == []
+        assert hosts.ports(name) == []
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """The curve that a person sees, by step."""
+    return {report.step: report.loss for report in read_metrics(directory).train}
+
+
+def assert_same_curve(directory: Path, expected: Run) -> None:
+    """Every step is there once, with the loss of the undisturbed run."""
+    found = losses(directory)
+    assert list(found) == list(range(1, ITERS + 1))
+    np.testing.assert_allclose(list(found.values()), expected.losses, rtol=2e-5)
+
+
+def assert_same_weights(directory: Path, expected: Run) -> None:
+    moved = max(abs(array).max().item() for array in expected.weights.values())
+    assert distance(read_run(directory).weights, expected.weights) < 1e-3 * moved
+
+
+def steps_kept(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints_in(directory))
+
+
+def starts(directory: Path) -> list[tuple[int, int]]:
+    """Ranks and first step of every start that is told of there."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(line["num_ranks"], line["step"]) for line in lines if line["event"] == "started"]
+
+
+def slow(rank: int, step: int, attempt: int, seconds: float = 2.0) -> dict[str, Any]:
+    """Steps of the tiny model take milliseconds: time for something to happen."""
+    return {"rank": rank, "step": step, "kind": "slow", "seconds": seconds, "attempt": attempt}
+
+
+def test_three_computers_compute_what_one_does(trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path) -> None:
+    hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json")
+    job = hosts.start(trial, hostfile, "--checkpoint-copies", "2")
+    assert job.finish(90) == 0, (job.out, job.err)
+    assert f"step {ITERS}/{ITERS}" in job.out
+    first, second, third = (hosts.out(name, trial) for name in hosts.cluster.names)
+    for out in (first, second):
+        assert_same_curve(out, alone)
+        assert_same_weights(out, alone)
+        np.testing.assert_allclose(read_run(out).valid_losses, alone.valid_losses, rtol=2e-5)
+        assert steps_kept(out) == [15, 16]
+    assert losses(first) == losses(second)
+    arrays = sorted(path.relative_to(first) for path in first.rglob("*.safetensors"))
+    assert len(arrays) >= 2 * len(("step 15", "step 16", "best"))
+    assert arrays == sorted(path.relative_to(second) for path in second.rglob("*.safetensors"))
+    assert [digest(first / path) for path in arrays] == [digest(second / path) for path in arrays]
+    assert {path.name for path in third.iterdir()} == {"logs"}
+    # Here there are no files but of the supervisor.
+    assert {path.name for path in trial.out.iterdir()} == {"logs", "events.jsonl"}
+
+
+def test_it_goes_on_where_the_checkpoint_is_and_takes_in_a_computer(
+    trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
+) -> None:
+    only = ["--checkpoint-copies", "1", "--resume", "auto"]
+    hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node1", "node0"])
+    trial.plan(slow(0, 7, 1))
+    job = hosts.start(trial, hostfile, *only)
+    trial.wait_for_fired()
+    job.signal(signal.SIGINT)
+    assert job.finish(60) == 130, (job.out, job.err)
+    assert "--resume" in job.out + job.err
+    (stopped,) = (step for step in steps_kept(hosts.out("node1", trial)) if step % 5)
+    assert stopped < ITERS - 5
+    assert not (hosts.out("node0", trial) / "checkpoints").exists()
+
+    # Another computer comes first now, which has nothing to go on from.
+    hosts.cluster.hostfile(hostfile, names=["node0", "node1"])
+    trial.schedule = tmp_path / "second.json"
+    trial.plan(slow(0, stopped + 1, 1, 4.0))
+    job = hosts.start(trial, hostfile, *only)
+    trial.wait_for_fired()
+    hosts.cluster.hostfile(hostfile)
+    assert job.finish(90) == 0, (job.out, job.err)
+    (joined,) = trial.events("regrouping")
+    assert "node2 can take part now" in joined["message"]
+    out = hosts.out("node1", trial)
+    (first, again, together) = starts(out)
+    assert (first, again) == ((2, 0), (2, stopped))
+    assert together in ((3, 10), (3, 15))
+    assert not (hosts.out("node0", trial) / "checkpoints").exists()
+    assert_same_curve(out, alone)
+    assert_same_weights(out, alone)
+
+
+@pytest.mark.slow
+def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
+    trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
+) -> None:
+    hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json")
+    trial.plan(slow(1, 8, 1))
+    job = hosts.start(trial, hostfile, "--min-ranks", "2")
+    trial.wait_for_fired()
+    hosts.power_off("node0")
+    until(lambda: bool(trial.events("restarting")), 40.0, "nothing has happened")
+    hosts.cluster.heal("node0")
+    assert job.finish(120) == 0, (job.out, job.err)
+
+    (fault,) = trial.events("fault")
+    assert fault["host"] == "node0"
+    assert [(event["num_ranks"], event["step"]) for event in trial.events("restarting")] == [(2, 5), (3, 10)]
+    (back,) = trial.events("regrouping")
+    assert "node0 can take part again" in back["message"]
+    assert starts(hosts.out("node1", trial)) == [(3, 0), (2, 5), (3, 10)]
+    assert_same_curve(hosts.out("node1", trial), alone)
+    assert_same_weights(hosts.out("node1", trial), alone)
+
+
+def test_one_rank_is_left_and_then_its_supervisor_is_killed(
+    trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
+) -> None:
+    hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
+    trial.plan(slow(0, 8, 1), slow(0, 12, 2, 30.0))
+    job = hosts.start(trial, hostfile, "--min-ranks", "1")
+    trial.wait_for_fired()
+    hosts.power_off("node1")
+    trial.wait_for_fired(2)
+    assert starts(hosts.out("node0", trial)) == [(2, 0), (1, 5)]
+    (rank,) = [p for p in hosts.cluster.processes("node0") if "train" in p.cmdline()]
+    # With these MLX would look for peers that nobody has started.
+    assert not {"MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "NCCL_HOST_IP"} & rank.environ().keys()
+    found, expected = losses(hosts.out("node0", trial)), alone.losses[:12]
+    assert list(found) == list(range(1, 13))
+    np.testing.assert_allclose(list(found.values()), expected, rtol=2e-5)
+    os.kill(job.process.pid, signal.SIGKILL)
+    hosts.cluster.wait_for_none("node0", 10.0)
+    job.finish()
+    until(lambda: not files_left(trial.temporary), 5.0, "a temporary directory is left")
