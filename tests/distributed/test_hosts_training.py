@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,22 @@ from faulty import Bench, Trial, digest, files_left, share_compiled
 from hostile import Job, until
 from namespaces import Cluster, namespaces
 from runs import Run, distance, read_run
+from twins import Table, ThreadCommunicator
 
-from allhands.checkpoints import checkpoints_in
-from allhands.metrics import read_metrics
+from allhands.checkpoints import (
+    BEST,
+    Tensor,
+    checkpoint_path,
+    checkpoints_in,
+    open_checkpoint,
+    quick_step,
+    write_checkpoint,
+)
+from allhands.cluster.agent import newest_step
+from allhands.cluster.hosts import Host
+from allhands.cluster.remote import newest_checkpoint
+from allhands.metrics import METRICS_FILE, read_metrics
+from allhands.train.restore import Restored, share_history
 
 ITERS = 16
 
@@ -63,6 +77,11 @@ class Hosts:
         for process in killed:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        until(lambda: not self.cluster.processes(name), 5.0, f"{name} is still at work")
+        # A computer that starts again finds these empty.
+        temporary = self.cluster.nodes[name].temporary
+        for file in files_left(temporary):
+            shutil.rmtree(temporary / file)
 
     def ports(self, name: str) -> list[int]:
         """TCP ports on which somebody listens there, but for ssh's."""
@@ -137,6 +156,7 @@ def slow(rank: int, step: int, attempt: int, seconds: float = 2.0) -> dict[str, 
     return {"rank": rank, "step": step, "kind": "slow", "seconds": seconds, "attempt": attempt}
 
 
+@pytest.mark.slow
 def test_three_computers_compute_what_one_does(trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path) -> None:
     hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json")
     job = hosts.start(trial, hostfile, "--checkpoint-copies", "2")
@@ -158,6 +178,7 @@ def test_three_computers_compute_what_one_does(trial: Trial, hosts: Hosts, alone
     assert {path.name for path in trial.out.iterdir()} == {"logs", "events.jsonl"}
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_the_checkpoint_is_and_takes_in_a_computer(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
@@ -210,11 +231,18 @@ def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
     assert [(event["num_ranks"], event["step"]) for event in trial.events("restarting")] == [(2, 5), (3, 10)]
     (back,) = trial.events("regrouping")
     assert "node0 can take part again" in back["message"]
-    assert starts(hosts.out("node1", trial)) == [(3, 0), (2, 5), (3, 10)]
-    assert_same_curve(hosts.out("node1", trial), alone)
-    assert_same_weights(hosts.out("node1", trial), alone)
+    # It keeps a copy again, and has been told what happened without it.
+    for out in (hosts.out("node1", trial), hosts.out("node0", trial)):
+        assert starts(out) == [(3, 0), (2, 5), (3, 10)]
+        assert_same_curve(out, alone)
+        assert_same_weights(out, alone)
+        assert steps_kept(out) == [15, 16]
+        np.testing.assert_allclose(read_run(out).valid_losses[-1], alone.valid_losses[-1], rtol=2e-5)
+    best = [hosts.out(name, trial) / "best" / "adapters.safetensors" for name in ("node0", "node1")]
+    assert digest(best[0]) == digest(best[1])
 
 
+@pytest.mark.slow
 def test_one_rank_is_left_and_then_its_supervisor_is_killed(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:
@@ -235,3 +263,53 @@ def test_one_rank_is_left_and_then_its_supervisor_is_killed(
     hosts.cluster.wait_for_none("node0", 10.0)
     job.finish()
     until(lambda: not files_left(trial.temporary), 5.0, "a temporary directory is left")
+
+
+# --- without namespaces -------------------------------------------------------------------------------
+
+
+def test_a_newcomer_keeps_what_it_has_of_another_run_aside(tmp_path: Path) -> None:
+    """Three ranks with directories of their own: the second kept the run's files from the start, the third did not."""
+
+    def made(rank: int, step: int, run_id: str, curve: str) -> Path:
+        directory = tmp_path / str(rank)
+        for path in (checkpoint_path(directory, step), directory / BEST):
+            tensors = {"adapters.safetensors": [Tensor("a", "U8", (3,), run_id.encode())]}
+            write_checkpoint(path, step=step, run_id=run_id, state={"iteration": step}, tensors=tensors)
+        (directory / METRICS_FILE).write_text(curve)
+        return directory
+
+    runs = [made(0, 5, "one", "of rank 0"), made(1, 5, "one", "of rank 1"), made(2, 9, "two", "of another")]
+    restored = Restored({"iteration": 5}, {}, {}, str(checkpoint_path(runs[0], 5)), "one")
+    table = Table(3)
+
+    def share(rank: int) -> None:
+        share_history(ThreadCommunicator(rank, 3, table), runs[rank], restored, "next", newcomer=rank > 0)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(share, range(3)))
+    assert [(run / METRICS_FILE).read_text() for run in runs] == ["of rank 0", "of rank 1", "of rank 0"]
+    assert open_checkpoint(runs[2] / BEST).digest == open_checkpoint(runs[0] / BEST).digest
+    assert quick_step(runs[2]) == 5, "the other run's checkpoints would be taken for this one's"
+    assert (runs[2] / "metrics.1.jsonl").read_text() == "of another"
+    assert quick_step(runs[2] / "checkpoints.1", "two") == 9
+
+
+def test_what_is_gone_on_from_counts_until_the_run_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    run, old = tmp_path / "run", tmp_path / "old"
+    for directory, step, run_id in ((old, 40, "old"), (run, 30, "earlier")):
+        write_checkpoint(checkpoint_path(directory, step), step, run_id, {"iteration": step}, {})
+
+    def told(resume: Path | None) -> tuple[int | None, bool]:
+        answer = newest_step({"adapter_path": str(run), "run_id": "this", "resume": resume and str(resume)})
+        return answer["step"], answer["own"]
+
+    assert told(None) == (None, False)
+    assert [told(path) for path in (run, old, checkpoint_path(old, 40))] == [(30, False), (40, False), (40, False)]
+    assert told(checkpoint_path(old, 50)) == (None, False)
+    here = Host("here")
+    assert newest_checkpoint([here], run, "this", old) == {"here": 40}
+    write_checkpoint(checkpoint_path(run, 5), 5, "this", {"iteration": 5}, {})
+    assert told(old) == (5, True)
+    assert newest_checkpoint([here], run, "this", old) == {"here": 5}
+    assert newest_checkpoint([here], run, None) == {"here": 30}

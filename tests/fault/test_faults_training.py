@@ -19,9 +19,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from faulty import fill
 from hostile import Job, history, run, until
 from tiny import write_chat_data
 
+from allhands.checkpoints import checkpoints_in, latest
 from allhands.cluster.mpi import find_mpi
 
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="there is no Open MPI")
@@ -103,10 +105,16 @@ def test_a_stopped_run_keeps_what_it_trained(runs: Runs, tmp_path: Path, more: l
     assert told.ended.reason == "interrupted"
     step = told.ended.step
     assert job.err.count(f"stopped after batch {step} of {FOR_EVER}") == 1
-    assert f"--resume-adapter-file {out / 'adapters.safetensors'}" in job.err
+    assert f"the weights are saved in {out / 'adapters.safetensors'}" in job.err
+    assert "to go on exactly from there: the same command with --resume\n" in job.err
     assert "error" not in job.err
+    assert "starting again" not in job.out + job.err
     assert (out / "loss.png").stat().st_size > 1000
     assert same(out / "adapters.safetensors", out / f"{step:07d}_adapters.safetensors")
+    newest = latest(out)
+    assert newest is not None
+    assert newest.step == step
+    assert same(out / "adapters.safetensors", newest.path / "adapters.safetensors")
     if number == signal.SIGINT and not more:
         # The same weights as of a run that was meant to be so long.
         run(*runs.arguments(iters=step, out=tmp_path / "short"))
@@ -181,18 +189,43 @@ def _mpirun(ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_rank_ends_the_run_and_the_last_save_stays(runs: Runs, tmp_path: Path, backend: str) -> None:
-    job, out = runs.start("-n", "2", "--backend", backend, "--save-every", "4"), tmp_path / "out"
+    more = ["-n", "2", "--backend", backend, "--save-every", "4", "--max-restarts", "0"]
+    job, out = runs.start(*more), tmp_path / "out"
     job.wait_for("saved", out, count=2)
     job.rank(1).send_signal(signal.SIGKILL)
-    message = job.fails(137, "rank 1 was killed by SIGKILL", "out of memory")
+    message = job.fails(137, "rank 1 was killed by SIGKILL", "if memory was short", "--resume")
     assert str(out / "logs/rank-1.log") in message
     assert "press Ctrl-C" not in job.out
+    assert "starting again" not in job.out + job.err
     last = max(out.glob("*_adapters.safetensors"))
     latest = int(last.name[:7])
     # The kill may have fallen between the two files of a save.
     assert any(same(out / "adapters.safetensors", out / f"{n:07d}_adapters.safetensors") for n in (latest, latest - 4))
     assert json.loads((out / "adapter_config.json").read_text())["num_layers"] == 3
     assert {report.step for report in history(out).saved} >= {4, 8}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_ranks_go_on_by_themselves(runs: Runs, tmp_path: Path, backend: str) -> None:
+    job, out = runs.start("-n", "2", "--backend", backend, "--save-every", "4"), tmp_path / "out"
+    job.wait_for("saved", out, count=2)
+    job.rank(1).send_signal(signal.SIGKILL)
+    job.wait_for("started", out, count=2)
+    job.wait_for("saved", out, count=len(history(out).saved) + 1)
+    job.signal(signal.SIGINT)
+    assert job.finish() == 130, job.err
+    text = job.out + job.err
+    assert text.count("allhands: rank 1 was killed by SIGKILL") == 1
+    assert text.count("starting again with 2 ranks") == 1
+    assert "allhands: error: " not in text
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    begun = [record["step"] for record in records if record["event"] == "started"]
+    assert begun[0] == 0
+    assert begun[1] >= 4
+    assert begun[1] % 4 == 0
+    told = history(out)
+    assert told.ended is not None
+    assert same(out / "adapters.safetensors", out / f"{told.ended.step:07d}_adapters.safetensors")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -210,7 +243,7 @@ def test_a_killed_launcher_leaves_no_process(runs: Runs, tmp_path: Path, backend
     [
         ("kill", "ring", 137, ["rank 1 was killed by SIGKILL"]),
         ("elsewhere", "ring", 3, ["data: the data folder does not exist", "rank-1.log"]),
-        pytest.param("hang", "mpi", 7, ["rank 1 did not finish starting within 4 s", "rank-1.log"], marks=_needs_mpi),
+        pytest.param("hang", "mpi", 7, ["rank 1 did not finish starting within 10 s", "rank-1.log"], marks=_needs_mpi),
     ],
 )
 def test_a_rank_that_cannot_start(
@@ -220,8 +253,27 @@ def test_a_rank_that_cannot_start(
     (tmp_path / "site/sitecustomize.py").write_text(_SITE)
     shutil.copytree(runs.data, tmp_path / "data")
     env = {"PYTHONPATH": str(tmp_path / "site"), "TEST_FAULT": fault}
-    more = ["-n", "2", "--backend", backend, "--data", "data", "--start-timeout-s", "4" if fault == "hang" else "60"]
-    runs.start(*more, env=env, cwd=tmp_path).fails(code, *words)
+    more = ["-n", "2", "--backend", backend, "--data", "data", "--start-timeout-s", "10" if fault == "hang" else "60"]
+    # Wrong input is no reason to start again.
+    more += [] if fault == "elsewhere" else ["--max-restarts", "0"]
+    job = runs.start(*more, env=env, cwd=tmp_path)
+    job.fails(code, *words)
+    assert "starting again" not in job.out + job.err
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_rank_that_can_never_start_is_not_tried_for_ever(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(_SITE)
+    env = {"PYTHONPATH": str(tmp_path / "site"), "TEST_FAULT": "kill"}
+    job = runs.start("-n", "2", "--backend", "ring", "--max-restarts", "100", env=env)
+    assert job.finish() == 137
+    text = job.out + job.err
+    assert text.count("starting again with 2 ranks") == 2
+    assert text.count("allhands: error: rank 1 was killed by SIGKILL") == 1
+    assert "not started again: a process was killed before the first step, 3 times in a row" in text
+    logs = {path.name for path in (tmp_path / "out/logs").glob("rank-1*")}
+    assert logs == {"rank-1.attempt-1.log", "rank-1.attempt-2.log", "rank-1.log"}
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
@@ -247,20 +299,32 @@ def test_a_taken_port_is_said(runs: Runs, tmp_path: Path) -> None:
 # --- starved and poisoned -------------------------------------------------------------------------------
 
 
-def test_a_save_that_fails_leaves_the_one_before(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("iters", [4, 6])
+def test_a_save_that_fails_leaves_the_one_before(runs: Runs, tmp_path: Path, iters: int) -> None:
+    """The last one is an error; after any other the run goes on."""
     out = tmp_path / "out"
-    (out / "0000004_adapters.safetensors").mkdir(parents=True)
-    runs.start("--save-every", "2").fails(5, "0000004_adapters.safetensors", "cannot be written")
-    assert same(out / "adapters.safetensors", out / "0000002_adapters.safetensors")
-    told = history(out)
-    assert told.ended is not None
-    assert (told.ended.reason, told.ended.step) == ("failed", 4)
+    blocked = out / "0000004_adapters.safetensors"
+    blocked.mkdir(parents=True)
+    job = runs.start("--save-every", "2", iters=iters)
+    told = f"no checkpoint was written ({blocked}: cannot be written"
+    if iters == 4:
+        job.fails(5, "0000004_adapters.safetensors", "cannot be written")
+        assert told not in job.out
+    else:
+        assert job.finish() == 0, job.err
+        assert job.out.count(told) == 1
+    run_of = history(out)
+    saved = [report.step for report in run_of.saved if Path(report.path).parent == out]
+    assert saved == [2, 6][: iters // 2 - 1]
+    assert run_of.ended is not None
+    assert (run_of.ended.reason, run_of.ended.step) == ("failed" if iters == 4 else "finished", iters)
+    assert same(out / "adapters.safetensors", out / f"{saved[-1]:07d}_adapters.safetensors")
     assert list(out.glob(".draft-*")) == []
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 400 KiB: room for five adapters."""
+    """A file system of 400 KiB: room for one checkpoint and its adapters."""
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
@@ -270,22 +334,51 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_ends_two_ranks_with_one_message(runs: Runs, small_disk: Path) -> None:
+def test_a_disk_that_stays_full_is_an_error_at_the_end(runs: Runs, small_disk: Path) -> None:
     out = small_disk / "out"
-    runs.start("-n", "2", "--save-every", "2", out=out).fails(
-        5, "adapters.safetensors", "No space left", "disk is full"
-    )
-    numbered = sorted(out.glob("*_adapters.safetensors"))
-    assert len(numbered) >= 3
-    assert any(same(out / "adapters.safetensors", file) for file in numbered)
-    assert [report.step for report in history(out).saved][:2] == [2, 4]
+    job = runs.start("-n", "2", "--save-every", "2", iters=8, out=out)
+    job.fails(5, "checkpoints/step-0000008", "No space left", "disk is full")
+    text = job.out + job.err
+    for step in (4, 6):
+        assert text.count(f"no checkpoint was written ({out}/checkpoints/step-{step:07d}: cannot be written: No") == 1
+    assert "not started again: the storage would be the same after a restart" in text
+    assert "starting again" not in text
+    assert [path.name for path in checkpoints_in(out)] == ["step-0000002"]
+    assert same(out / "adapters.safetensors", out / "0000002_adapters.safetensors")
+    assert [report.step for report in history(out).saved] == [2]
+    # Once there is room, the run goes on from what was saved.
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    run(*runs.arguments("--resume", iters=3, out=out))
+    assert [report.step for report in history(out).train] == [2, 3]
+    newest = latest(out)
+    assert newest is not None
+    assert newest.step == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stopped_while_not_a_byte_can_be_written(runs: Runs, small_disk: Path, backend: str) -> None:
+    """Neither the logs nor the file that says why a rank has ended have room beside the adapter."""
+    out = small_disk / "out"
+    job = runs.start("-n", "2", "--backend", backend, "--save-every", "2", out=out)
+    job.wait_for("saved", out)
+    job.wait_for("warned", out)
+    fill(small_disk)
+    time.sleep(0.3)
+    job.signal(signal.SIGINT)
+    message = job.fails(5, str(out / "checkpoints"), "No space left", "the run was stopped after batch", "not saved")
+    assert "the same command with --resume" in message
+    assert [path.name for path in checkpoints_in(out)] == ["step-0000002"]
+    assert list((out / "logs").glob("**/.*")) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ulimit is a shell's")
 def test_a_file_above_the_limit_of_the_shell(runs: Runs, tmp_path: Path) -> None:
     prefix = ["/bin/bash", "-c", 'ulimit -f 40; exec "$0" "$@"']
-    runs.start("--save-every", "2", prefix=prefix).fails(5, "0000002_adapters.safetensors", "cannot be written")
-    assert history(tmp_path / "out").train
+    job = runs.start("--save-every", "2", iters=4, prefix=prefix)
+    job.fails(5, "checkpoints/step-0000004", "cannot be written: File too large", "ulimit -f")
+    assert job.out.count("checkpoints/step-0000002: cannot be written: File too large); training goes on") == 1
+    assert checkpoints_in(tmp_path / "out") == []
+    assert [report.step for report in history(tmp_path / "out").train] == [2, 4]
 
 
 def test_diverging_runs_spare_the_good_adapter(runs: Runs, tmp_path: Path) -> None:
@@ -300,6 +393,14 @@ def test_diverging_runs_spare_the_good_adapter(runs: Runs, tmp_path: Path) -> No
     told = history(out)
     assert told.ended is not None
     assert (told.ended.reason, told.ended.step) == ("failed", 1)
+
+
+def test_a_save_that_fails_does_not_hide_nan(runs: Runs, tmp_path: Path) -> None:
+    blocked = tmp_path / "out/0000001_adapters.safetensors"
+    blocked.mkdir(parents=True)
+    job = runs.start("--learning-rate", "1e30")
+    job.fails(6, "nan", "after batch 1 of", "--learning-rate", f"could not be kept ({blocked}: cannot be written")
+    assert list((tmp_path / "out").glob("*.safetensors")) == [blocked]
 
 
 def test_two_runs_do_not_share_a_directory(runs: Runs, tmp_path: Path) -> None:

@@ -87,7 +87,11 @@ def test_half_precision_is_rounded_once(dtype: mx.Dtype, eps: float) -> None:
     assert (np.abs(plain - expected) > 3 * eps * expected).any()
 
 
-@pytest.mark.parametrize("ids", [[7] * 100, [7], [[3, 3], [3, 4]], [*range(SIZE)], [-1, SIZE - 1, -SIZE, 0]], ids=repr)
+@pytest.mark.parametrize(
+    "ids",
+    [[7] * 100, [7], [[3, 3], [3, 4]], [*range(SIZE)], [-1, SIZE - 1, -SIZE, 0]],
+    ids=["one token", "one place", "rows", "all different", "from the end"],
+)
 def test_sums_that_are_exact_in_any_order_are_those_of_mlx(ids: list[Any]) -> None:
     whole = np.random.default_rng(0).integers(-1000, 1000, (np.size(ids), DIMS))
     plain = gradient(ids, whole, lookup=lambda weight, ids: weight[ids])
@@ -130,6 +134,28 @@ def mixed(ids: NDArray[Any], rows: Floats, seed: int) -> tuple[NDArray[Any], Flo
     for token in set(ids.tolist()):
         result[other == token] = rows[ids == token]
     return other, result
+
+
+def tree(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The sum of (N, DIMS) rows: the most recent ones, a power of two but not all of them, and the others before."""
+    if len(rows) == 1:
+        return rows[0]
+    half = 1 << (len(rows) - 1).bit_length() - 1
+    return tree(rows[-half:]) + tree(rows[:-half])
+
+
+def test_rows_are_added_as_a_tree_in_the_order_of_their_places() -> None:
+    ids, rows = batch({2: 1, 3: 37, 11: 150, 12: 64, 22: 5})
+    ids, rows = mixed(ids, rows, 0)
+    result = np.array(gradient(ids, rows))
+    for token in (2, 3, 11, 12, 22):
+        assert result[token].tobytes() == tree(rows[ids == token].astype(np.float32)).tobytes()
+
+
+def test_an_id_counted_from_the_end_is_the_same_token() -> None:
+    ids, rows = batch({3: 37, 11: 150})
+    other = np.where(np.random.default_rng(0).random(len(ids)) < 0.5, ids - SIZE, ids)
+    assert bits(gradient(other, rows)) == bits(gradient(ids, rows))
 
 
 def test_only_the_order_of_a_tokens_own_rows_counts() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from allhands import faults
 from allhands.cli.launching import Job, check, run
 from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.join import check_weights, surroundings_of
@@ -36,6 +37,7 @@ _SHORT_OF_MEMORY = (
 
 def train(flags: dict[str, Any]) -> int:
     """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
+    faults.active()  # a schedule of failures that makes no sense is told before anything starts
     launch = recognise(os.environ, has_cuda=_has_cuda())
     with _rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"))

@@ -7,6 +7,7 @@ the first rank that fails, or stops making progress, is the cause, the others ar
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -380,4 +381,6 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"was killed by {name}" + (" (possibly out of memory)" if -code == signal.SIGKILL else "")
+    # Linux counts what it kills for want of memory, so there it would be known.
+    unknown = -code == signal.SIGKILL and sys.platform != "linux"
+    return f"was killed by {name}" + (" (possibly out of memory)" if unknown else "")

@@ -39,8 +39,9 @@ def look_up(table: mx.array, ids: mx.array) -> mx.array:
     """``table[ids]``, with a gradient that is always the same.
 
     The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded once to the table's
-    type. So its gradient depends on these rows and their order alone, not on other tokens or their places. Costs
-    log2(N) passes over (N, D) float32, for which it holds a few such arrays, beside the gradient itself.
+    type. So its gradient depends on these rows and their order alone, not on other tokens or their places. For N ids
+    and rows of D values this takes log2(N) passes over (N, D) float32, of which it holds a few at a time, beside the
+    gradient itself.
 
     Args:
         table: (V, ...) of any float type.

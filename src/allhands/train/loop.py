@@ -299,11 +299,12 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
         for callback in _on_main(parts):
             callback.on_save(report.step, Path(report.path))
     failures = [outcome for outcome in outcomes if not isinstance(outcome, SavedReport)]
-    if wait and failures and outcomes[-1] is failures[-1]:
-        raise failures[-1]
+    final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
     for failure in failures:
         text = f"no checkpoint was written ({failure.where}: {failure.message}); training goes on"
         parts.sink.emit(Warned(state.iteration, text))
+    if final is not None:
+        raise final
     return reports
 
 

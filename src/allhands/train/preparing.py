@@ -28,6 +28,7 @@ from allhands.model.adapters import Trainable, as_written, load_trained, make_tr
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, install_dropout
+from allhands.model.embedding import make_deterministic
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
@@ -117,6 +118,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = make_trainable(model, config)
+    if not accelerator.eager:
+        make_deterministic(model)
     dropout = install_dropout(model, config.seed)
     prepare_quantized(model, accelerator, compact=True)
     if start is not None:

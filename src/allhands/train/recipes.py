@@ -42,6 +42,7 @@ from allhands.train.explain import choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
+from allhands.train.restore import share_history
 from allhands.train.rundir import make_room
 from allhands.train.saving import SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
@@ -348,6 +349,11 @@ class _Run:
             if self.ready.keeps_files:
                 room = make_room(self.directory, self.ready.restored, self.surroundings.attempt)
                 notes += [f"note: {note}" for note in room]
+            newcomer = self.ready.keeps_files and not self.mesh.is_main
+            share_history(
+                self.ready.communicator, self.directory, self.ready.restored, self.surroundings.run_id, newcomer
+            )
+            if self.ready.keeps_files:
                 sinks.append(JsonlSink(self.directory / METRICS_FILE))
             if self.mesh.is_main and self.config.train:
                 names, values = tracker_names(self.config.report_to), self.config.shared_values()
