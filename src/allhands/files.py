@@ -132,7 +132,7 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
                 raise StorageError(
                     "another run is writing into this directory",
                     where=str(directory),
-                    hint="wait until it has ended, or choose another --adapter-path",
+                    hint="wait until it has ended, or choose another directory: --adapter-path, or --log-dir of launch",
                 ) from None
             for draft in directory.glob(f"**/{_DRAFT}*"):
                 draft.unlink(missing_ok=True)
