@@ -29,7 +29,7 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about 20 minutes)
+soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py
 
 lint: $(STAMP) ## style and types

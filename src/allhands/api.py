@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from allhands.config import build_config
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
-    from allhands.cluster.worker import WorkerContext
     from allhands.train.callbacks import Callback
     from allhands.train.recipes import FinetuneResult
 
@@ -49,6 +48,7 @@ def finetune(
 
     from allhands.cluster.environment import recognise
     from allhands.cluster.join import join_group, mesh_of, surroundings_of
+    from allhands.cluster.worker import contact
     from allhands.train.recipes import Surroundings, run_finetune
 
     chosen = build_config({"train": True, **options}, config)
@@ -60,20 +60,11 @@ def finetune(
             hint="start the script itself that often: mpirun -np N python script.py",
         )
 
-    if "ALLHANDS_RUN_DIR" in os.environ:
-        surroundings = surroundings_of(_contact(), launch, chosen)
+    if "ALLHANDS_RUN_DIR" in os.environ and threading.current_thread() is threading.main_thread():
+        surroundings = surroundings_of(contact(), launch, chosen)
     else:
         mesh = mesh_of(launch, chosen.rank_weights)
         surroundings = Surroundings(mesh=mesh, connect=lambda: join_group(launch, chosen.start_timeout_s))
     if progress and launch.rank == 0:
         surroundings = replace(surroundings, console=Console(file=sys.stdout, highlight=False))
     return run_finetune(chosen, surroundings, callbacks)
-
-
-@cache
-def _contact() -> WorkerContext:
-    """This process's contact with the supervisor of ``allhands launch``: made once, however often it trains."""
-    from allhands.cluster.environment import recognise
-    from allhands.cluster.worker import install
-
-    return install(recognise(os.environ), os.environ)

@@ -303,6 +303,8 @@ class TrainConfig(_Strict):
             raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
         if self.weight_decay is not None and self.optimizer == "adam":
             raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
+        if self.keep_last == 0 and (self.max_restarts or self.min_ranks):
+            raise ValueError("--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks")
         if self.project_name is not None and not self.report_to:
             raise ValueError("--project-name has an effect only with --report-to: add it")
         unknown = set(self.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 from allhands.errors import StorageError
 
 _DRAFT = ".draft-"
+# Directories that a supervisor keeps for its ranks: marks of claim_mark, separated by spaces.
+CLAIMED = "ALLHANDS_CLAIMED"
 _PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -111,14 +114,27 @@ def _create(path: str | Path, flags: int, *, private: bool) -> int:
     return descriptor
 
 
+def claim_mark(directory: Path) -> str:
+    """What names an existing directory on this computer and no other, without spaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    computer = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    status = directory.stat()
+    return f"{computer}:{status.st_dev}:{status.st_ino}"
+
+
 @contextmanager
 def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, None]:
     """Make ``directory`` and keep it to this process until the block is left; drafts of killed writers are removed.
+
+    What this process's supervisor keeps for the whole job (:data:`CLAIMED`) is kept already.
 
     Raises:
         StorageError: it cannot be made, or another process has it.
     """
     make_directory(directory, private=private)
+    if claim_mark(directory) in os.environ.get(CLAIMED, "").split():
+        yield
+        return
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:

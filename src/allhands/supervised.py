@@ -23,7 +23,7 @@ from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune,
 from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.join import join_group
 from allhands.cluster.outcome import REGROUP_CODE
-from allhands.cluster.worker import WorkerContext, install
+from allhands.cluster.worker import WorkerContext, contact
 from allhands.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class _Session:
         """Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what it is."""
         if not self.installed and threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
             self.installed = True
-            self.context = install(self.launch, os.environ)
+            self.context = contact()
         return self.context
 
     def _communicator(self, worker: WorkerContext) -> Communicator:

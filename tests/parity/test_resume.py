@@ -98,7 +98,7 @@ def train(flags: dict[str, Any], kill_at: int | None = None, stop_at: int | None
     return run_finetune(config, Surroundings(beat=beat, stop_requested=stop), callbacks).adapter_path
 
 
-def content(directory: Path) -> dict[str, Any]:
+def content(directory: Path, best: bool = True) -> dict[str, Any]:
     """All that must be equal: weights and optimizer state as bits, every logged loss, best scores."""
     last = sorted((directory / "checkpoints").glob("step-*"))[-1]
     state = json.loads((last / "state.json").read_text())
@@ -109,7 +109,7 @@ def content(directory: Path) -> dict[str, Any]:
         "optimizer": bits(last / "optimizer.safetensors"),
         "train": [(r.step, r.loss, r.learning_rate, r.grad_norm, r.trained_tokens, r.epoch) for r in history.train],
         "valid": [(r.step, r.loss, r.best) for r in history.valid],
-        "best": bits(directory / "best" / "adapters.safetensors"),
+        "best": bits(directory / "best" / "adapters.safetensors") if best else None,
         "state": {k: state[k] for k in ("iteration", "trained_tokens", "best_loss", "best_iteration")},
     }
 
@@ -161,6 +161,22 @@ def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], tm
     with pytest.raises(Interrupted, match="--resume"):
         train(flags, stop_at=at)
     assert content(train(flags, resume="auto")) == whole
+
+
+@pytest.mark.parametrize("at", [10, 2])
+def test_stopped_at_a_validation_that_decides(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
+    """The last validation, which finds the best adapter, or the one at which patience ends, is made after all."""
+    patience = {"early_stopping_patience": 1, "early_stopping_min_delta": 10.0} if at == 2 else {}
+    whole = content(
+        train(flags, adapter_path=str(tmp_path / "whole"), keep_best=not patience, **patience), best=not patience
+    )
+    with pytest.raises(Interrupted):
+        train(flags, stop_at=at, keep_best=not patience, **patience)
+    resumed = train(flags, resume="auto", keep_best=not patience, **patience)
+    assert content(resumed, best=not patience) == whole
+    ended = read_metrics(resumed).ended
+    assert ended is not None
+    assert ended.reason == ("stopped early" if patience else "finished")
 
 
 def test_without_accumulation_and_with_a_constant_rate(flags: dict[str, Any], tmp_path: Path) -> None:
@@ -294,6 +310,40 @@ def test_a_new_run_sets_the_old_one_aside(flags: dict[str, Any]) -> None:
     train(flags, iters=5, seed=5)
     assert bits(directory / "checkpoints.1" / "step-0000006" / "adapters.safetensors") == old
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-0000004", "step-0000005"]
+
+
+def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt dies before it has set anything aside; the second must do so, the third must not."""
+    flags |= {"grad_accumulation_steps": 1, "lr_schedule": None, "warmup_steps": 0, "save_every": 2}
+    old = content(train(flags, seed=5))
+    config = build_config(flags | {"iters": 6})
+
+    def attempt(number: int, kill_at: int | None = None) -> Path:
+        callbacks = [] if kill_at is None else [Kill(kill_at)]
+        return run_finetune(config, Surroundings(run_id="new", attempt=number), callbacks).adapter_path
+
+    with monkeypatch.context() as patch:
+        patch.setattr("allhands.train.recipes.prepare", dying)
+        with pytest.raises(Killed):
+            attempt(1)
+    with pytest.raises(Killed):
+        attempt(2, kill_at=5)
+    directory = attempt(3)
+    assert [r.step for r in read_metrics(directory).train] == [3, 6]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-0000004", "step-0000006"]
+    assert bits(directory / "checkpoints.1" / "step-0000011" / "adapters.safetensors") == old["checkpoint"]
+    # As a note advises: the old run goes on, with its own curve and best adapter, and the new one is set aside.
+    back = train(flags, seed=5, iters=12, resume=str(directory / "checkpoints.1"))
+    assert [r.step for r in read_metrics(back).train] == [3, 6, 9, 11, 12]
+    assert bits(back / "best.1" / "adapters.safetensors")
+    assert (back / "checkpoints.2" / "step-0000006").is_dir()
+    assert (back / "checkpoints" / "step-0000012").is_dir()
+
+
+def dying(*_: Any) -> Any:
+    raise Killed
 
 
 CHANGES: dict[str, Any] = {

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ def write_checkpoint(
     state: Mapping[str, Any],
     tensors: Mapping[str, Sequence[Tensor]],
     texts: Mapping[str, str] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Write a checkpoint, in place of the one that may be at ``target``; only its owner may read it.
 
@@ -39,6 +40,7 @@ def write_checkpoint(
         state: JSON values; NaN and infinity are none.
         tensors: arrays by file name.
         texts: contents of further files by name.
+        progress: called as the writing gets on, after each few megabytes.
 
     Raises:
         StorageError: it cannot be written, or ``target`` holds what is not a checkpoint's. What stood there is
@@ -53,9 +55,9 @@ def write_checkpoint(
         sweep(target.parent)
         _refuse_others(target, contents)
         with staging(target, private=True) as staged:
-            files = {name: _write(staged / name, pieces) for name, pieces in contents.items()}
+            files = {name: _write(staged / name, pieces, progress) for name, pieces in contents.items()}
             manifest = manifest_text(body | {"files": {name: vars(file) for name, file in files.items()}})
-            written = _write(staged / MANIFEST, [manifest])
+            written = _write(staged / MANIFEST, [manifest], progress)
             publish(staged, target, private=True)
     except (OSError, StorageError) as error:
         with suppress(OSError):
@@ -104,7 +106,7 @@ def _contents(
     return contents | {STATE: [dumped(state)]}
 
 
-def _write(path: Path, pieces: _Pieces) -> StoredFile:
+def _write(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> StoredFile:
     """Write and sync a new private file."""
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -115,6 +117,7 @@ def _write(path: Path, pieces: _Pieces) -> StoredFile:
             rest = memoryview(piece)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
+            progress()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -18,7 +18,7 @@ from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi, usable_mpi
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, SupervisorEvent, supervise
 from allhands.errors import ConfigError
-from allhands.files import claimed
+from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
 
 Backend = Literal["ring", "mpi", "nccl"]
 
@@ -33,6 +33,7 @@ class Job:
         min_ranks: go on with no fewer; ``None``: all.
         checkpoints: a run directory with the job's checkpoints, if it has any, the same on all computers.
         resume: the run directory or checkpoint from which the job goes on until it has one of its own.
+        new_journal: whether ``events.jsonl`` of an earlier run is set aside, not added to.
         memory_hint: what to do if a rank is killed for want of memory.
     """
 
@@ -52,6 +53,7 @@ class Job:
     checkpoints: Path | None = None
     resume: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    new_journal: bool = False
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
 
     @property
@@ -127,12 +129,14 @@ def run(job: Job, command: Sequence[str]) -> int:
     options = SuperviseOptions(job.max_restarts, job.min_ranks, run_id, resize=_resizer(job))
     try:
         with ExitStack() as claims:
-            for directory in dict.fromkeys((job.directory, job.checkpoints or job.directory)):
+            directories = dict.fromkeys((job.directory, job.checkpoints or job.directory))
+            for directory in directories:
                 claims.enter_context(claimed(directory))
-            journal = Journal(job.directory / EVENTS_FILE)
+            marks = " ".join(map(claim_mark, directories))
+            journal = _journal(job)
             try:
                 return supervise(
-                    _spec(job, command),
+                    _spec(replace(job, env={**job.env, CLAIMED: marks}), command),
                     lambda event: show_event(event, job.memory_hint),
                     options=options,
                     members=_members(job, run_id),
@@ -144,6 +148,17 @@ def run(job: Job, command: Sequence[str]) -> int:
         if sys.stdout.isatty():
             # A rank that was killed while it showed its progress has left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
+
+
+def _journal(job: Job) -> Journal:
+    """The record of what the supervisor sees; a new run sets an earlier one's aside."""
+    path = job.directory / EVENTS_FILE
+    try:
+        if job.new_journal:
+            set_aside(path)
+    except OSError as error:
+        raise storage_error(path, error) from None
+    return Journal(path)
 
 
 def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:

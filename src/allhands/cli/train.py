@@ -19,16 +19,16 @@ from allhands import faults
 from allhands.cli.launching import Job, check, run
 from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.join import check_weights, surroundings_of
-from allhands.cluster.journal import EVENTS_FILE
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
-from allhands.files import make_directory, set_aside, storage_error
 from allhands.kernels import publish
 
 LOG_DIRECTORY = "logs"
 # A person who is away finds the run going on; one who looks is not kept from the error for long.
 RESTARTS_OF_SEVERAL = 3
+# At the end one rank may have trackers to close and curves to draw when the others have ended.
+_FINISH_GRACE_S = 600.0
 _SHORT_OF_MEMORY = (
     "if memory was short, add --grad-checkpoint or lower --max-seq-length; "
     "--resume goes on from the last checkpoint, if there was one (--save-every)"
@@ -92,16 +92,7 @@ def _has_cuda() -> bool:
 
 def supervise_training(config: TrainConfig, command: list[str]) -> int:
     """Start the processes of ``command``, here or on the computers of a hostfile, and answer for them."""
-    directory = Path(config.adapter_path)
-    job = job_of(config)
-    check(job)
-    if config.resume is None:
-        make_directory(directory, private=True)
-        try:
-            set_aside(directory / EVENTS_FILE)
-        except OSError as error:
-            raise storage_error(directory / EVENTS_FILE, error) from None
-    return run(job, command)
+    return run(job_of(config), command)
 
 
 def job_of(config: TrainConfig) -> Job:
@@ -110,6 +101,7 @@ def job_of(config: TrainConfig) -> Job:
     # One rank is the default; with a hostfile that means nobody has said a number.
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
     several = config.num_ranks > 1 or config.hostfile is not None
+    several = several and config.keep_last > 0  # without checkpoints there is nothing to go on from
     restarts = config.max_restarts if config.max_restarts is not None else RESTARTS_OF_SEVERAL if several else 0
     return Job(
         directory=directory,
@@ -124,7 +116,9 @@ def job_of(config: TrainConfig) -> Job:
         start_deadline_s=config.start_timeout_s,
         stop_grace_s=config.stop_grace_s,
         weights=tuple(config.rank_weights) if config.rank_weights else None,
+        finish_grace_s=_FINISH_GRACE_S,
         checkpoints=directory,
+        new_journal=config.resume is None,
         resume=None if config.resume is None else directory if config.resume == "auto" else Path(config.resume),
         memory_hint=_SHORT_OF_MEMORY,
     )
@@ -168,7 +162,6 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         surroundings_of(worker, launch, config),
         console=console,
         cores_per_rank=cores,
-        claims_directory=launch.launcher != "allhands",
         log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
     )
     result = run_finetune(config, surroundings)

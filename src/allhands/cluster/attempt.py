@@ -29,6 +29,8 @@ _COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequen
 _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
 _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
+_LOOK_S = 0.5  # between two looks at whether a process is stopped
+_STOPPED_S = 5.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
 _PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
 # How ranks end that were told to stop: having saved, or before they could.
@@ -101,6 +103,8 @@ class Attempt:
         self._events = events
         self._reaper = reaper
         self._watch = ProgressWatch(Limits.of(spec, slack))
+        self._stopped_since: dict[int, float] = {}
+        self._next_look = 0.0
         self._stop_signal = 0
         self._insisted = False  # a person, not only a scheduler's early warning, has asked to stop
         self._stop_began = self._began = time.monotonic()
@@ -240,7 +244,22 @@ class Attempt:
         left = [end for end in ends if end.code in (0, REGROUP_CODE)]
         if left and (self._age(now, left[0].time) > self._spec.finish_grace_s or (stall and stall.mutual)):
             return self._early_end(left[0], self._age(now, left[0].time))
+        stall = stall or self._frozen(now, marks, living)
         return self._hang(stall, living) if stall else None
+
+    def _frozen(self, now: float, marks: Mapping[int, Marks], living: list[int]) -> Stall | None:
+        """A rank that has been stopped (SIGSTOP) for some time: whatever it was doing, it does not go on."""
+        # Other computers are asked only when something is wrong.
+        if now < self._next_look or self._spec.places:
+            return None
+        self._next_look = now + _LOOK_S
+        stopped = [rank for rank in living if self._is_stopped(rank)]
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped_since.items():
+            if self._age(now, since) > _STOPPED_S:
+                beat = marks[rank].beat
+                return Stall(rank, self._age(now, since), beat.phase if beat else "start", beat.step if beat else 0)
+        return None
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -337,7 +356,7 @@ class Attempt:
 
     def _hang(self, stall: Stall, living: list[int]) -> Fault:
         stopped = [rank for rank in living if self._is_stopped(rank)]
-        rank = stopped[0] if stall.mutual and stopped else stall.rank
+        rank = stopped[0] if stopped and stall.rank not in stopped else stall.rank
         if rank not in stopped:
             self._ranks.signal(rank, signal.SIGUSR2)  # it writes its stack into its log
             time.sleep(_TRACE_S)

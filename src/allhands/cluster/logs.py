@@ -7,16 +7,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from allhands.files import storage_error
+
 _KEPT = 3
 _CURRENT = re.compile(r"(rank-\d+|mpirun)\.log")
 _EARLIER = re.compile(r"(?:rank-\d+|mpirun)\.attempt-(\d+)\.log")
 
 
 def clear_logs(log_dir: Path) -> None:
-    """Remove the logs and error files of an earlier job."""
+    """Remove the logs and error files of an earlier job.
+
+    Raises:
+        StorageError: one cannot be removed.
+    """
     for path in _files(log_dir):
         if _CURRENT.fullmatch(path.name) or _EARLIER.fullmatch(path.name) or _is_error(path):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise storage_error(path, error) from None
 
 
 def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
@@ -31,7 +40,8 @@ def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
             with suppress(OSError):  # a directory that has become read-only: the next attempt will say so
                 path.rename(moved[path])
         elif _is_error(path) or ((found := _EARLIER.fullmatch(path.name)) and int(found[1]) <= attempt - _KEPT):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
     return moved
 
 

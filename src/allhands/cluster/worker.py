@@ -22,13 +22,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 import psutil
 
-from allhands.cluster.environment import Launch
+from allhands.cluster.environment import Launch, recognise
 from allhands.cluster.guard import die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.runfiles import BEAT_BYTES
@@ -309,6 +310,12 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     if run_dir:
         threading.Thread(target=_keep_kernels, name="allhands-kernels", daemon=True).start()
     return context
+
+
+@cache
+def contact() -> WorkerContext:
+    """This process's contact with its supervisor, made by :func:`install` at the first call, in the main thread."""
+    return install(recognise(os.environ), os.environ)
 
 
 def _keep_kernels() -> NoReturn:

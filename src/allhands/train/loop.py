@@ -57,7 +57,7 @@ class LoopParts:
     sink: Sink
     callbacks: Sequence[Callback]
     save: Callable[[LoopState, SaveKind], None]
-    saved: Callable[[bool], list[SavedReport | AllhandsError]]
+    saved: Callable[[bool], list[SavedReport | Warned | AllhandsError]]
     beat: Callable[[str, int], None]
     stop_requested: Callable[[], int]
     regroup_requested: Callable[[], bool]
@@ -78,7 +78,7 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
     try:
         ended = _train(parts, state, started)
         _tell_saved(parts, state, wait=True)
-        barrier(parts.communicator)
+        _meet(parts, state)
         return ended
     except (Interrupted, NumericsError) as error:
         # Raised on every rank alike, so that saving together is possible.
@@ -94,12 +94,12 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
 
 def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
     config = parts.config
+    if state.validation_due:
+        _validate(parts, state, started)
     if _out_of_patience(parts, state) or state.iteration >= parts.total:
         # Resumed after its end: what is missing in this directory is written.
         _save(parts, state, "last")
         return _ended(state, started, "stopped early" if _out_of_patience(parts, state) else "finished")
-    if state.validation_due:
-        _validate(parts, state, started)
     while state.iteration < parts.total:
         before = state.iteration
         result = _update(parts, state)
@@ -113,14 +113,29 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         stale = state.validation_due and _validate(parts, state, started)
         if _crossed(before, state.iteration, config.save_every) or done or stale:
             _save(parts, state, "last")
-            if not (done or stale) and _any_rank(parts, parts.regroup_requested()):
-                _tell_saved(parts, state, wait=True)
-                barrier(parts.communicator)
-                raise Regroup(f"stopped after batch {state.iteration} to go on with other ranks")
+            if not (done or stale) and config.keep_last and _any_rank(parts, state, parts.regroup_requested()):
+                _regroup(parts, state)
         if stale and not done:
             return _ended(state, started, "stopped early")
-        _tell_saved(parts, state, wait=False)
+        if not done:
+            _tell_saved(parts, state, wait=False)
     return _ended(state, started, "finished")
+
+
+def _regroup(parts: LoopParts, state: LoopState) -> None:
+    """End here if the checkpoint is written; if it could not be, the training goes on to the next.
+
+    Raises:
+        Regroup: it is.
+    """
+    failed = False
+    try:
+        _tell_saved(parts, state, wait=True)
+    except StorageError as error:
+        failed = True
+        parts.sink.emit(Warned(state.iteration, _not_saved(error)))
+    if not _any_rank(parts, state, failed):
+        raise Regroup(f"stopped after batch {state.iteration} to go on with other ranks")
 
 
 def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | NumericsError) -> AllhandsError:
@@ -206,6 +221,7 @@ def _limit_cache(threshold: int) -> None:
 
 def _report(parts: LoopParts, state: LoopState, started: float) -> None:
     window, state.window = state.window, Window()
+    parts.beat("reduce", state.iteration)
     report = TrainReport(
         step=state.iteration,
         loss=window.loss_sum / max(window.num_targets, 1),
@@ -277,7 +293,7 @@ def _save_now(parts: LoopParts, state: LoopState, kind: SaveKind) -> str:
     """
     _save(parts, state, kind)
     reports = _tell_saved(parts, state, wait=True)
-    barrier(parts.communicator)
+    _meet(parts, state)
     return reports[-1].path if reports else "rank 0's adapter path"
 
 
@@ -293,23 +309,36 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
     if wait:
         parts.beat("save", state.iteration)
     outcomes = parts.saved(wait)
+    for outcome in outcomes:
+        if isinstance(outcome, Warned):
+            parts.sink.emit(outcome)
     reports = [outcome for outcome in outcomes if isinstance(outcome, SavedReport)]
     for report in reports:
         parts.sink.emit(report)
         for callback in _on_main(parts):
             callback.on_save(report.step, Path(report.path))
-    failures = [outcome for outcome in outcomes if not isinstance(outcome, SavedReport)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
     final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
     for failure in failures:
-        text = f"no checkpoint was written ({failure.where}: {failure.message}); training goes on"
-        parts.sink.emit(Warned(state.iteration, text))
+        parts.sink.emit(Warned(state.iteration, _not_saved(failure)))
     if final is not None:
         raise final
     return reports
 
 
-def _any_rank(parts: LoopParts, flag: bool) -> bool:
+def _meet(parts: LoopParts, state: LoopState) -> None:
+    """Wait for all ranks."""
+    parts.beat("reduce", state.iteration)
+    barrier(parts.communicator)
+
+
+def _not_saved(failure: AllhandsError) -> str:
+    return f"no checkpoint was written ({failure.where}: {failure.message}); training goes on"
+
+
+def _any_rank(parts: LoopParts, state: LoopState, flag: bool) -> bool:
     """Whether ``flag`` is true on any rank; asked on all of them together."""
+    parts.beat("reduce", state.iteration)
     return number(parts.communicator.all_sum(mx.array([float(flag)]))) > 0
 
 

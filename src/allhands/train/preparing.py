@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import mlx.core as mx
 from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
+from allhands.arrays import hand_out_json
 from allhands.config import TrainConfig
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
@@ -55,7 +57,6 @@ class Surroundings:
         attempt: which start of the run this is, from 1.
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
-        claims_directory: whether rank 0 keeps other runs off the adapter path; a supervisor does it for its ranks.
         log_file: where this rank's own lines go besides the console.
     """
 
@@ -70,7 +71,6 @@ class Surroundings:
     attempt: int = 1
     console: Console | None = None
     cores_per_rank: int | None = None
-    claims_directory: bool = True
     log_file: Path | None = None
 
 
@@ -83,6 +83,7 @@ class Prepared:
         restored: the checkpoint to go on from, its weights already in the model.
         keeps_files: whether this rank writes the run's files.
         notes: what a person should know.
+        run_id: the same on all ranks.
     """
 
     config: TrainConfig
@@ -95,6 +96,7 @@ class Prepared:
     restored: Restored | None
     keeps_files: bool
     notes: tuple[str, ...]
+    run_id: str
 
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
@@ -104,16 +106,20 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     mesh = surroundings.mesh
     accelerator = detect()
     checkpoint, notes = None, list[str]()
-    if mesh.is_main and config.train:
-        checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
-        if checkpoint is not None:
-            notes += check_settings(checkpoint, config)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
+        if mesh.is_main and config.train:
+            checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            if checkpoint is not None:
+                notes += check_settings(checkpoint, config)
         sources = find_splits(config)
         tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
-    loaded = load_model(str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer)
+        loaded = load_model(
+            str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer
+        )
+        if checkpoint is not None or mesh.size > 1:
+            _ = loaded.fingerprint  # reads all weights
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
     mx.random.seed(config.seed)
@@ -134,12 +140,16 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     communicator = surroundings.connect()
     if communicator.size > 1:
         agree(communicator, run_facts(config, loaded, data, start))
-    restored = receive(communicator, checkpoint)
+    run_id: str = hand_out_json(communicator, surroundings.run_id)
+    restored = receive(communicator, checkpoint, partial(_busy, surroundings))
     if restored is not None:
         restore_weights(model, restored.weights, restored.place)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
+    surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
     surroundings.started()
-    return Prepared(config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps, tuple(notes))
+    return Prepared(
+        config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps, tuple(notes), run_id
+    )
 
 
 @contextmanager

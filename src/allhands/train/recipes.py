@@ -33,6 +33,7 @@ from allhands.metrics import (
     SavedReport,
     Sink,
     Sinks,
+    Warned,
     read_metrics,
 )
 from allhands.model.adapters import adapter_config
@@ -83,7 +84,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
     with ExitStack() as stack:
-        if config.train and surroundings.mesh.is_main and surroundings.claims_directory:
+        if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         ready = prepare(config, surroundings, directory, start)
         return _Run(ready.config, surroundings, callbacks, directory, ready).execute()
@@ -119,15 +120,17 @@ class _Run:
             ended = self._train(sink) if self.config.train else RunEnded(0, "finished", 0.0)
             try:
                 if self.config.test:
-                    ended = replace(ended, test_loss=self._test())
+                    ended = replace(ended, test_loss=self._test(ended.step))
             finally:
+                self.surroundings.beat("end", ended.step)
                 sink.emit(ended)
         return FinetuneResult(self.directory, ended, self._plot())
 
     @contextmanager
     def _claim(self) -> Generator[None, None, None]:
         """Keep other runs off this computer's directory, where rank 0's is another one."""
-        with claimed(self.directory) if self.ready.keeps_files and not self.mesh.is_main else nullcontext():
+        other = self.ready.keeps_files and not self.mesh.is_main
+        with claimed(self.directory) if other else nullcontext():
             yield
 
     def _plot(self) -> Path | None:
@@ -168,7 +171,7 @@ class _Run:
                 sink=sink,
                 callbacks=self.callbacks,
                 save=saver.save if saver else lambda state, kind: None,
-                saved=saver.saved if saver else lambda wait: list[SavedReport | AllhandsError](),
+                saved=saver.saved if saver else lambda wait: list[SavedReport | Warned | AllhandsError](),
                 beat=self.surroundings.beat,
                 stop_requested=self.surroundings.stop_requested,
                 regroup_requested=self.surroundings.regroup_requested,
@@ -201,9 +204,8 @@ class _Run:
         start = state.iteration
 
         def beat(phase: str) -> None:
-            # The first pass after a start builds what later ones find: kernels, buffers, pages of memory.
-            early = phase == "compute" and state.iteration == start
-            self.surroundings.beat("first" if early else phase, state.iteration)
+            # The first update after a start builds what later ones find: kernels, buffers, connections.
+            self.surroundings.beat("first" if state.iteration == start else phase, state.iteration)
 
         return TrainStep(
             self.ready.loaded.model,
@@ -241,7 +243,8 @@ class _Run:
         config = self.config
         plan = SavePlan(
             directory=self.directory,
-            run_id=self.surroundings.run_id,
+            run_id=self.ready.run_id,
+            busy=self.surroundings.busy,
             rank=self.mesh.rank,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
@@ -304,10 +307,10 @@ class _Run:
             beat=self.surroundings.beat,
         )
 
-    def _test(self) -> float:
+    def _test(self, step: int) -> float:
         evaluator = self._evaluator(self.ready.data.test, self.config.test_batches)
         assert evaluator is not None
-        return evaluator()[0]
+        return evaluator(step)[0]
 
     def _started(self, total: int, step: int) -> RunStarted:
         config, windows = self.config, self.ready.data.train
@@ -347,12 +350,10 @@ class _Run:
                 print(*notes, sep="\n", end="\n" if notes else "", file=log)
                 sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False))
             if self.ready.keeps_files:
-                room = make_room(self.directory, self.ready.restored, self.surroundings.attempt)
+                room = make_room(self.directory, self.ready.restored, self.ready.run_id)
                 notes += [f"note: {note}" for note in room]
             newcomer = self.ready.keeps_files and not self.mesh.is_main
-            share_history(
-                self.ready.communicator, self.directory, self.ready.restored, self.surroundings.run_id, newcomer
-            )
+            share_history(self.ready.communicator, self.directory, self.ready.restored, self.ready.run_id, newcomer)
             if self.ready.keeps_files:
                 sinks.append(JsonlSink(self.directory / METRICS_FILE))
             if self.mesh.is_main and self.config.train:

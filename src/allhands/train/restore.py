@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,17 @@ def find_checkpoint(
     return found, [f"a damaged checkpoint is left out: {one.where}: {one.message}" for one in rejected]
 
 
-def receive(communicator: Communicator, checkpoint: Checkpoint | None) -> Restored | None:
+def receive(
+    communicator: Communicator,
+    checkpoint: Checkpoint | None,
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Restored | None:
     """The checkpoint that rank 0 has found, on every rank; called on all of them together.
 
     Where all ranks find the same one at the same path it is read there; otherwise rank 0 hands it out.
+
+    Args:
+        busy: a context for what may take long and waits for no other rank.
 
     Raises:
         CheckpointError: it is damaged.
@@ -82,7 +90,8 @@ def receive(communicator: Communicator, checkpoint: Checkpoint | None) -> Restor
     told: dict[str, str] | None = hand_out_json(communicator, mine)
     if told is None:
         return None
-    own = checkpoint or _same_here(told["path"], told["digest"])
+    with busy():
+        own = checkpoint or _same_here(told["path"], told["digest"])
     everywhere = numbers(communicator.all_sum(mx.array([float(own is not None)])))[0] == communicator.size
     leads = communicator.rank == 0
     state: Any = {}
@@ -90,7 +99,8 @@ def receive(communicator: Communicator, checkpoint: Checkpoint | None) -> Restor
     optimizer: dict[str, mx.array] = {}
     if own is not None and (everywhere or leads):
         state = own.state
-        weights, optimizer = (load_arrays(own.path / file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
+        with busy():
+            weights, optimizer = (load_arrays(own.path / file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
     if not everywhere:
         state = hand_out_json(communicator, state)
         weights, optimizer = hand_out(communicator, weights), hand_out(communicator, optimizer)

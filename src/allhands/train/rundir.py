@@ -11,27 +11,37 @@ from allhands.metrics import METRICS_FILE
 from allhands.staging import publish, staging
 from allhands.train.restore import Restored
 
+# Holds the name of the run whose files these are.
+_NAME_FILE = ".run"
 
-def make_room(directory: Path, restored: Restored | None, attempt: int) -> list[str]:
-    """Prepare ``directory`` for this start's files; what a person should know.
+
+def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[str]:
+    """Prepare ``directory`` for this run's files; what a person should know.
 
     A new run sets an earlier one's aside, under a number. One that goes on from a checkpoint elsewhere brings that
-    run's curve and best adapter along. A restart finds its own.
+    run's curve and best adapter along. A restart finds that this has been done: the directory has the run's name.
 
     Raises:
         StorageError: it cannot be done.
     """
-    source = run_of(restored) if restored is not None else None
-    if attempt > 1:
-        return []
+    name = directory / _NAME_FILE
     try:
-        if restored is not None and source == directory.resolve():
-            return _leave_branch(directory, restored)
-        moved = {name: set_aside(directory / name) for name in (METRICS_FILE, BEST, CHECKPOINTS)}
-        if source is not None and restored is not None:
-            _bring_along(source, directory, int(restored.state.get("metrics_bytes", 0)))
-    except OSError as error:
-        raise storage_error(Path(error.filename or directory), error) from None
+        if name.is_file() and name.read_text(encoding="utf-8") == run_id:
+            return []
+        notes = _make_room(directory, restored)
+    except (OSError, UnicodeDecodeError) as error:
+        raise storage_error(directory, error if isinstance(error, OSError) else OSError(str(error))) from None
+    write_whole(name, lambda draft: draft.write_text(run_id, encoding="utf-8"), private=True)
+    return notes
+
+
+def _make_room(directory: Path, restored: Restored | None) -> list[str]:
+    source, number = run_of(restored) if restored is not None else (None, "")
+    if restored is not None and source == directory.resolve() and not number:
+        return _leave_branch(directory, restored)
+    moved = {name: set_aside(directory / name) for name in (METRICS_FILE, BEST, CHECKPOINTS)}
+    if source is not None and restored is not None:
+        _bring_along(source, number, directory, restored)
     aside = moved[CHECKPOINTS]
     return [f"an earlier run's checkpoints are kept in {aside}; to go on from them: --resume {aside}"] if aside else []
 
@@ -48,20 +58,27 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
     return [f"checkpoints beyond batch {step} are kept in {aside}"]
 
 
-def run_of(restored: Restored) -> Path:
-    """The directory of the run that a checkpoint belongs to."""
+def run_of(restored: Restored) -> tuple[Path, str]:
+    """The directory of the run that a checkpoint belongs to, and the number (".1") under which it was set aside."""
     place = Path(restored.place)
-    return place.parent.parent if place.parent.name.split(".")[0] == CHECKPOINTS else place.parent
+    kind, _, number = place.parent.name.partition(".")
+    if kind == CHECKPOINTS:
+        return place.parent.parent, f".{number}" if number else ""
+    return place.parent, place.name.removeprefix(BEST)
 
 
-def _bring_along(source: Path, directory: Path, metrics_bytes: int) -> None:
+def _bring_along(source: Path, number: str, directory: Path, restored: Restored) -> None:
     """The curve up to the checkpoint, and the best adapter so far, which may stay the best."""
-    metrics, best = source / METRICS_FILE, source / BEST
+    usual = Path(METRICS_FILE)
+    metrics = source / f"{usual.stem}{number}{usual.suffix}"
     if metrics.is_file():
         with metrics.open("rb") as stream:
-            content = stream.read(metrics_bytes)
+            content = stream.read(int(restored.state.get("metrics_bytes", 0)))
         write_whole(directory / METRICS_FILE, lambda draft: draft.write_bytes(content), private=True)
-    if best.is_dir():
-        with staging(directory / BEST, private=True) as staged:
-            shutil.copytree(best, staged, dirs_exist_ok=True)
-            publish(staged, directory / BEST, private=True)
+    # A branch that was left took its best along.
+    for best in (source / f"{BEST}{number}", Path(restored.place).parent / BEST):
+        if best.is_dir() and best != directory / BEST:
+            with staging(directory / BEST, private=True) as staged:
+                shutil.copytree(best, staged, dirs_exist_ok=True)
+                publish(staged, directory / BEST, private=True)
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.errors import AllhandsError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, write_whole
-from allhands.metrics import SavedReport
+from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import save_adapter_config
 from allhands.train.state import WEIGHTS_FILE, LoopState
 
@@ -34,6 +35,7 @@ class SavePlan:
         numbered: whether adapters are also written under their batch's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
         constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
+        busy: called as the writing gets on.
     """
 
     directory: Path
@@ -44,6 +46,7 @@ class SavePlan:
     numbered: bool
     adapter_config: dict[str, Any]
     constants: Callable[[], dict[str, Any]]
+    busy: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Saver:
         self._describe = describe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-save")
         self._pending: list[tuple[int, Future[SavedReport]]] = []
+        self._troubles: deque[Warned] = deque()
 
     def save(self, state: LoopState, kind: SaveKind) -> None:
         """Begin to write what the run is now.
@@ -89,13 +93,14 @@ class Saver:
         request = _Request(kind, state.iteration, state.best_iteration, described, tensors, pause_s)
         self._pending.append((state.iteration, self._thread.submit(self._write, request)))
 
-    def saved(self, wait_for_all: bool) -> list[SavedReport | AllhandsError]:
+    def saved(self, wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
         """What has been written, or could not be, since the last call."""
         if wait_for_all:
             wait([future for _, future in self._pending])
         done = [future for _, future in self._pending if future.done()]
         self._pending = [entry for entry in self._pending if not entry[1].done()]
-        return [_outcome(future) for future in done]
+        troubles = [self._troubles.popleft() for _ in range(len(self._troubles))]
+        return [*troubles, *(_outcome(future) for future in done)]
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -134,7 +139,11 @@ class Saver:
         fire("save", request.iteration, plan.rank)
         if plan.keep_last:
             protected = () if request.best_iteration is None else (request.best_iteration,)
-            prune(plan.directory, plan.keep_last, plan.keep_every, protected, written)
+            try:
+                prune(plan.directory, plan.keep_last, plan.keep_every, protected, written)
+            except AllhandsError as error:
+                text = f"a checkpoint that need not be kept is still there ({error.where}: {error.message})"
+                self._troubles.append(Warned(request.iteration, text))
         return plan.directory / WEIGHTS_FILE
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
@@ -146,6 +155,7 @@ class Saver:
             state={**request.state, **self._plan.constants()},
             tensors=request.tensors,
             texts=texts,
+            progress=self._plan.busy,
         )
 
 
