@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 EXTRA := $(shell sh scripts/choose_extra.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint format bench clean
+.PHONY: help install demo test test-long soak lint format bench clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml scripts/choose_extra.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -28,6 +28,9 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 
 test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest
+
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 10 minutes)
+	$(BIN)/python -m pytest -m long
 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py

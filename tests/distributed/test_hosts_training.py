@@ -40,6 +40,8 @@ from allhands.cluster.remote import newest_checkpoint
 from allhands.metrics import METRICS_FILE, read_metrics
 from allhands.train.restore import Restored, share_history
 
+pytestmark = pytest.mark.long
+
 ITERS = 16
 
 

@@ -20,6 +20,8 @@ from faulty import ITERS, SAVE_EVERY, Bench, Footprint, Result, Trial, files_lef
 from hostile import Job, until
 from safetensors.numpy import load_file
 
+pytestmark = pytest.mark.long
+
 # For as long as it takes to be killed, asked to stop, or looked at.
 _PAUSE_S = 2.0
 

@@ -19,6 +19,8 @@ from namespaces import Cluster, namespaces
 
 from allhands.metrics import read_metrics
 
+pytestmark = pytest.mark.long
+
 # Steps of the tiny model take milliseconds. These make time for people to edit files and to pull cables.
 _PAUSE_S = 1.5
 

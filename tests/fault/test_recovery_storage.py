@@ -16,6 +16,8 @@ from ranked_tasks import finetune
 from allhands.checkpoints import checkpoints_in, latest, survey
 from allhands.config import build_config
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
