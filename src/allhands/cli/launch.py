@@ -57,7 +57,8 @@ def _said(field: str) -> str:
 def launch(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None,
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes to start. [1, or all slots]")
+        int | None,
+        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile the most. [1, all slots]"),
     ] = None,
     hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None,
     backend: Annotated[str, typer.Option("--backend", metavar="|".join(_BACKENDS), help=_said("backend"))] = "auto",

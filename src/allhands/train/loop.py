@@ -22,7 +22,7 @@ from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.metrics import RunEnded, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.train.callbacks import Callback
-from allhands.train.saving import SaveKind
+from allhands.train.saving import CopyError, SaveKind
 from allhands.train.state import LoopState, Window
 from allhands.train.step import StepResult, TrainStep
 from allhands.trees import number, numbers
@@ -153,11 +153,10 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
                 hint=f"{failure.hint}; to go on from the last checkpoint, if there is one: the same command with "
                 "--resume",
             )
-        again = "--resume" if parts.config.keep_last else f"--resume-adapter-file {path}"
-        return Interrupted(
-            f"stopped after {place}; the weights are saved in {path}",
-            hint=f"to go on exactly from there: the same command with {again}",
-        )
+        hint = "to go on exactly from there: the same command with --resume"
+        if not parts.config.keep_last:
+            hint = f"to begin a new run from these weights (--keep-last 0): --resume-adapter-file {path}"
+        return Interrupted(f"stopped after {place}; the weights are saved in {path}", hint=hint)
     if state.iteration == 0:
         return NumericsError(
             f"{error.message} before any training",
@@ -333,7 +332,12 @@ def _meet(parts: LoopParts, state: LoopState) -> None:
 
 
 def _not_saved(failure: AllhandsError) -> str:
-    return f"no checkpoint was written ({failure.where}: {failure.message}); training goes on"
+    what = (
+        "the checkpoint is there, but not its adapter"
+        if isinstance(failure, CopyError)
+        else "no checkpoint was written"
+    )
+    return f"{what} ({failure.where}: {failure.message}); training goes on"
 
 
 def _any_rank(parts: LoopParts, state: LoopState, flag: bool) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from allhands.checkpoints import BEST, Checkpoint, Tensor, checkpoint_path, prune, write_checkpoint
 from allhands.checkpoints.tensors import safetensors_pieces
-from allhands.errors import AllhandsError
+from allhands.errors import AllhandsError, StorageError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import SavedReport, Warned
@@ -22,6 +22,10 @@ from allhands.train.state import WEIGHTS_FILE, LoopState
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file.
 SaveKind = Literal["last", "best", "suspect"]
+
+
+class CopyError(StorageError):
+    """The checkpoint is whole; the adapter beside it could not be written."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +124,29 @@ class Saver:
         return target / WEIGHTS_FILE
 
     def _write_last(self, request: _Request) -> Path:
-        plan, weights = self._plan, request.tensors[WEIGHTS_FILE]
+        """The checkpoint, room for the next one, then the copies that mlx_lm and people look for."""
+        plan = self._plan
         fire("save", request.iteration, plan.rank)
         make_directory(plan.directory, private=True)
         written = None
         if request.kind == "last" and plan.keep_last:
-            written = self._checkpoint(checkpoint_path(plan.directory, request.iteration), request)
+            try:
+                written = self._checkpoint(checkpoint_path(plan.directory, request.iteration), request)
+            finally:
+                # Also where it could not be written: what need not be kept may be what fills the disk.
+                self._prune(request, written)
         fire("save", request.iteration, plan.rank)
+        try:
+            return self._write_copies(request)
+        except (AllhandsError, OSError) as error:
+            if written is None:
+                raise
+            told = error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
+            raise CopyError(told.message, where=told.where, hint=told.hint) from error
+
+    def _write_copies(self, request: _Request) -> Path:
+        """The weights under their batch's number and, unless they are suspect, as the adapter to use."""
+        plan, weights = self._plan, request.tensors[WEIGHTS_FILE]
         numbered = plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
         if plan.numbered or request.kind == "suspect":
             write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
@@ -137,14 +157,16 @@ class Saver:
         save_adapter_config(plan.adapter_config, plan.directory)
         write_whole(plan.directory / WEIGHTS_FILE, lambda draft: _write_tensors(draft, weights), private=True)
         fire("save", request.iteration, plan.rank)
-        if plan.keep_last:
-            protected = () if request.best_iteration is None else (request.best_iteration,)
-            try:
-                prune(plan.directory, plan.keep_last, plan.keep_every, protected, written)
-            except AllhandsError as error:
-                text = f"a checkpoint that need not be kept is still there ({error.where}: {error.message})"
-                self._troubles.append(Warned(request.iteration, text))
         return plan.directory / WEIGHTS_FILE
+
+    def _prune(self, request: _Request, written: Checkpoint | None) -> None:
+        plan = self._plan
+        protected = () if request.best_iteration is None else (request.best_iteration,)
+        try:
+            prune(plan.directory, plan.keep_last, plan.keep_every, protected, written)
+        except AllhandsError as error:
+            text = f"a checkpoint that need not be kept is still there ({error.where}: {error.message})"
+            self._troubles.append(Warned(request.iteration, text))
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
         texts = {"adapter_config.json": json.dumps(self._plan.adapter_config, indent=2, sort_keys=True) + "\n"}
