@@ -43,7 +43,8 @@ def _records(trial: Trial) -> list[dict[str, Any]]:
 
 def _drafts(directory: Path) -> list[Path]:
     """Hidden files and directories, as writers leave that did not come to their end."""
-    return [path for path in directory.rglob(".*") if path.name not in (".", "..")]
+    # ".run" is the name of the run.
+    return [path for path in directory.rglob(".*") if path.name not in (".", "..", ".run")]
 
 
 def _restarted_from(trial: Trial) -> list[int]:
