@@ -78,7 +78,7 @@ def own_processes() -> list[list[str]]:
     return found
 
 
-def words(process: psutil.Process) -> list[str]:
+def words_of(process: psutil.Process) -> list[str]:
     """Its command line; nothing if it has just ended."""
     try:
         return process.cmdline()
@@ -287,7 +287,7 @@ def test_an_agent_is_killed(cluster: Cluster, places: tuple[Place, ...], start: 
     stopped = [psutil.STATUS_STOPPED]
     wait_for(lambda: [p for p in cluster.processes("node1") if p.status() in stopped])
     assert [p for p in cluster.processes("node1") if p.name() == "sleep"], "there is no child"
-    (agent,) = [p for p in cluster.processes("node1") if "allhands.cluster.agent" in words(p)]
+    (agent,) = [p for p in cluster.processes("node1") if "allhands.cluster.agent" in words_of(p)]
     agent.kill()
     wait_for(lambda: ranks.lost_hosts() == ["node1"], 3.0)
     cluster.wait_for_none("node1", 5.0)
@@ -319,9 +319,9 @@ def test_the_supervisor_is_killed(cluster: Cluster, places: tuple[Place, ...], t
     supervisor = subprocess.Popen([sys.executable, "-c", script, *map(str, words)], stdout=subprocess.DEVNULL)
     try:
         for name in cluster.names:
-            wait_for(lambda name=name: sum("deaf" in words(p) for p in cluster.processes(name)) == 2)
+            wait_for(lambda name=name: sum("deaf" in words_of(p) for p in cluster.processes(name)) == 2)
         own = psutil.Process(supervisor.pid).children(recursive=True)
-        wait_for(lambda: any("deaf" in words(p) for p in psutil.Process(supervisor.pid).children(recursive=True)))
+        wait_for(lambda: any("deaf" in words_of(p) for p in psutil.Process(supervisor.pid).children(recursive=True)))
     finally:
         supervisor.kill()
         supervisor.wait()
