@@ -17,6 +17,7 @@ from allhands.files import write_whole
 from allhands.trees import flatten
 
 DEFAULT_ADAPTER_LAYERS = 16
+CONFIG_FILE = "adapter_config.json"
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
 
 
@@ -161,7 +162,7 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
     Raises:
         ModelError: the file is unreadable or says what cannot be.
     """
-    file = directory / "adapter_config.json"
+    file = directory / CONFIG_FILE
     if not file.is_file():
         return config
     try:
@@ -190,7 +191,12 @@ def save_adapters(weights: dict[str, mx.array], path: Path) -> None:
     )
 
 
+def adapter_config_text(values: dict[str, Any]) -> str:
+    """Content of ``adapter_config.json``, the same for the same values."""
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
 def save_adapter_config(values: dict[str, Any], directory: Path) -> None:
     """Write ``adapter_config.json`` into ``directory``, whole or not at all."""
-    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    write_whole(directory / "adapter_config.json", lambda temporary: temporary.write_text(text), private=True)
+    text = adapter_config_text(values)
+    write_whole(directory / CONFIG_FILE, lambda temporary: temporary.write_text(text), private=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from allhands.errors import AllhandsError, StorageError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import SavedReport, Warned
-from allhands.model.adapters import save_adapter_config
+from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config
 from allhands.train.state import WEIGHTS_FILE, LoopState
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file.
@@ -101,8 +100,15 @@ class Saver:
         """What has been written, or could not be, since the last call."""
         if wait_for_all:
             wait([future for _, future in self._pending])
-        done = [future for _, future in self._pending if future.done()]
-        self._pending = [entry for entry in self._pending if not entry[1].done()]
+        # Each is looked at once: one that ends meanwhile is told the next time.
+        waiting: list[tuple[int, Future[SavedReport]]] = []
+        done: list[Future[SavedReport]] = []
+        for entry in self._pending:
+            if entry[1].done():
+                done.append(entry[1])
+            else:
+                waiting.append(entry)
+        self._pending = waiting
         troubles = [self._troubles.popleft() for _ in range(len(self._troubles))]
         return [*troubles, *(_outcome(future) for future in done)]
 
@@ -169,7 +175,7 @@ class Saver:
             self._troubles.append(Warned(request.iteration, text))
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
-        texts = {"adapter_config.json": json.dumps(self._plan.adapter_config, indent=2, sort_keys=True) + "\n"}
+        texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
         return write_checkpoint(
             target,
             step=request.iteration,
