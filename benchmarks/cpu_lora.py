@@ -26,11 +26,12 @@ from harness import (
     Measured,
     clean_environ,
     git_commit,
-    machine,
     make_environment,
     num_cores,
     peer_list,
+    quiet_machine,
     run_measured,
+    say,
     versions,
 )
 
@@ -155,9 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     today = datetime.date.today().isoformat()
     out = options.out or HERE / "results" / f"cpu_lora-{today}.json"
-    facts = machine()
-    if facts["load_at_start"] > 0.3 * facts["cores"]:
-        say(f"warning: the machine is not quiet (load {facts['load_at_start']}): timings will not be comparable")
+    facts = quiet_machine()
     try:
         with tempfile.TemporaryDirectory(prefix="allhands-bench-") as directory:
             plan = prepare(options, Path(directory))
@@ -174,10 +173,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report(facts, results, expected, options))
     say(f"written: {out}")
     return 0
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def prepare(options: argparse.Namespace, run: Path) -> Plan:

@@ -26,7 +26,17 @@ from typing import Any
 
 from data_memory import Peak, pss_bytes
 from data_text import write_documents
-from harness import BenchmarkError, clean_environ, git_commit, machine, num_cores, peer_list, versions
+from harness import (
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    num_cores,
+    peer_list,
+    positive,
+    run_benchmark,
+    say,
+    versions,
+)
 
 HERE = Path(__file__).resolve().parent
 PEERS = ("allhands", "hugging_face", "mlx_lm")
@@ -100,36 +110,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if sys.platform != "linux":
         say("error: memory that processes share can only be told apart on Linux")
         return 1
-    facts = machine()
-    if facts["load_at_start"] > 0.3 * facts["cores"]:
-        say(f"warning: the machine is not quiet (load {facts['load_at_start']}): timings will not be comparable")
-    try:
-        with tempfile.TemporaryDirectory(prefix="allhands-data-", dir=options.scratch) as directory:
-            record = measure(options, Path(directory), facts)
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 1
-    print(report(record))
-    if options.write:
-        out = HERE / "results" / f"data-{record['date']}.json"
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        say(f"written: {out}")
-    return 0
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return run_benchmark("data", options, measure, report)
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:

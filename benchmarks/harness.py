@@ -16,8 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,18 @@ _STRIPPED = ("PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_T
 
 class BenchmarkError(Exception):
     """The benchmark cannot go on; the text says why and where to look."""
+
+
+def say(text: str) -> None:
+    """What happens, beside the result on standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    """An option's whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def peer_list(peers: Sequence[str], text: str) -> tuple[str, ...]:
@@ -161,6 +174,40 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "load_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def quiet_machine() -> dict[str, Any]:
+    """Facts about the machine, with a warning if it has other work."""
+    facts = machine()
+    if facts["load_at_start"] > 0.3 * facts["cores"]:
+        say(f"warning: the machine is not quiet (load {facts['load_at_start']}): timings will not be comparable")
+    return facts
+
+
+def run_benchmark(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Path, dict[str, Any]], dict[str, Any]],
+    report: Callable[[dict[str, Any]], str],
+) -> int:
+    """Measure in a temporary directory below ``options.scratch``, print the report; with ``options.write`` record it.
+
+    Returns:
+        The exit code.
+    """
+    facts = quiet_machine()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"allhands-{name}-", dir=options.scratch) as directory:
+            record = measure(options, Path(directory), facts)
+    except BenchmarkError as error:
+        say(f"error: {error}")
+        return 1
+    print(report(record))
+    if options.write:
+        out = ROOT / "benchmarks" / "results" / f"{name}-{record['date']}.json"
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        say(f"written: {out}")
+    return 0
 
 
 def _cpu_name() -> str:

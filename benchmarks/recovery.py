@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from harness import BenchmarkError, clean_environ, git_commit, machine, run_measured, versions
+from harness import BenchmarkError, clean_environ, git_commit, positive, run_benchmark, run_measured, say, versions
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "numpy")
@@ -202,33 +201,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    facts = machine()
-    if facts["load_at_start"] > 0.3 * facts["cores"]:
-        say(f"warning: the machine is not quiet (load {facts['load_at_start']}): timings will not be comparable")
-    try:
-        with tempfile.TemporaryDirectory(prefix="allhands-recovery-", dir=options.scratch) as directory:
-            record = measure(options, Path(directory), facts)
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 1
-    print(report(record))
-    if options.write:
-        out = HERE / "results" / f"recovery-{record['date']}.json"
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        say(f"written: {out}")
-    return 0
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return run_benchmark("recovery", options, measure, report)
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:

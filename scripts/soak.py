@@ -34,8 +34,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "support")]
 
-from harness import git_commit, machine
-from recovery import Follower, Recovery, recovery, recovery_table, say
+from harness import git_commit, machine, say
+from recovery import Follower, Recovery, recovery, recovery_table
 
 from allhands.checkpoints import checkpoints_in
 from allhands.cluster.journal import read_events

@@ -44,10 +44,10 @@ def train(flags: dict[str, Any]) -> int:
         _check_launch(config, launch)
     if launch.launcher == "single" and not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
-    if launch.launcher == "single" and config.cores_per_rank:
-        check(job_of(config))
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.max_restarts):
         return supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+    if launch.launcher == "single" and config.cores_per_rank:
+        check(job_of(config))
     return work(config, launch)
 
 

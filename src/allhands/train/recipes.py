@@ -43,8 +43,7 @@ from allhands.train.explain import choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
-from allhands.train.restore import share_history
-from allhands.train.rundir import make_room
+from allhands.train.rundir import make_room, share_history
 from allhands.train.saving import SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
 from allhands.train.step import TrainStep

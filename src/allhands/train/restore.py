@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from allhands.arrays import hand_out, hand_out_json, load_arrays
 from allhands.checkpoints import (
-    BEST,
-    CHECKPOINTS,
     Checkpoint,
-    checkpoint_path,
     find,
     latest,
     open_checkpoint,
-    survey,
 )
 from allhands.config import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
 from allhands.errors import CheckpointError
-from allhands.files import make_directory, set_aside, storage_error, write_whole
-from allhands.metrics import METRICS_FILE
-from allhands.staging import publish, staging
+from allhands.files import make_directory
 from allhands.train.state import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.trees import numbers
 
@@ -140,72 +133,3 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
         probe.unlink(missing_ok=True)
     chosen = [rank for rank, flag in enumerate(flags) if flag][: copies - 1]
     return mesh.is_main or mesh.rank in chosen
-
-
-def share_history(
-    communicator: Communicator, directory: Path, restored: Restored | None, run_id: str, newcomer: bool
-) -> None:
-    """Give ranks that begin to keep the files of a run which has begun without them its curve and its best adapter.
-
-    So whoever keeps files can lose all others. What lies there of another run is set aside. Called on all ranks
-    together, before one of them adds to its curve.
-
-    Args:
-        newcomer: whether this rank keeps files, and is not rank 0.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
-    if restored is None or communicator.size == 1:
-        return
-    lacks = newcomer and not _has_kept(directory, restored)
-    if not numbers(communicator.all_sum(mx.array([float(lacks)])))[0]:
-        return
-    try:
-        if lacks:
-            _make_way(directory, {run_id, restored.run_id})
-        curve = _handed_out(communicator, directory, [METRICS_FILE])
-        best = _handed_out(communicator, directory / BEST, _names(directory / BEST))
-        if lacks:
-            _write(directory, curve, best)
-    except OSError as error:
-        raise storage_error(Path(error.filename or directory), error) from error
-
-
-def _has_kept(directory: Path, restored: Restored) -> bool:
-    """Whether this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
-    kept = checkpoint_path(directory, int(restored.state["iteration"]))
-    found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
-    return (directory / METRICS_FILE).exists() and any(one and one.run_id == restored.run_id for one in found)
-
-
-def _make_way(directory: Path, runs: set[str]) -> None:
-    there = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
-    if there and there.isdisjoint(runs):
-        for name in (METRICS_FILE, BEST, CHECKPOINTS):
-            set_aside(directory / name)
-
-
-def _names(directory: Path) -> list[str]:
-    return sorted(file.name for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
-
-
-def _handed_out(communicator: Communicator, directory: Path, names: list[str]) -> dict[str, bytes]:
-    """Rank 0's files of these names, as far as there are any; called on all ranks together."""
-    names = hand_out_json(communicator, [name for name in names if (directory / name).is_file()])
-    contents: dict[str, bytes] = {}
-    for name in names:
-        own = {name: mx.array(np.fromfile(directory / name, np.uint8))} if communicator.rank == 0 else None
-        contents[name] = np.asarray(hand_out(communicator, own)[name]).tobytes()
-    return contents
-
-
-def _write(directory: Path, curve: Mapping[str, bytes], best: Mapping[str, bytes]) -> None:
-    make_directory(directory, private=True)
-    for name, content in curve.items():
-        write_whole(directory / name, lambda draft, content=content: draft.write_bytes(content), private=True)
-    if best:
-        with staging(directory / BEST, private=True) as staged:
-            for name, content in best.items():
-                (staged / name).write_bytes(content)
-            publish(staged, directory / BEST, private=True)
