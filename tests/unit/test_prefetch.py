@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -140,3 +141,32 @@ def test_nothing_is_left_after_an_error_in_the_step() -> None:
     with pytest.raises(RuntimeError):
         batches.get(900)
     assert len(load.loaded) == count
+
+
+def test_who_waits_is_told_how_long_the_work_has_been_going_on() -> None:
+    told: list[float] = []
+    gate, begun = threading.Event(), threading.Event()
+
+    def load(i: int) -> int:
+        if i == 2:
+            begun.set()
+            assert gate.wait(LONG_S)
+        return i
+
+    def waits(seconds: float) -> None:
+        told.append(seconds)
+        if begun.is_set():
+            gate.set()
+
+    with Prefetcher(load, end=5, ahead=2, waits=waits) as prefetcher:
+        prefetcher.get(0)
+        assert begun.wait(LONG_S)
+        prefetcher.get(1)  # ready: nobody waits
+        before = len(told)
+        since = time.monotonic()
+        time.sleep(0.05)
+        assert prefetcher.get(2) == 2
+        assert len(told) == before + 1
+        assert told[-1] >= 0.05
+        assert told[-1] <= time.monotonic() - since + LONG_S / 10
+        assert prefetcher.get(4) == 4

@@ -26,11 +26,11 @@ def test_marks_and_beats_arrive(tmp_path: Path) -> None:
     worker.mark_ready()
     worker.mark_busy()
     worker.beat("load", 0)
-    worker.beat("compute", 12345)
+    worker.beat("compute", 12345, 2.5)
     worker.mark_started()
     marks = files.marks(1)
     assert (marks.ready, marks.started) == (True, True)
-    assert marks.beat == Beat(12345, "compute", 2, marks.beat.time if marks.beat else 0.0)
+    assert marks.beat == Beat(12345, "compute", 2, marks.beat.time if marks.beat else 0.0, 2.5)
     assert marks.beat is not None
     assert marks.busy_time is not None
     assert began <= marks.busy_time <= marks.beat.time <= time.monotonic()

@@ -21,9 +21,10 @@ class _Ranks:
         self.living = set(range(size))
         self.now = 1000.0
 
-    def says(self, rank: int, phase: str, step: int) -> None:
+    def says(self, rank: int, phase: str, step: int, waited_s: float = 0.0) -> None:
         last = self.marks[rank].beat
-        self.marks[rank] = Marks(started=True, beat=Beat(step, phase, last.count + 1 if last else 1, self.now))
+        beat = Beat(step, phase, last.count + 1 if last else 1, self.now, waited_s)
+        self.marks[rank] = Marks(started=True, beat=beat)
 
     def passes(self, seconds: float) -> Stall | None:
         """Let time go by, until something is wrong."""
@@ -248,3 +249,25 @@ def test_pauses() -> None:
     assert pauses.age(20.5, 10.0) == pytest.approx(1.5)  # before the second one
     assert pauses.age(25.0, 20.0) == pytest.approx(0.5)
     assert pauses.age(25.0, 25.0) == 0.0
+
+
+def test_data_that_have_been_on_their_way_for_long_are_waited_for_the_less() -> None:
+    ranks = _Ranks(2)
+    ranks.steps([1.0] * 5)
+    ranks.says(0, "reduce", 5)
+    ranks.says(1, "load", 5)
+    ranks.passes(TICK)
+    ranks.says(1, "load", 5, waited_s=2.0)  # two batches were ready when the next one hung
+    assert _silence(ranks) == pytest.approx(3.0, abs=2 * TICK)
+
+
+def test_a_long_way_of_data_is_no_longer_a_step() -> None:
+    """What is measured is what the training waited, not what was done beside it."""
+    ranks = _Ranks(1)
+    for step in range(5):
+        ranks.says(0, "load", step, waited_s=4.0)
+        assert ranks.passes(0.5) is None
+        ranks.says(0, "compute", step)
+        assert ranks.passes(1.0) is None
+    ranks.says(0, "compute", 5)
+    assert _silence(ranks) == pytest.approx(5.0, abs=2 * TICK)

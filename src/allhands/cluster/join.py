@@ -66,6 +66,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         started=worker.mark_started,
         busy=worker.mark_busy,
         beat=worker.beat,
+        waits=lambda step, seconds: worker.beat("load", step, seconds),
         stop_requested=worker.stop_requested,
         regroup_requested=worker.regroup_requested,
         run_id=worker.run_id or secrets.token_hex(8),

@@ -71,12 +71,14 @@ class Beat:
         phase: what it does now.
         count: beats so far.
         time: when the supervisor's side saw this count first (``time.monotonic`` of the supervisor's computer).
+        waited_s: how long what it waits for, its data, had already been on its way then.
     """
 
     step: int
     phase: str
     count: int
     time: float
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ class RemoteRanks:
     def _take(self, frame: Frame, rank: int, now: float) -> None:
         if frame["kind"] == "marks":
             busy, beat = frame["busy_age"], frame["beat"]
-            last = Beat(beat["step"], beat["phase"], beat["count"], now - beat["age"]) if beat else None
+            last = Beat(time=now - beat.pop("age"), **beat) if beat else None
             self._marks[rank] = Marks(frame["ready"], frame["started"], None if busy is None else now - busy, last)
         elif frame["kind"] in ("exit", "report"):
             self._reports[rank] = frame["report"]

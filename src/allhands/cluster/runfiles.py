@@ -69,7 +69,13 @@ class RunFiles:
     def _beat(self, rank: int) -> Beat | None:
         found, last = _read_object(self._path(rank, "beat")), self._beats.get(rank)
         if found and (last is None or found.get("count") != last.count):
-            last = Beat(int(found["step"]), str(found["phase"]), int(found["count"]), time.monotonic())
+            last = Beat(
+                int(found["step"]),
+                str(found["phase"]),
+                int(found["count"]),
+                time.monotonic(),
+                float(found.get("waited_s", 0.0)),
+            )
             self._beats[rank] = last
         return last
 

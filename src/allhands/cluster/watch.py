@@ -166,7 +166,9 @@ class ProgressWatch:
         return Stall(rank, seconds, "reduce", beats[rank].step, mutual=len(beats) > 1)
 
     def _judge(self, now: float, rank: int, beat: Beat, busy: float) -> Stall | None:
-        seconds = self.pauses.age(now, max(beat.time, busy))
+        # What the rank does not come for itself, its data, may have hung before the rank had to wait for it.
+        waited = beat.waited_s if busy < beat.time else 0.0
+        seconds = waited + self.pauses.age(now, max(beat.time, busy))
         return Stall(rank, seconds, beat.phase, beat.step) if seconds > self._limit(beat.phase) else None
 
     def _limit(self, phase: str) -> float:

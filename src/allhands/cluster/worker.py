@@ -88,10 +88,13 @@ class WorkerContext:
         if self._run_dir:
             (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
 
-    def beat(self, phase: str, step: int) -> None:
+    def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
         """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
 
         Takes microseconds and never fails: a disk that is full of other things must not end a run.
+
+        Args:
+            waited_s: how long what it waits for from now on has been on its way already.
         """
         if self._run_dir is None:
             return
@@ -100,7 +103,7 @@ class WorkerContext:
             if self._beat_file < 0:
                 path = self._run_dir / f"rank-{self.launch.rank}.beat"
                 self._beat_file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            line = f'{{"step": {step:d}, "phase": "{phase}", "count": {self._beats}}}'
+            line = f'{{"step": {step:d}, "phase": "{phase}", "count": {self._beats}, "waited_s": {waited_s:.3f}}}'
             os.pwrite(self._beat_file, line.ljust(BEAT_BYTES - 1).encode() + b"\n", 0)
         except OSError:
             return

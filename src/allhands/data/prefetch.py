@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -17,9 +18,16 @@ class Prefetcher(Generic[T]):
     which the thread is gone. What ``load`` raises is raised by :meth:`get` for that ``i``.
     """
 
-    def __init__(self, load: Callable[[int], T], end: int, ahead: int = 2) -> None:
-        """``load`` is called in one other thread, for numbers below ``end``."""
+    def __init__(
+        self, load: Callable[[int], T], end: int, ahead: int = 2, waits: Callable[[float], None] = lambda seconds: None
+    ) -> None:
+        """``load`` is called in one other thread, for numbers below ``end``.
+
+        ``waits`` is told, before :meth:`get` waits, for how many seconds ``load`` has been at what is wanted.
+        """
         self._load = load
+        self._waits = waits
+        self._begun: dict[int, float] = {}
         self._end = end
         self._ahead = ahead
         self._pending: dict[int, Future[T]] = {}
@@ -32,8 +40,19 @@ class Prefetcher(Generic[T]):
             self._pending.pop(late).cancel()
         for number in wanted:
             if number not in self._pending:
-                self._pending[number] = self._thread.submit(self._load, number)
-        return self._pending.pop(i).result()
+                self._pending[number] = self._thread.submit(self._timed, number)
+        future = self._pending.pop(i)
+        if not future.done():
+            now = time.monotonic()
+            self._waits(now - self._begun.get(i, now))
+        return future.result()
+
+    def _timed(self, i: int) -> T:
+        self._begun[i] = time.monotonic()
+        try:
+            return self._load(i)
+        finally:
+            del self._begun[i]
 
     def __enter__(self) -> Self:
         return self

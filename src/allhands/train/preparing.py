@@ -51,6 +51,7 @@ class Surroundings:
         started: called once when this rank is ready to train.
         busy: called now and then, by another thread, while the data are fetched and tokenised.
         beat: told what the training is doing (phase, batches done), at every change.
+        waits: told that the training waits for data (batches done, seconds for which they have been on their way).
         stop_requested: the signal that asked this process to stop, or 0.
         regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
         run_id: one for all attempts of a run.
@@ -65,6 +66,7 @@ class Surroundings:
     started: Callable[[], None] = lambda: None
     busy: Callable[[], None] = lambda: None
     beat: Callable[[str, int], None] = lambda phase, step: None
+    waits: Callable[[int, float], None] = lambda step, seconds: None
     stop_requested: Callable[[], int] = lambda: 0
     regroup_requested: Callable[[], bool] = lambda: False
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))

@@ -158,7 +158,10 @@ class _Run:
             fire("load", iteration, self.mesh.rank)
             return loader.load(iteration)
 
-        with Prefetcher(load, end=total) as prefetcher, self._saver(optimizer) as saver:
+        def waits(seconds: float) -> None:
+            self.surroundings.waits(state.iteration, seconds)
+
+        with Prefetcher(load, end=total, waits=waits) as prefetcher, self._saver(optimizer) as saver:
             parts = LoopParts(
                 config=config,
                 order=order,
