@@ -271,3 +271,17 @@ def test_a_long_way_of_data_is_no_longer_a_step() -> None:
         assert ranks.passes(1.0) is None
     ranks.says(0, "compute", 5)
     assert _silence(ranks) == pytest.approx(5.0, abs=2 * TICK)
+
+
+@pytest.mark.parametrize(("exchanges", "limit"), [(0, 30.0), (1, 5.0)])
+def test_the_first_exchange_may_have_to_connect(exchanges: int, limit: float) -> None:
+    ranks = _Ranks(2)
+    for step in range(exchanges + 1):
+        for rank in range(2):
+            ranks.says(rank, "first" if step == 0 else "compute", step)
+        assert ranks.passes(1.0) is None
+        for rank in range(2):
+            ranks.says(rank, "reduce", step)
+        if step < exchanges:
+            assert ranks.passes(TICK) is None
+    assert _silence(ranks) == pytest.approx(limit, abs=0.25)

@@ -14,6 +14,7 @@ from allhands.cluster.ranks import Beat, LaunchSpec, Marks
 
 _LEAST_S = 5.0
 _LEAST_VALIDATE_S = 10.0
+_LEAST_FIRST_EXCHANGE_S = 30.0  # connections and kernels may have to be made for it
 _SAVE_S = 600.0
 _RECENT_STEPS = 50
 _FACTOR = 2.0  # over the longest recent step
@@ -117,6 +118,7 @@ class ProgressWatch:
         self._validating = 0.0  # the longest time between two beats of a validation
         self._beats: dict[int, Beat] = {}
         self._together: float | None = None  # since when all living ranks have been in "reduce"
+        self._exchanged = False  # whether one has ever come out of it
 
     def check(self, now: float, marks: Mapping[int, Marks], living: Collection[int]) -> Stall | None:
         """Take in the marks at ``now`` and return the rank that has hung, or ``None`` if nothing is wrong.
@@ -145,6 +147,7 @@ class ProgressWatch:
         self._beats[rank] = beat
         if last is None:
             return
+        self._exchanged = self._exchanged or last.phase == "reduce" or beat.step > last.step
         seconds = self.pauses.age(beat.time, last.time)
         if last.phase == "validate":
             self._validating = max(self._validating, seconds)
@@ -160,7 +163,8 @@ class ProgressWatch:
         if self._together is None:
             self._together = latest
         seconds = self.pauses.age(now, latest)
-        if seconds <= self._limit("reduce"):
+        limit = self._limit("reduce")
+        if seconds <= (limit if self._exchanged else max(limit, _LEAST_FIRST_EXCHANGE_S)):
             return None
         rank = min(beats, key=lambda rank: (beats[rank].step, rank))
         return Stall(rank, seconds, "reduce", beats[rank].step, mutual=len(beats) > 1)
