@@ -27,7 +27,7 @@ import psutil
 from allhands.cluster import guard
 from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
-from allhands.cluster.reaper import Reaper, end_processes
+from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.errors import DistributedError
 from allhands.files import private_opener
@@ -126,8 +126,9 @@ class _Local:
 
     def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
         self._spec = spec
-        self._run_dir = run_dir
+        self._run_dir = run_dir.absolute()  # ranks and whatever they start bear it as a mark
         self._reaper = reaper
+        reaper.mark(self._run_dir)
         self._ended = False
         self._name = socket.gethostname()
         self._files = RunFiles(run_dir, spec.log_dir)
@@ -173,7 +174,7 @@ class _Local:
         if self._ended:
             return
         self._ended = True
-        end_processes(leaders)
+        end_processes(leaders, [str(self._run_dir)])
         for leader in leaders:
             self._reaper.forget(leader)
 
@@ -359,7 +360,7 @@ def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
         "ALLHANDS_WORLD_SIZE": str(spec.num_processes),
         "ALLHANDS_BACKEND": spec.backend if spec.num_processes > 1 else "none",
         "ALLHANDS_SUPERVISOR_PID": str(os.getpid()),
-        "ALLHANDS_RUN_DIR": str(run_dir),
+        MARK: str(run_dir.absolute()),
         "ALLHANDS_LOG_DIR": str(spec.log_dir),
         "ALLHANDS_STOP_GRACE_S": str(spec.stop_grace_s),
     }

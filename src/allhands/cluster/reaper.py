@@ -1,9 +1,10 @@
 """A small process that outlives its owner's ``kill -9`` and then ends what the owner had started.
 
 Run by path with ``python -I -S reaper.py`` it reads lines from its standard input, a pipe that nobody else holds:
-``group PID``, ``forget PID``, ``directory "PATH"``, ``done``. When the pipe closes without ``done``, its owner has
-ended without clearing up, however that came: every process of those groups, and of the sessions that they lead, is
-killed, and the directories are removed. The standard library only, so that it starts in a few hundredths of a second.
+``group PID``, ``forget PID``, ``mark "PATH"``, ``directory "PATH"``, ``done``. When the pipe closes without ``done``,
+its owner has ended without clearing up, however that came: every process of those groups, of the sessions that they
+lead, and with those marks in its environment is killed, and the directories are removed. The standard library only, so
+that it starts in a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _WAIT_S = 60.0  # for killed processes to be gone: one may hang in a dead file s
 _REMOVE_S = 5.0
 _CLOSE_S = 10.0
 _POLL_S = 0.02
+_CONFIRM_S = 0.005  # before a second look
+MARK = "ALLHANDS_RUN_DIR"  # the variable that all processes of an attempt inherit
 
 
 class Reaper:
@@ -42,7 +45,13 @@ class Reaper:
         try:
             # In no directory that somebody may want to remove.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=quiet,
+                stderr=quiet,
+                cwd="/",
+                start_new_session=True,
+                env=_unmarked(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -59,6 +68,10 @@ class Reaper:
     def forget(self, pid: int) -> None:
         """Take a group back that has ended: its number may come to mean another one."""
         self._send(f"forget {pid}")
+
+    def mark(self, run_dir: Path) -> None:
+        """Register all processes whose ``ALLHANDS_RUN_DIR`` is this absolute path or one below it."""
+        self._send(f"mark {json.dumps(str(run_dir))}")
 
     def directory(self, path: Path) -> None:
         """Register a directory to be removed with all that is in it."""
@@ -90,22 +103,71 @@ class Reaper:
             self._process.stdin.flush()
 
 
-def end_processes(leaders: Collection[int], wait_s: float = _WAIT_S) -> bool:
-    """Kill the groups and sessions that ``leaders`` lead, stopped processes too, and wait until all are gone.
+def end_processes(leaders: Collection[int], marks: Collection[str] = (), wait_s: float = _WAIT_S) -> bool:
+    """Kill what belongs to ``leaders`` or bears one of ``marks``, stopped processes too, and wait until all are gone.
 
-    What has left both, as a daemon does, is not found. Returns false if something was still there after ``wait_s``.
+    To a leader belong the group and the session that it leads. A mark is the absolute path of an attempt's private
+    directory: processes of this user that were started with it, or a path below it, as ``ALLHANDS_RUN_DIR`` bear it,
+    also when they have left group and session, as daemons do. One that was started without it, or has written over
+    its environment, is not found. Returns false if something was still there after ``wait_s``.
     """
     deadline = time.monotonic() + wait_s
+    looks = 0
     while True:
-        left = [pid for pid, group, session in _processes() if group in leaders or session in leaders]
-        if not left:
+        left = _left(leaders, marks)
+        looks = 0 if left else looks + 1
+        # One look misses who was becoming another program just then, and whom a process forked that ended meanwhile.
+        if looks == (2 if marks else 1):
             return True
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if left else _CONFIRM_S)
+
+
+def _left(leaders: Collection[int], marks: Collection[str]) -> list[int]:
+    marked = _marked(marks) if marks else set[int]()
+    return [pid for pid, group, session in _processes() if group in leaders or session in leaders or pid in marked]
+
+
+def _marked(marks: Collection[str]) -> set[int]:
+    """Processes of this user that bear one of ``marks``; whatever else has the variable is another job's."""
+    assert all(os.path.isabs(mark) and mark.strip("/") for mark in marks), marks
+    return _marked_in_proc(marks) if sys.platform == "linux" else _marked_in_ps(marks)
+
+
+def _marked_in_proc(marks: Collection[str]) -> set[int]:
+    found, user, start = set[int](), os.geteuid(), f"{MARK}=".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid != user:
+                continue
+            with open(f"/proc/{name}/environ", "rb") as stream:
+                content = stream.read()
+            entries = content.split(b"\0") if start in content else ()
+            values = [os.fsdecode(entry.removeprefix(start)) for entry in entries if entry.startswith(start)]
+            if any(value == mark or value.startswith(f"{mark}/") for value in values for mark in marks):
+                found.add(int(name))
+    return found
+
+
+def _marked_in_ps(marks: Collection[str]) -> set[int]:
+    """As on macOS, which shows the environment behind the command; not that of programs of the system itself."""
+    found, user = set[int](), str(os.geteuid())
+    command = ["ps", "-axEww", "-o", "pid=,uid=,command="]
+    answer = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", check=False)
+    for line in answer.stdout.splitlines():
+        pid, owner, text = (*line.split(None, 2), "", "", "")[:3]
+        if owner == user and any(f" {MARK}={mark}{end}" in f"{text} " for mark in marks for end in (" ", "/")):
+            found.add(int(pid))
+    return found
+
+
+def _unmarked() -> dict[str, str]:
+    """The environment for a helper, which is to outlive also the job that its owner may be part of."""
+    return {name: value for name, value in os.environ.items() if name != MARK}
 
 
 def _processes() -> Iterator[tuple[int, int, int]]:
@@ -148,6 +210,7 @@ class _Register:
 
     def __init__(self) -> None:
         self._births: dict[int, str | None] = {}
+        self._marks: list[str] = []
         self._directories: list[str] = []
 
     def read(self, stream: BinaryIO) -> bool:
@@ -162,13 +225,16 @@ class _Register:
                 self._births[int(rest)] = _birth(int(rest))
             elif word == "forget":
                 self._births.pop(int(rest), None)
+            elif word == "mark":
+                self._marks.append(json.loads(rest))
             elif word == "directory":
                 self._directories.append(json.loads(rest))
         return False
 
     def clear_up(self) -> None:
         """End the processes, then remove the directories, which they might fill again."""
-        end_processes([pid for pid, birth in self._births.items() if self._is_the_same(pid, birth)])
+        leaders = [pid for pid, birth in self._births.items() if self._is_the_same(pid, birth)]
+        end_processes(leaders, self._marks)
         deadline = time.monotonic() + _REMOVE_S
         while (left := [path for path in self._directories if os.path.lexists(path)]) and time.monotonic() < deadline:
             for path in left:
