@@ -6,8 +6,10 @@
      {"rank": 0, "step": 100, "kind": "disk-full", "at": "save", "write": 2}]
 
 Each happens once in the life of a job, over all its restarts: at the first time that the rank comes to the point
-``at`` with at least ``step`` batches done. Beforehand it is noted in ``FILE.fired/INDEX``; :func:`fired` reads these
-notes. Remove that directory to have them happen again.
+``at`` with at least ``step`` batches done. Beforehand it is noted in ``FILE.fired/INDEX``, by the computer on which it
+happens; :func:`fired` reads these notes. Remove that directory to have them happen again.
+
+Whoever starts a run calls :func:`check`, which refuses what cannot happen in it, and at its end :func:`outstanding`.
 
 Kinds: ``kill``, ``term`` and ``stop`` (SIGKILL, SIGTERM and SIGSTOP to itself), ``raise`` (an exception with ``text``),
 ``exit`` (at once, with ``code``), ``hang`` (sleeps for ever), ``spin`` (computes for ever), ``slow`` (sleeps
@@ -26,6 +28,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -46,7 +49,9 @@ _BELONGS: dict[str, tuple[str, str]] = {
     "code": ("kind", "exit"),
     "write": ("at", "save"),
 }
-_HINT = "see the documentation of allhands.faults; unset ALLHANDS_FAULTS to train without failures on purpose"
+_HINT = 'see "Rehearse a failure" in docs/reliability.md; unset ALLHANDS_FAULTS to train without failures on purpose'
+# Points that come after the last batch, too.
+_AFTER_ALL: tuple[Point, ...] = ("save", "validate")
 _CHUNK_BYTES = 8 << 20
 
 
@@ -108,6 +113,76 @@ def active() -> bool:
     return _schedule() is not None
 
 
+def check(num_ranks: int, num_steps: int | None = None) -> None:
+    """Refuse a schedule with failures that cannot happen in this run; to be called before anything starts.
+
+    Args:
+        num_ranks: of the run, when everybody takes part.
+        num_steps: batches in all; ``None``: not known yet.
+
+    Raises:
+        ConfigError: it cannot be read, does not make sense, names a rank or a step that the run does not have, or
+            beside it lie the notes of another schedule.
+    """
+    path = _path()
+    if path is None:
+        return
+    planned = read_schedule(path)
+    for index, fault in enumerate(planned):
+        if fault.rank >= num_ranks:
+            there = "rank 0 alone" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
+            raise _wrong(path, f"entry {index}: rank {fault.rank} is none of this run, which has {there}")
+        # Most points come before a batch is done.
+        if num_steps is not None and fault.step >= num_steps + (fault.at in _AFTER_ALL):
+            where = f"before batch {num_steps}" if fault.at not in _AFTER_ALL else f"with batch {num_steps}"
+            raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {fault.at} comes last {where}")
+    for note in fired(path):
+        if note.index >= len(planned) or (note.kind, note.rank) != (planned[note.index].kind, planned[note.index].rank):
+            raise ConfigError(
+                f"the notes of what has happened are of another schedule (entry {note.index})",
+                where=str(_notes(path)),
+                hint="remove that directory, so that the failures of this schedule can happen",
+            )
+
+
+def already_fired() -> str | None:
+    """Say in a line, at the start of a run, which failures have happened before and will not again; ``None``: none.
+
+    Raises:
+        ConfigError: the schedule cannot be read, or does not make sense.
+    """
+    path = _path()
+    if path is None:
+        return None
+    planned, before = read_schedule(path), fired(path)
+    if not before:
+        return None
+    count = f"{len(before)} of {len(planned)} failures on purpose"
+    return f"{count} happened before and will not again: remove {_notes(path)} to rehearse once more"
+
+
+def outstanding(ranks: Collection[int] | None = None) -> str | None:
+    """Say in a line, at the end of a run, which failures have not happened; ``None``: all have, or none was planned.
+
+    Args:
+        ranks: those on this computer, for others note elsewhere what happens; ``None``: all.
+
+    Raises:
+        ConfigError: the schedule cannot be read, or does not make sense.
+    """
+    path = _path()
+    if path is None:
+        return None
+    happened = {note.index for note in fired(path)}
+    left = [
+        f"entry {index} ({fault.kind} of rank {fault.rank} at {fault.at}, from step {fault.step})"
+        for index, fault in enumerate(read_schedule(path))
+        if index not in happened and (ranks is None or fault.rank in ranks)
+    ]
+    what = "a failure on purpose has" if len(left) == 1 else f"{len(left)} failures on purpose have"
+    return f"{what} not happened: {', '.join(left)} of {path}" if left else None
+
+
 def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
     """The failures that a file plans.
 
@@ -115,10 +190,12 @@ def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
         ConfigError: it cannot be read, or does not make sense.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise _wrong(path, f"cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except _Repeated as error:
+        raise _wrong(path, f"has {error.args[0]!r} twice in one entry") from None
+    except (ValueError, RecursionError) as error:
         raise _wrong(path, f"is no JSON: {error}") from None
     if not isinstance(entries, list):
         raise _wrong(path, "is not a list of failures")
@@ -127,9 +204,17 @@ def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
 
 def fired(path: Path) -> list[FiredFault]:
     """The failures of the schedule at ``path`` that have happened, in that order."""
-    notes = _notes(path).glob("*")
-    found = [FiredFault(index=int(note.name), **json.loads(note.read_text(encoding="utf-8"))) for note in notes]
-    return sorted(found, key=lambda fault: fault.time)
+    notes = (note for note in _notes(path).glob("*") if note.name.isdecimal())
+    found = (_note(note) for note in notes)
+    return sorted((fault for fault in found if fault), key=lambda fault: fault.time)
+
+
+def _note(path: Path) -> FiredFault | None:
+    """What a note says; nothing if its writer was killed over it."""
+    try:
+        return FiredFault(index=int(path.name), **json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        return None
 
 
 class _Schedule:
@@ -172,15 +257,31 @@ class _Schedule:
 @cache
 def _schedule() -> _Schedule | None:
     """The schedule of this process's environment, read once."""
-    name = os.environ.get(VARIABLE)
-    if not name:
+    path = _path()
+    if path is None:
         return None
     attempt = os.environ.get("ALLHANDS_ATTEMPT", "1")
-    return _Schedule(Path(name), int(attempt) if attempt.isdecimal() else 1)
+    return _Schedule(path, int(attempt) if attempt.isdecimal() else 1)
+
+
+def _path() -> Path | None:
+    name = os.environ.get(VARIABLE)
+    return Path(name) if name else None
 
 
 def _notes(path: Path) -> Path:
     return path.with_name(f"{path.name}.fired")
+
+
+class _Repeated(Exception):
+    """A key is there twice: JSON's readers take the last one without a word."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for index, (key, _) in enumerate(pairs):
+        if key in dict(pairs[:index]):
+            raise _Repeated(key)
+    return dict(pairs)
 
 
 def _planned(path: Path, index: int, entry: object) -> PlannedFault:

@@ -246,3 +246,90 @@ def test_a_file_that_is_no_schedule(schedule: Callable[..., Path], text: str | N
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         faults.fire("step", 0, 0)
+
+
+def test_a_key_that_is_there_twice_is_no_choice(schedule: Callable[..., Path]) -> None:
+    path = schedule()
+    path.write_text('[{"rank": 0, "step": 1, "kind": "kill", "rank": 1}]')
+    with pytest.raises(ConfigError, match="has 'rank' twice in one entry"):
+        faults.active()
+
+
+# --- what cannot happen, and what has not ---------------------------------------------------------------------
+
+
+def test_without_a_schedule_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALLHANDS_FAULTS", raising=False)
+    faults.check(1, 1)
+    assert faults.already_fired() is None
+    assert faults.outstanding() is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "ranks", "steps", "words"),
+    [
+        ({"rank": 1}, 2, 10, None),
+        ({"rank": 2}, 2, None, "rank 2 is none of this run, which has ranks 0 to 1"),
+        ({"rank": 1}, 1, 10, "rank 1 is none of this run, which has rank 0 alone"),
+        # "step" is the number of batches done: the tenth of ten batches has nine before it.
+        ({"step": 9}, 1, 10, None),
+        ({"step": 10}, 1, 10, "step 10 is never reached, step comes last before batch 10"),
+        ({"step": 10}, 1, None, None),
+        ({"step": 10, "at": "load"}, 1, 10, "load comes last before batch 10"),
+        ({"step": 10, "kind": "nan"}, 1, 10, "reduce comes last before batch 10"),
+        ({"step": 10, "at": "save"}, 1, 10, None),
+        ({"step": 10, "at": "validate"}, 1, 10, None),
+        ({"step": 11, "kind": "disk-full"}, 1, 10, "step 11 is never reached, save comes last with batch 10"),
+    ],
+)
+def test_what_cannot_happen_is_refused(
+    schedule: Callable[..., Path], entry: dict[str, Any], ranks: int, steps: int | None, words: str | None
+) -> None:
+    path = schedule({"rank": 0, "step": 0, "kind": "kill"}, {"rank": 0, "step": 1, "kind": "kill", **entry})
+    if words is None:
+        faults.check(ranks, steps)
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        faults.check(ranks, steps)
+    assert caught.value.where == f"ALLHANDS_FAULTS={path}"
+    assert "entry 1" in caught.value.message
+    assert "docs/reliability.md" in (caught.value.hint or "")
+
+
+def test_notes_of_another_schedule_are_no_silent_end_of_this_one(schedule: Callable[..., Path]) -> None:
+    path = schedule({"rank": 0, "step": 0, "kind": "nan"})
+    assert faults.fire("reduce", 0, 0) == "nan"
+    faults.check(1)
+    for other in ([{"rank": 0, "step": 0, "kind": "kill"}], [{"rank": 1, "step": 0, "kind": "nan"}], []):
+        schedule(*other)
+        with pytest.raises(ConfigError, match=r"are of another schedule \(entry 0\)") as caught:
+            faults.check(2)
+        assert caught.value.where == f"{path}.fired"
+
+
+def test_what_has_happened_and_what_has_not(schedule: Callable[..., Path]) -> None:
+    path = schedule(
+        {"rank": 0, "step": 1, "kind": "nan"},
+        {"rank": 1, "step": 500, "kind": "kill"},
+        {"rank": 2, "step": 7, "kind": "disk-full"},
+    )
+    assert faults.already_fired() is None
+    assert faults.fire("reduce", 1, 0) == "nan"
+    told = f"1 of 3 failures on purpose happened before and will not again: remove {path}.fired to rehearse once more"
+    assert faults.already_fired() == told
+    one, two = "(kill of rank 1 at step, from step 500)", "(disk-full of rank 2 at save, from step 7)"
+    assert faults.outstanding() == f"2 failures on purpose have not happened: entry 1 {one}, entry 2 {two} of {path}"
+    assert faults.outstanding({0, 1}) == f"a failure on purpose has not happened: entry 1 {one} of {path}"
+    assert faults.outstanding({0}) is None
+    with pytest.raises(OSError, match="No space"):
+        faults.fire("save", 8, 2)
+    assert faults.outstanding({0, 2}) is None
+
+
+def test_a_note_whose_writer_was_killed_over_it_harms_nobody(schedule: Callable[..., Path]) -> None:
+    path = schedule({"rank": 0, "step": 1, "kind": "nan"})
+    path.with_name(f"{path.name}.fired").mkdir()
+    (path.with_name(f"{path.name}.fired") / "0").touch()
+    (path.with_name(f"{path.name}.fired") / ".draft").touch()
+    assert faults.fired(path) == []
+    faults.check(1)
