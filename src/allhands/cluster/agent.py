@@ -78,8 +78,8 @@ class Agent:
             set_aside(spec.log_dir, rank)
         if spec.backend != "ring" or sys.platform != "linux":
             self._release_ports()
-        output = self._output() if self._first == 0 else None
-        share = Share(self._first, self._count, tuple(peers), self._hello["name"], output)
+        output = self._output() if self._first == 0 and not spec.tag_output else None
+        share = Share(self._first, self._count, tuple(peers), self._hello["name"], output, self._tell_line)
         self._ranks = start_share(spec, self._run_dir, share, self._reaper)
         if output and not self._hello["descriptors"]:
             for descriptor in output:
@@ -147,6 +147,7 @@ class Agent:
             env=hello["env"],
             stop_grace_s=hello["stop_grace_s"],
             weights=weights,
+            tag_output=hello["tag_output"],
         )
 
     def _reserve(self, address: str) -> list[int]:
@@ -184,6 +185,10 @@ class Agent:
                 self._link.send("output", stream=stream, data=data.decode("latin-1"))
                 self._link.flush(SILENCE_S)  # so that a slow connection slows the writer down
         os.close(reader)
+
+    def _tell_line(self, rank: int, line: bytes) -> None:
+        self._link.send("line", rank=rank, data=line.decode("latin-1"))
+        self._link.flush(SILENCE_S)
 
     def _report(self, rank: int) -> dict[str, Any]:
         assert self._ranks is not None

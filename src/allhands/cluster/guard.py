@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+TAG_VARIABLE = "ALLHANDS_TAG_OUTPUT"  # set: rank 0's output goes to a log, too
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -77,7 +78,7 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _redirect(rank: str) -> None:
-    if rank == "0":
+    if rank == "0" and TAG_VARIABLE not in os.environ:
         receive_output(os.path.join(os.environ["ALLHANDS_RUN_DIR"], "output.socket"))
         return
     log = Path(os.environ["ALLHANDS_LOG_DIR"], f"rank-{rank}.log")

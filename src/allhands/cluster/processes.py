@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from typing import Any
 import psutil
 
 from allhands.cluster import guard
+from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
+from allhands.cluster.tails import Tails, to_screen
 from allhands.errors import DistributedError
 from allhands.files import private_opener
 
@@ -62,6 +64,7 @@ class Share:
         peers: ``address:port`` of every rank of the job for the ring; of rank 0 alone for NCCL.
         name: the computer's, in messages.
         output: descriptors for rank 0's standard output and error; ``None``: our own.
+        tell: takes the lines of all ranks, if they are to be tagged, with the rank.
     """
 
     first: int
@@ -69,6 +72,7 @@ class Share:
     peers: tuple[str, ...]
     name: str
     output: tuple[int, int] | None = None
+    tell: Callable[[int, bytes], None] = to_screen
 
 
 def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
@@ -132,6 +136,12 @@ class _Local:
         self._ended = False
         self._name = socket.gethostname()
         self._files = RunFiles(run_dir, spec.log_dir)
+        self._tails: Tails | None = None
+
+    def _show_all(self, ranks: range, tell: Callable[[int, bytes], None]) -> None:
+        """Show the lines of all ranks, if that is wanted; before the first of them starts."""
+        if self._spec.tag_output:
+            self._tails = Tails({rank: self._files.log_path(rank) for rank in ranks}, tell)
 
     def marks(self, rank: int) -> Marks:
         return self._files.marks(rank)
@@ -175,6 +185,8 @@ class _Local:
             return
         self._ended = True
         end_processes(leaders, [str(self._run_dir)])
+        if self._tails:
+            self._tails.close()
         for leader in leaders:
             self._reaper.forget(leader)
 
@@ -192,6 +204,7 @@ class _OwnChildren(_Local):
         self._name = self._share.name
         shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, self._share.peers)
         environments = [shared | _rank_environment(spec, self._share, rank) for rank in self._own()]
+        self._show_all(self._own(), self._share.tell)
         try:
             for rank, env in zip(self._own(), environments, strict=True):
                 self._start(rank, spec, env)
@@ -214,7 +227,7 @@ class _OwnChildren(_Local):
     def _start(self, rank: int, spec: LaunchSpec, env: dict[str, str]) -> None:
         with contextlib.ExitStack() as stack:
             output, error_output = self._share.output or (None, None)
-            if rank:
+            if rank or spec.tag_output:
                 # Appending, because the rank also opens it: what it writes itself and its output must not overlap.
                 output = stack.enter_context(open(self.log_path(rank), "ab", opener=private_opener)).fileno()
                 error_output = subprocess.STDOUT
@@ -275,6 +288,7 @@ class _MpirunsChildren(_Local):
             env[_MEMORY_VARIABLE] = str(self._memory)
         ranks = mpirun_command(installation, spec.num_processes, _guarded("mpi-rank", spec.command))
         self._output = _offer_output(run_dir / "output.socket")
+        self._show_all(range(spec.num_processes), to_screen)
         with open(spec.log_dir / "mpirun.log", "wb", opener=private_opener) as log:
             self._mpirun = subprocess.Popen(
                 _guarded("run", ranks),
@@ -364,6 +378,9 @@ def _shared_environment(spec: LaunchSpec, run_dir: Path) -> dict[str, str]:
         "ALLHANDS_LOG_DIR": str(spec.log_dir),
         "ALLHANDS_STOP_GRACE_S": str(spec.stop_grace_s),
     }
+    env.pop(TAG_VARIABLE, None)
+    if spec.tag_output:
+        env[TAG_VARIABLE] = "1"
     if spec.weights is not None:
         env["ALLHANDS_RANK_WEIGHTS"] = json.dumps(spec.weights)
     if spec.cores_per_rank is not None:

@@ -37,6 +37,7 @@ class LaunchSpec:
         places: in the order of their ranks; empty: all on this computer.
         hang_timeout_s: time without a beat that is a hang; ``None`` adapts to the measured steps.
         weights: relative speed of every rank, if they differ.
+        tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
     """
 
     command: Sequence[str]
@@ -51,6 +52,7 @@ class LaunchSpec:
     hang_timeout_s: float | None = None
     places: tuple[Place, ...] = ()
     weights: tuple[float, ...] | None = None
+    tag_output: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from allhands.cluster.connection import Connection, HostError
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
+from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory
 
@@ -204,7 +205,8 @@ class RemoteRanks:
         log = self._spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
         own = range(self._firsts[index], self._firsts[index] + place.num_ranks)
         # Rank 0 on this computer writes where we do, so that a terminal stays one.
-        descriptors = [os.dup(1), os.dup(2)] if index == 0 and _is_here(place.host) else []
+        own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
+        descriptors = [os.dup(1), os.dup(2)] if own_screen else []
         hello = _orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
         try:
             self._connections.append(Connection(place.host, place.name, hello, log, partial(self._listen, own)))
@@ -217,6 +219,9 @@ class RemoteRanks:
             self._end_ranks(own)
         elif frame["kind"] == "output":
             self._output.write(frame["stream"], frame["data"].encode("latin-1"))
+        elif frame["kind"] == "line" and frame["rank"] in own:
+            rank = frame["rank"]
+            self._output.write(1, tagged(rank, frame["data"].encode("latin-1"), self.host(rank)))
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
         elif frame.get("rank") in own:
@@ -326,6 +331,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "env": {**(host.envs if host else {}), **spec.env},
         "stop_grace_s": spec.stop_grace_s,
         "weights": spec.weights,
+        "tag_output": spec.tag_output,
         "address": address,
     }
 

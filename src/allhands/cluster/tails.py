@@ -1,0 +1,107 @@
+"""The output of all ranks on one screen: what is added to their logs, line by line, with the rank before it.
+
+Read from the logs, not through pipes: a rank never waits for a screen, and nothing is lost when its reader ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_POLL_S = 0.1
+_PARTIAL_POLLS = 10  # after which a line without an end, such as a question, is shown as it is
+_PIECE_BYTES = 1 << 16
+
+
+class Tails:
+    """Tells the lines that are added to some logs, until it is left; a context, with a thread of its own.
+
+    Args:
+        logs: by rank; one that is not there yet is waited for. What is in them already is not told.
+        tell: called in the thread with the rank and a line without its end; a line that is longer than 64 KiB comes in
+            pieces, and one that does not end for a second as far as it goes.
+    """
+
+    def __init__(self, logs: Mapping[int, Path], tell: Callable[[int, bytes], None]) -> None:
+        self._logs = dict(logs)
+        self._tell = tell
+        self._places = {rank: _size(path) for rank, path in self._logs.items()}
+        self._rests = dict.fromkeys(self._logs, b"")
+        self._waited = dict.fromkeys(self._logs, 0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="tails", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell what is left."""
+        self._over.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_POLL_S):
+            self._look()
+        self._look()
+        for rank, rest in self._rests.items():
+            if rest:
+                self._tell(rank, rest)
+
+    def _look(self) -> None:
+        for rank, path in self._logs.items():
+            with contextlib.suppress(OSError), path.open("rb") as stream:
+                stream.seek(self._places[rank])
+                while piece := stream.read(_PIECE_BYTES):
+                    self._places[rank] += len(piece)
+                    self._take(rank, piece)
+            self._wait_for_the_end(rank)
+
+    def _take(self, rank: int, piece: bytes) -> None:
+        *lines, rest = (self._rests[rank] + piece).split(b"\n")
+        for line in lines:
+            self._tell(rank, line)
+        if len(rest) >= _PIECE_BYTES:
+            self._tell(rank, rest)
+            rest = b""
+        self._rests[rank], self._waited[rank] = rest, 0
+
+    def _wait_for_the_end(self, rank: int) -> None:
+        if not self._rests[rank]:
+            return
+        self._waited[rank] += 1
+        if self._waited[rank] >= _PARTIAL_POLLS:
+            self._tell(rank, self._rests[rank])
+            self._rests[rank], self._waited[rank] = b"", 0
+
+
+def tagged(rank: int, line: bytes, host: str | None = None) -> bytes:
+    """A line for the screen: whose it is, and of a progress bar that writes over itself the last state."""
+    shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+    place = "" if host is None else f" {host}"
+    return f"[rank {rank}{place}] ".encode() + shown + b"\n"
+
+
+def to_screen(rank: int, line: bytes) -> None:
+    """Write a line of a rank of this computer to our standard output."""
+    data = tagged(rank, line)
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
