@@ -247,6 +247,14 @@ class TrainConfig(_Strict):
     stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
 
+    @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        # What a shell makes of a variable that is not set: not to be taken for an option that was not given.
+        if value is not None and not value.strip():
+            raise ValueError("must not be empty")
+        return value
+
     @field_validator("lora_parameters", "optimizer_config", "hf_dataset", "rank_weights", mode="before")
     @classmethod
     def _json_value(cls, value: Any) -> Any:

@@ -102,16 +102,67 @@ def test_a_list_names_what_is_damaged_or_misnamed(run: Path) -> None:
     assert "whole" not in " ".join(table)
 
 
-def test_a_directory_without_checkpoints(tmp_path: Path) -> None:
-    code, text = invoke(list_checkpoints, tmp_path)
-    assert (code, rows(text)) == (0, [str(tmp_path), "holds no checkpoint"])
-    for function in (verify_checkpoints, inspect_checkpoint):
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
-            invoke(function, tmp_path)
+def test_what_is_no_checkpoint_is_one_error(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (run / "adapters.safetensors").touch()
+    cases = {
+        tmp_path / "empty": "it holds no checkpoint",
+        tmp_path / "nowhere": "there is no such file or directory",
+        run / "adapters.safetensors": "this is a file, and not one of a checkpoint",
+    }
     for function in (list_checkpoints, verify_checkpoints, inspect_checkpoint):
-        with pytest.raises(CheckpointError, match="no such directory") as caught:
-            invoke(function, tmp_path / "nowhere")
-        assert caught.value.where == str(tmp_path / "nowhere")
+        for path, message in cases.items():
+            with pytest.raises(CheckpointError, match=message) as caught:
+                invoke(function, path)
+            assert caught.value.where == str(path)
+            assert caught.value.hint
+            assert caught.value.exit_code == 9
+
+
+@pytest.mark.parametrize("file", [None, "manifest.json", "state.json"])
+def test_one_checkpoint_alone(file: str | None, run: Path) -> None:
+    """Its directory, or a file in it."""
+    path = checkpoint_path(run, 200)
+    given = path / file if file else path
+    for function in (list_checkpoints, verify_checkpoints):
+        code, text = invoke(function, given)
+        assert code == 0
+        head, names, *table = rows(text)
+        assert (head, names) == (str(path), "step when size run state")
+        assert [row.split()[0] for row in table] == ["200"]
+        # Whether it is the latest, and what --resume would take, is a question about a run.
+        assert table[0].endswith(f"{RUN[:8]} whole")
+    assert invoke(inspect_checkpoint, given) == invoke(inspect_checkpoint, path)
+    assert invoke(list_checkpoints, run / "best")[1].count("\n") == 3
+    flip(path / "optimizer.safetensors", -1)
+    for function in (list_checkpoints, verify_checkpoints):
+        code, text = invoke(function, given)
+        assert code == 9
+        assert "damaged: step-0000200/optimizer.safetensors: its SHA-256 sum" in " ".join(text.split())
+    assert invoke(verify_checkpoints, checkpoint_path(run, 100))[0] == 0
+
+
+def test_one_without_a_manifest(run: Path) -> None:
+    path = checkpoint_path(run, 200)
+    (path / "manifest.json").unlink()
+    for function in (list_checkpoints, verify_checkpoints):
+        code, text = invoke(function, path)
+        assert code == 9
+        assert "damaged: step-0000200/manifest.json: it is missing" in text
+
+
+def test_a_list_without_a_whole_one_is_9(run: Path) -> None:
+    for path in checkpoints_in(run):
+        flip(path / "optimizer.safetensors", -1)
+    assert invoke(list_checkpoints, run)[0] == 0  # best is whole
+    flip(run / "best" / "state.json", -3)
+    code, text = invoke(list_checkpoints, run)
+    assert code == 9
+    table = rows(text)[2:]
+    assert [row.split()[0] for row in table] == ["300", "200", "200", "100"]
+    assert all("damaged: " in row for row in table)
+    assert "latest" not in text
+    assert invoke(list_checkpoints, run, "--quick")[0] == 0
 
 
 def test_verify_is_9_if_any_is_damaged_and_says_what_resume_takes(run: Path) -> None:
@@ -192,9 +243,6 @@ def test_inspect_refuses_a_damaged_one(run: Path) -> None:
     flip(checkpoint_path(run, 300) / "state.json", 0)
     with pytest.raises(CheckpointError, match=r"state\.json: the checkpoint is damaged"):
         invoke(inspect_checkpoint, checkpoint_path(run, 300))
-    with pytest.raises(CheckpointError, match="this is a file") as caught:
-        invoke(inspect_checkpoint, checkpoint_path(run, 200) / "state.json")
-    assert str(caught.value.where).startswith("adapters/")
 
 
 ODD: list[dict[str, Any]] = [

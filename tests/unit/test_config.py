@@ -268,6 +268,20 @@ def test_a_bad_value_is_named_with_its_flag(flags: dict[str, Any], where: str, m
     assert error.hint
 
 
+@pytest.mark.parametrize(
+    "key", ["model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile"]
+)
+def test_an_empty_path_is_not_taken_for_an_option_that_was_not_given(key: str, tmp_path: Path) -> None:
+    """It is what a shell makes of a variable that is not set."""
+    for value in ("", "  "):
+        error = refused({key: value})
+        assert error.where == f"--{key.replace('_', '-')}"
+        assert "must not be empty" in error.message
+    if key != "config":
+        path = yaml_of(tmp_path, f'seed: 1\n{key}: ""\n')
+        assert refused({}, path).where == f"{path}:2: {key}"
+
+
 def test_a_bad_value_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:
     path = yaml_of(tmp_path, "batch_size: 0\n")
     assert refused({"iters": 3}, path).where == f"{path}:1: batch_size"

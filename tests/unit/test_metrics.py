@@ -311,6 +311,15 @@ def test_a_start_that_goes_on_says_from_where() -> None:
     ]
 
 
+def test_the_last_line_counts_the_time_of_all_starts() -> None:
+    plain, out = console(terminal=False)
+    with ConsoleSink(plain) as sink:
+        sink.emit(replace(STARTED, step=300, attempt=2, elapsed_s=290.0))
+        sink.emit(replace(ENDED, total_time_s=22.0))
+    start = "finished at step 600  total time 5m12s (22 s since the last start)  best"
+    assert out.getvalue().splitlines()[-1].startswith(start)
+
+
 def test_skipped_steps_and_warnings_are_one_line_each() -> None:
     plain, out = console(terminal=False, width=20)
     with ConsoleSink(plain) as sink:

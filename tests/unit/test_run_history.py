@@ -167,6 +167,34 @@ def test_the_clock_adds_up_over_restarts(tmp_path: Path) -> None:
     assert history.ended.total_time_s == 16.0
 
 
+def test_the_checkpoint_knows_the_time_before_a_start_better_than_the_last_report(tmp_path: Path) -> None:
+    """A validation and a save lie between them. Of another computer's clock no more is believed than is possible."""
+    for name, told, before in (("later", 9.5, 9.5), ("earlier", 1.0, 5.0)):
+        restarted = replace(STARTED, step=10, attempt=2, elapsed_s=told)
+        append(
+            tmp_path / name / "metrics.jsonl",
+            [STARTED, train(10, 5.0), restarted, train(20, 5.0), RunEnded(20, "finished", 6.0)],
+        )
+        history = read_metrics(tmp_path / name)
+        assert [report.elapsed_s for report in history.train] == [5.0, before + 5.0]
+        assert history.restarts == [(10, before)]
+        assert history.ended is not None
+        assert history.ended.total_time_s == before + 6.0
+
+
+def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path: Path) -> None:
+    """With the line of the start between them, and without it, which a full disk may have cost."""
+    twice = [train(10), train(20), replace(train(20, 7.0), loss=0.125)]
+    append(tmp_path / "told" / "metrics.jsonl", [STARTED, *twice[:2], replace(STARTED, step=10, attempt=2), twice[2]])
+    append(tmp_path / "lost" / "metrics.jsonl", [STARTED, *twice])
+    for name in ("told", "lost"):
+        assert (tmp_path / name / "metrics.jsonl").read_text().count('"event": "train", "step": 20') == 2
+        assert [(report.step, report.loss) for report in read_metrics(tmp_path / name).train] == [
+            (10, 0.4),
+            (20, 0.125),
+        ]
+
+
 def test_saving_beside_the_training_may_report_late(tmp_path: Path) -> None:
     late = [STARTED, train(10), train(20), train(30), SavedReport(20, "a"), StepSkipped(25, "why", ())]
     append(tmp_path / "metrics.jsonl", [*late, replace(STARTED, step=20), train(30, 4.0)])

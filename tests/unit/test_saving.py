@@ -5,9 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
+
+from allhands.checkpoints import Tensor, checkpoint_path, open_checkpoint
 from allhands.errors import StorageError
 from allhands.metrics import SavedReport
-from allhands.train.saving import SavePlan, Saver
+from allhands.train.saving import SaveKind, SavePlan, Saver
+from allhands.train.state import WEIGHTS_FILE, LoopState
 
 
 class JustDone(Future[SavedReport]):
@@ -29,3 +33,66 @@ def test_a_save_that_ends_while_it_is_asked_for_is_told_the_next_time(tmp_path: 
     saver._pending.append((5, failed))
     assert [*saver.saved(False), *saver.saved(False), *saver.saved(True)] == [error]
     saver.close()
+
+
+# --- a run that is resumed and has not changed -------------------------------------------------------
+
+
+def tensors(first: int) -> dict[str, list[Tensor]]:
+    return {name: [Tensor("w", "U8", (3,), bytes([first, 1, 2]))] for name in (WEIGHTS_FILE, "optimizer.safetensors")}
+
+
+def save(directory: Path, kind: SaveKind, first: int = 0, keep_last: int = 2) -> list[SavedReport]:
+    """What one save of batch 5 says it has written."""
+    plan = SavePlan(directory, "run", 0, keep_last, None, True, {"rank": 8}, dict)
+    saver = Saver(plan, lambda: tensors(first), lambda state: {"iteration": state.iteration})
+    saver.save(LoopState(iteration=5), kind)
+    reports = saver.saved(True)
+    saver.close()
+    assert all(isinstance(report, SavedReport) for report in reports), reports
+    return [report for report in reports if isinstance(report, SavedReport)]
+
+
+def stamps(directory: Path) -> dict[str, tuple[int, int]]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(file.relative_to(directory)): (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_what_is_there_with_the_same_weights_stays(keep_last: int, tmp_path: Path) -> None:
+    assert len(save(tmp_path, "last", keep_last=keep_last)) == 1
+    before = stamps(tmp_path)
+    assert save(tmp_path, "same", keep_last=keep_last) == []
+    assert stamps(tmp_path) == before
+    assert len(save(tmp_path, "last", keep_last=keep_last)) == 1
+    assert all(stamps(tmp_path)[name] != before[name] for name in before)
+
+
+LOST = {
+    "checkpoints/step-0000005/optimizer.safetensors": {"checkpoints/step-0000005"},
+    "0000005_adapters.safetensors": {"0000005_adapters.safetensors"},
+    "adapters.safetensors": {"adapters.safetensors", "adapter_config.json"},
+    "adapter_config.json": {"adapters.safetensors", "adapter_config.json"},
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_is_missing_is_written_and_nothing_else(lost: str, tmp_path: Path) -> None:
+    save(tmp_path, "last")
+    before = stamps(tmp_path)
+    (tmp_path / lost).unlink()
+    assert len(save(tmp_path, "same")) == 1
+    after = stamps(tmp_path)
+    assert after.keys() == before.keys()
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {name for name in before if any(name.startswith(one) for one in LOST[lost])}
+    assert open_checkpoint(checkpoint_path(tmp_path, 5)).step == 5
+
+
+def test_other_weights_are_written_everywhere(tmp_path: Path) -> None:
+    """As where the checkpoint of the same batch is another run's."""
+    save(tmp_path, "last")
+    before = stamps(tmp_path)
+    assert len(save(tmp_path, "same", first=9)) == 1
+    assert all(stamp != before[name] for name, stamp in stamps(tmp_path).items())
+    assert (tmp_path / WEIGHTS_FILE).read_bytes()[-3:] == bytes([9, 1, 2])

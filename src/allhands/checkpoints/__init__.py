@@ -4,9 +4,20 @@ A checkpoint is a directory of safetensors and JSON files. ``manifest.json``, wr
 SHA-256 sum of each, and a sum of itself. A run keeps them as ``RUN/checkpoints/step-0000100`` and ``RUN/best``.
 """
 
-from allhands.checkpoints.layout import BEST, CHECKPOINTS, MANIFEST, STATE, best_in, checkpoint_path, checkpoints_in
+from allhands.checkpoints.layout import (
+    BEST,
+    CHECKPOINTS,
+    MANIFEST,
+    RUN_NAME,
+    STATE,
+    best_in,
+    checkpoint_path,
+    checkpoints_in,
+    run_name,
+)
 from allhands.checkpoints.reading import Checkpoint, StoredFile, open_checkpoint
-from allhands.checkpoints.runs import Found, find, latest, prune, quick_step, survey
+from allhands.checkpoints.resuming import damage, find, find_latest
+from allhands.checkpoints.runs import Found, is_checkpoint, latest, look_at, prune, quick_step, survey
 from allhands.checkpoints.tensors import Tensor
 from allhands.checkpoints.writing import write_checkpoint
 
@@ -14,6 +25,7 @@ __all__ = [
     "BEST",
     "CHECKPOINTS",
     "MANIFEST",
+    "RUN_NAME",
     "STATE",
     "Checkpoint",
     "Found",
@@ -22,11 +34,16 @@ __all__ = [
     "best_in",
     "checkpoint_path",
     "checkpoints_in",
+    "damage",
     "find",
+    "find_latest",
+    "is_checkpoint",
     "latest",
+    "look_at",
     "open_checkpoint",
     "prune",
     "quick_step",
+    "run_name",
     "survey",
     "write_checkpoint",
 ]

@@ -11,6 +11,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 CHECKPOINTS = "checkpoints"
 BEST = "best"
+# Holds the name of the run whose files the directory's are.
+RUN_NAME = ".run"
 
 _NAME = re.compile(r"step-(\d+)")
 # What killed writers (see staging) and killed removals leave.
@@ -30,6 +32,16 @@ def removal_path(path: Path, mark: str) -> Path:
 def run_of(path: Path) -> Path:
     """The run directory that a checkpoint belongs to."""
     return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+
+
+def run_name(run_dir: Path) -> str | None:
+    """The run whose files these are; ``None`` if that is not known.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    file = run_dir / RUN_NAME
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
 
 def is_step_name(name: str) -> bool:

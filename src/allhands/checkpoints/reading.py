@@ -119,7 +119,7 @@ def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
     if hashlib.sha256(content).hexdigest() != found.files[STATE].sha256:
         raise _damaged(file, _ALTERED)
     for name, facts in found.files.items() if verify else ():
-        if name != STATE and _sum(found.path / name) != facts.sha256:
+        if name != STATE and sum_of(found.path / name) != facts.sha256:
             raise _damaged(found.path / name, _ALTERED)
     return replace(found, state=_parsed(content, file))
 
@@ -138,7 +138,12 @@ def manifest_text(body: Mapping[str, Any]) -> bytes:
     return dumped({**body, "sha256": hashlib.sha256(dumped(body)).hexdigest()})
 
 
-def _sum(file: Path) -> str:
+def sum_of(file: Path) -> str:
+    """Hexadecimal SHA-256 of a checkpoint's file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from allhands.checkpoints.layout import (
     listed,
     removal_path,
 )
-from allhands.checkpoints.reading import Checkpoint, check_sizes, described, open_checkpoint, with_state
+from allhands.checkpoints.reading import Checkpoint, check_sizes, described, with_state
 from allhands.checkpoints.writing import others_in, sweep
 from allhands.errors import CheckpointError
 from allhands.files import storage_error
@@ -99,11 +99,16 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def latest(
-    run_dir: Path, *, run_id: str | None = None, rejected: list[CheckpointError] | None = None
+    run_dir: Path,
+    *,
+    run_id: str | None = None,
+    verify: bool = True,
+    rejected: list[CheckpointError] | None = None,
 ) -> Checkpoint | None:
     """The whole checkpoint of the highest step, of ``run_id`` if that is given; ``best`` counts like the others.
 
     Args:
+        verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
         rejected: receives what is wrong with each one that was passed over, of a higher step or of none to be read.
 
     Raises:
@@ -115,7 +120,7 @@ def latest(
     for found in seen:
         if found.checkpoint is None:
             break
-        verified = found if found.error else _look(found.path, verify=True)
+        verified = _look(found.path, verify=True) if verify and not found.error else found
         if verified is not None and verified.error is None:
             return verified.checkpoint
         if verified is not None and verified.error is not None:
@@ -136,69 +141,25 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
     Raises:
         CheckpointError: a directory cannot be read.
     """
-    seen = [_look(place, verify=False)] if _is_checkpoint(place) else survey(place, verify=False)
-    whole = (found.checkpoint for found in seen if found is not None and found.error is None)
+    whole = (found.checkpoint for found in look_at(place, verify=False) if found.error is None)
     return max((it.step for it in whole if it is not None and run_id in (None, it.run_id)), default=None)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is, or should be, a checkpoint itself and not a directory with some."""
-    return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
-
-
-def find(text: str, run_dir: Path) -> Checkpoint:
-    """The checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run directory ``TEXT``.
-
-    Args:
-        run_dir: where this run keeps its own, for advice.
+def look_at(place: Path, *, verify: bool = True) -> list[Found]:
+    """What :func:`survey` finds in a run directory, or the one checkpoint that ``place`` is.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: a directory cannot be read.
     """
-    path = Path(text).expanduser()
-    if path.is_file():
-        raise _not_a_directory(path)
-    if not path.is_dir():
-        raise _lost(path, "there is no such directory", _advice(run_dir))
-    if _is_checkpoint(path):
-        return open_checkpoint(path)
-    rejected: list[CheckpointError] = []
-    if (found := latest(path, rejected=rejected)) is not None:
-        return found
-    if rejected:
-        told = "; ".join(f"{error.where}: {error.message}" for error in rejected)
-        raise _lost(path, f"no checkpoint in it is whole: {told}", _FROM_WEIGHTS)
-    if weights := [file for file in listed(path) if file.suffix == ".safetensors"]:
-        raise _lost(path, "it holds weights, but no checkpoint", f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}")
-    raise _lost(path, "it holds no checkpoint", _advice(run_dir))
+    if not is_checkpoint(place):
+        return survey(place, verify=verify)
+    found = _look(place, verify=verify)
+    return [] if found is None else [found]
 
 
-_WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
-_FROM_WEIGHTS = "begin a new run, from the weights that are left if they are good: --resume-adapter-file FILE"
-
-
-def _lost(path: Path, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(what, where=f"--resume {path}", hint=hint)
-
-
-def _not_a_directory(path: Path) -> CheckpointError:
-    if (path.parent / MANIFEST).exists():
-        hint = f"give the checkpoint's directory: --resume {path.parent}"
-        if path.suffix == ".safetensors":
-            hint += f"; {_WEIGHTS_ONLY}: --resume-adapter-file {path}"
-    elif path.suffix == ".safetensors":
-        hint = f"{_WEIGHTS_ONLY}: --resume-adapter-file {path}"
-    else:
-        hint = "give the directory of a checkpoint or of a run"
-    return _lost(path, "this is a file, and a checkpoint is a directory", hint)
-
-
-def _advice(run_dir: Path) -> str:
-    """What there is to resume from instead."""
-    there = [str(found.path) for found in survey(run_dir, verify=False) if found.error is None]
-    if not there:
-        return "give the directory of a checkpoint or of a run that has some"
-    return f"there is {', '.join(there[:3])}; or --resume auto for the latest of --adapter-path {run_dir}"
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory ``path`` is, or should be, a checkpoint itself and not a directory with some."""
+    return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
 
 
 # --- removing ----------------------------------------------------------------------------------------

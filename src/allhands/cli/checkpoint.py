@@ -23,54 +23,61 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _ID_DIGITS = 8
+_WHAT_TO_GIVE = "give the directory of a run, or of a checkpoint in its checkpoints/"
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory. [adapters]", show_default=False)]
+Looked = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False)
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Place = Annotated[
+Inspected = Annotated[
     Path,
     typer.Argument(metavar="PATH", help="A checkpoint, or a run: its latest. [adapters]", show_default=False),
 ]
 
 
-def list_checkpoints(run: Run = Path("adapters"), quick: Quick = False) -> None:
-    """List the checkpoints of a run: step, time, size, and whether they are whole."""
-    found = _survey(run, verify=not quick)
+def list_checkpoints(path: Looked = Path("adapters"), quick: Quick = False) -> None:
+    """List the checkpoints of a run: step, time, size, and whether they are whole.
+
+    The exit code is 9 if none is whole.
+    """
+    place = _place(path)
+    found = _survey(place, verify=not quick)
     console = _console()
-    _print_path(console, run)
-    if not found:
-        console.print("holds no checkpoint")
-        return
-    console.print(_table(found, "sizes are right" if quick else "whole"))
+    _print_path(console, place)
+    console.print(_table(found, "sizes are right" if quick else "whole", of_run=not _is_one(found, place)))
+    if _first_whole(found) is None:
+        raise typer.Exit(CheckpointError.exit_code)
 
 
-def verify_checkpoints(run: Run = Path("adapters")) -> None:
-    """Read every checkpoint of a run and compare it with its sums.
+def verify_checkpoints(path: Looked = Path("adapters")) -> None:
+    """Read every checkpoint of a run, or one, and compare it with its sums.
 
     The exit code is 9 if any is damaged.
     """
-    found = _survey(run, verify=True)
-    if not found:
-        raise CheckpointError("it holds no checkpoint", where=str(run), hint="give the directory of a run")
-    console = _console()
-    _print_path(console, run)
-    console.print(_table(found, "whole"))
+    place = _place(path)
+    found = _survey(place, verify=True)
+    console, one = _console(), _is_one(found, place)
+    _print_path(console, place)
+    console.print(_table(found, "whole", of_run=not one))
     damaged = [look for look in found if look.error is not None]
-    first = _first_whole(found)
-    taken = f"step {first.checkpoint.step}:" if first is not None and first.checkpoint is not None else "nothing"
-    console.print(f"\n{len(damaged)} of {len(found)} damaged; --resume would take {taken}")
-    if first is not None:
-        _print_path(console, first.path)
+    if not one:
+        first = _first_whole(found)
+        taken = f"step {first.checkpoint.step}:" if first is not None and first.checkpoint is not None else "nothing"
+        console.print(f"\n{len(damaged)} of {len(found)} damaged; --resume would take {taken}")
+        if first is not None:
+            _print_path(console, first.path)
     if damaged:
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def inspect_checkpoint(path: Place = Path("adapters"), as_json: AsJson = False) -> None:
+def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = False) -> None:
     """Show what a checkpoint holds: progress, settings, files and tensors."""
     from allhands.checkpoints import find
 
+    place = _place(path)
     try:
-        checkpoint = find(str(path), path)
+        checkpoint = find(str(place), place)
     except CheckpointError as error:
         error.where = (error.where or "").removeprefix("--resume ")
         raise
@@ -82,12 +89,33 @@ def inspect_checkpoint(path: Place = Path("adapters"), as_json: AsJson = False) 
     _show(checkpoint, tensors)
 
 
-def _survey(run: Path, *, verify: bool) -> list[Found]:
-    from allhands.checkpoints import survey
+def _place(path: Path) -> Path:
+    """The directory that a person means: of a file in a checkpoint it is that checkpoint.
 
-    if not run.is_dir():
-        raise CheckpointError("there is no such directory", where=str(run), hint="give the directory of a run")
-    return survey(run, verify=verify)
+    Raises:
+        CheckpointError: there is nothing, or another file.
+    """
+    from allhands.checkpoints import is_checkpoint
+
+    if path.is_dir():
+        return path
+    if path.exists() and is_checkpoint(path.parent):
+        return path.parent
+    what = "this is a file, and not one of a checkpoint" if path.exists() else "there is no such file or directory"
+    raise CheckpointError(what, where=str(path), hint=_WHAT_TO_GIVE)
+
+
+def _survey(place: Path, *, verify: bool) -> list[Found]:
+    from allhands.checkpoints import look_at
+
+    if not (found := look_at(place, verify=verify)):
+        raise CheckpointError("it holds no checkpoint", where=str(place), hint=_WHAT_TO_GIVE)
+    return found
+
+
+def _is_one(found: list[Found], place: Path) -> bool:
+    """Whether it is a checkpoint that was asked for, not a run with some."""
+    return [look.path for look in found] == [place]
 
 
 def _console() -> Console:
@@ -126,11 +154,13 @@ def _first_whole(found: Iterable[Found]) -> Found | None:
     return next((look for look in found if look.error is None), None)
 
 
-def _table(found: list[Found], good: str) -> Table:
+def _table(found: list[Found], good: str, *, of_run: bool) -> Table:
+    from allhands.checkpoints import damage
+
     table = _plain_table("step", "when", "size", "run", "state")
-    first = _first_whole(found)
+    first = _first_whole(found) if of_run else None
     for look in found:
-        words = [f"damaged: {_place(look.error)}" if look.error else good]
+        words = [f"damaged: {_printable(damage(look.error))}" if look.error else good]
         words += ["latest"] if look is first else []
         words += _named(look)
         row = ["?"] * 4
@@ -138,13 +168,6 @@ def _table(found: list[Found], good: str) -> Table:
             row = [str(it.step), _when(it.time), _size(it.num_bytes), _printable(it.run_id)[:_ID_DIGITS]]
         table.add_row(*row, ", ".join(words))
     return table
-
-
-def _place(error: CheckpointError) -> str:
-    """Which file it is, and what is wrong with it."""
-    file = Path(error.where or "")
-    what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
-    return _printable(f"{file.parent.name}/{file.name}: {what}")
 
 
 def _named(look: Found) -> list[str]:

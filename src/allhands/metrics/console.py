@@ -52,6 +52,7 @@ class ConsoleSink:
         self._live_wanted = terminal if is_terminal is None else is_terminal
         self._live: Live | None = None
         self._board = _Board(total_steps)
+        self._before_s = 0.0
         self._pace: deque[tuple[int, float]] = deque(maxlen=20)
 
     def __enter__(self) -> Self:
@@ -79,6 +80,7 @@ class ConsoleSink:
         match event:
             case RunStarted():
                 self._board.total, self._board.start = event.total_steps, event.step
+                self._before_s = event.elapsed_s
                 self._pace.clear()
                 self._print(*started_lines(event))
             case TrainReport():
@@ -96,7 +98,7 @@ class ConsoleSink:
                 self._print(f"warning: {event.message}")
             case RunEnded():
                 self.close()
-                self._print(ended_line(event))
+                self._print(ended_line(event, self._before_s))
         if self._live_wanted and self._live is None and not isinstance(event, RunEnded):
             self._live = Live(console=self._console, get_renderable=self._board.render, transient=True)
             self._live.start()
@@ -210,9 +212,11 @@ def skipped_line(skipped: StepSkipped) -> str:
     return f"{text} (training example{plural} {', '.join(shown)}{f' and {more} more' if more > 0 else ''})"
 
 
-def ended_line(ended: RunEnded) -> str:
-    """How the run ended, in one line."""
-    text = f"{ended.reason} at step {ended.step}  total time {format_duration(ended.total_time_s)}"
+def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:
+    """How the run ended, in one line; ``before_s`` is what earlier starts took up to where this one went on."""
+    text = f"{ended.reason} at step {ended.step}  total time {format_duration(before_s + ended.total_time_s)}"
+    if before_s:
+        text += f" ({format_duration(ended.total_time_s)} since the last start)"
     if ended.best_valid_loss is not None:
         text += f"  best validation loss {ended.best_valid_loss:.3f} at step {ended.best_step}"
     if ended.test_loss is not None:

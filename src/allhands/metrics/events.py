@@ -16,7 +16,8 @@ from pydantic import TypeAdapter
 class RunStarted:
     """A run, or the restart of one, begins. ``time`` is Unix time in seconds.
 
-    ``step`` counts the batches done before this start; ``attempt`` counts the supervisor's starts, from 1.
+    ``step`` counts the batches done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
+    supervisor's starts, from 1.
     """
 
     name: str
@@ -34,6 +35,7 @@ class RunStarted:
     time: float
     step: int = 0
     attempt: int = 1
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)

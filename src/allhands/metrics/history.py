@@ -72,15 +72,20 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
     for event in events:
         if isinstance(event, RunStarted):
             kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
-            before_s = max((getattr(entry, "elapsed_s", 0.0) for entry in kept.values()), default=0.0)
+            # The checkpoint knows better than the last report before it; the clock never goes back.
+            times = (entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport))
+            before_s = max([event.elapsed_s, *times])
             goes_on = event.step > 0 or event.attempt > 1
             history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
             history.name, history.started, history.ended = event.name or name, event, None
         elif isinstance(event, RunEnded):
             history.ended = replace(event, total_time_s=event.total_time_s + before_s)
-        elif not isinstance(event, Warned):
-            # A validation that is repeated after a restart tells nothing new, and is not "best" again.
+        elif isinstance(event, ValidReport):
+            # One that is repeated after a restart tells nothing new, and is not "best" again.
             kept.setdefault(_key(event), _later(event, before_s))
+        elif not isinstance(event, Warned):
+            # Twice only where the line of the start between them is lost: what was trained later is in the weights.
+            kept[_key(event)] = _later(event, before_s)
     entries = sorted(kept.values(), key=lambda entry: entry.step)
     history.train = [entry for entry in entries if isinstance(entry, TrainReport)]
     history.valid = [entry for entry in entries if isinstance(entry, ValidReport)]

@@ -74,7 +74,7 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
         NumericsError: loss or gradient is not finite; what was trained before is saved.
         StorageError: the last weights could not be written.
     """
-    started = time.perf_counter()
+    started = state.began = time.perf_counter()
     try:
         ended = _train(parts, state, started)
         _tell_saved(parts, state, wait=True)
@@ -94,11 +94,11 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
 
 def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
     config = parts.config
-    if state.validation_due:
+    if validated := state.validation_due:
         _validate(parts, state, started)
     if _out_of_patience(parts, state) or state.iteration >= parts.total:
         # Resumed after its end: what is missing in this directory is written.
-        _save(parts, state, "last")
+        _save(parts, state, "last" if validated else "same")
         return _ended(state, started, "stopped early" if _out_of_patience(parts, state) else "finished")
     while state.iteration < parts.total:
         before = state.iteration

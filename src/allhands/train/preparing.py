@@ -20,6 +20,7 @@ from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
 from allhands.arrays import hand_out_json
+from allhands.checkpoints import run_name
 from allhands.config import TrainConfig
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
@@ -36,6 +37,7 @@ from allhands.model.quantized import prepare_quantized
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
 from allhands.train.restore import Restored, find_checkpoint, keeps_files, receive
 from allhands.train.resume import check_contents, check_settings, check_versions
+from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
 
 TELL_EVERY_S = 5.0
@@ -186,13 +188,18 @@ def _tell_progress(surroundings: Surroundings) -> Progress:
     return tell
 
 
-def starting_weights(config: TrainConfig, directory: Path) -> Path | None:
+def starting_weights(config: TrainConfig, directory: Path, surroundings: Surroundings) -> Path | None:
     """The file with the weights to start from or to test, which exists; looked for before anything is loaded."""
     if config.resume_adapter_file:
         resumed = Path(config.resume_adapter_file)
+        kept = kept_as(directory, resumed)
+        if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
+            return kept  # the first attempt has set it aside, and what is there now is this run's own
         if not resumed.is_file():
             problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
             hint = "give the adapters.safetensors, or a numbered one, of an earlier run"
+            if kept:
+                hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
             raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
         return resumed
     if config.test and not config.train:

@@ -43,7 +43,7 @@ from allhands.train.explain import choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
-from allhands.train.rundir import make_room, share_history
+from allhands.train.rundir import PLOT_FILE, make_room, share_history
 from allhands.train.saving import SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
 from allhands.train.step import TrainStep
@@ -79,7 +79,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     if not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
     directory = Path(config.adapter_path)
-    start = starting_weights(config, directory)
+    start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ class _Run:
             return None
         from allhands.plots import plot_losses  # matplotlib, in memory only now
 
-        return plot_losses([read_metrics(self.directory)], self.directory / "loss.png", private=True)
+        return plot_losses([read_metrics(self.directory)], self.directory / PLOT_FILE, private=True)
 
     def _train(self, sink: Sink) -> RunEnded:
         config, windows = self.config, self.ready.data.train
@@ -148,7 +148,7 @@ class _Run:
         compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
         step = self._step(optimizer, state, compiled)
-        sink.emit(self._started(total, state.iteration))
+        sink.emit(self._started(total, state))
         self._explain(sizing, compiled)
         if state.iteration >= total:
             self._say([f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"])
@@ -206,8 +206,9 @@ class _Run:
         start = state.iteration
 
         def beat(phase: str) -> None:
-            # The first update after a start builds what later ones find: kernels, buffers, connections.
-            self.surroundings.beat("first" if state.iteration == start else phase, state.iteration)
+            # The first update after a start builds what later ones find: kernels and buffers.
+            first = state.iteration == start and phase != "reduce"
+            self.surroundings.beat("first" if first else phase, state.iteration)
 
         return TrainStep(
             self.ready.loaded.model,
@@ -314,7 +315,7 @@ class _Run:
         assert evaluator is not None
         return evaluator(step)[0]
 
-    def _started(self, total: int, step: int) -> RunStarted:
+    def _started(self, total: int, state: LoopState) -> RunStarted:
         config, windows = self.config, self.ready.data.train
         return RunStarted(
             name=self.directory.name,
@@ -330,8 +331,9 @@ class _Run:
             cores_per_rank=self.surroundings.cores_per_rank,
             versions=versions(),
             time=time.time(),
-            step=step,
+            step=state.iteration,
             attempt=self.surroundings.attempt,
+            elapsed_s=state.before_s,
         )
 
     @contextmanager

@@ -12,12 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.arrays import hand_out, hand_out_json, load_arrays
-from allhands.checkpoints import (
-    Checkpoint,
-    find,
-    latest,
-    open_checkpoint,
-)
+from allhands.checkpoints import Checkpoint, find, find_latest, latest, open_checkpoint, run_name, survey
 from allhands.config import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
@@ -52,16 +47,43 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that this start goes on from, if any, and what a person should know of others.
 
-    A restart goes on from its own run's latest; if there is none yet it begins as the first attempt did.
+    A restart goes on from its own run's latest; if none is whole it begins as the first attempt did, because nobody
+    is there to decide otherwise.
 
     Raises:
-        CheckpointError: the one that was asked for is missing or damaged.
+        CheckpointError: what was asked for is missing or damaged, or all that there is.
     """
     rejected: list[CheckpointError] = []
     found = latest(directory, run_id=run_id, rejected=rejected) if attempt > 1 else None
+    own_lost = found is None and bool(rejected)
     if found is None and config.resume is not None:
-        found = latest(directory, rejected=rejected) if config.resume == AUTO else find(config.resume, directory)
-    return found, [f"a damaged checkpoint is left out: {one.where}: {one.message}" for one in rejected]
+        found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected)
+    errors = {one.where: one for one in rejected}.values()
+    notes = [f"a damaged checkpoint is left out: {one.where}: {one.message}" for one in errors]
+    if own_lost:
+        start = "the beginning" if found is None else str(found.path)
+        notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
+    elif found is None and config.resume == AUTO and attempt == 1:
+        notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins")
+    return found, notes
+
+
+def _asked_for(resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError]) -> Checkpoint | None:
+    """What ``--resume`` means; ``run_id``: to a restart of that run, whose own checkpoints are not whole."""
+    if resume != AUTO:
+        return find(resume, directory)
+    if run_id is not None and _began_without(directory, run_id):
+        return latest(directory, rejected=rejected)
+    return find_latest(directory, rejected=rejected)
+
+
+def _began_without(directory: Path, run_id: str) -> bool:
+    """Whether the run's first attempt found nothing to go on from: all that is here is the run's own."""
+    runs = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
+    try:
+        return run_name(directory) == run_id and runs <= {run_id}
+    except OSError:
+        return False
 
 
 def receive(

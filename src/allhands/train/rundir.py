@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +12,22 @@ import mlx.core as mx
 import numpy as np
 
 from allhands.arrays import hand_out, hand_out_json
-from allhands.checkpoints import BEST, CHECKPOINTS, checkpoint_path, survey
+from allhands.checkpoints import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, quick_step, run_name, survey
+from allhands.checkpoints.layout import entries
 from allhands.distributed.backend import Communicator
-from allhands.files import make_directory, set_aside, storage_error, unused_name, write_whole
+from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import METRICS_FILE
+from allhands.model.adapters import CONFIG_FILE
 from allhands.staging import publish, staging
 from allhands.train.restore import Restored
+from allhands.train.state import WEIGHTS_FILE
 from allhands.trees import numbers
 
-# Holds the name of the run whose files these are.
-_NAME_FILE = ".run"
+# Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
+PLOT_FILE = "loss.png"
+_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE)
+_NUMBERED_ADAPTERS = "adapters"
+_NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
 
 def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[str]:
@@ -31,14 +39,13 @@ def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[s
     Raises:
         StorageError: it cannot be done.
     """
-    name = directory / _NAME_FILE
     try:
-        if name.is_file() and name.read_text(encoding="utf-8") == run_id:
+        if run_name(directory) == run_id:
             return []
         notes = _make_room(directory, restored)
-    except (OSError, UnicodeDecodeError) as error:
-        raise storage_error(directory, error if isinstance(error, OSError) else OSError(str(error))) from None
-    write_whole(name, lambda draft: draft.write_text(run_id, encoding="utf-8"), private=True)
+    except OSError as error:
+        raise storage_error(directory, error) from None
+    write_whole(directory / RUN_NAME, lambda draft: draft.write_text(run_id, encoding="utf-8"), private=True)
     return notes
 
 
@@ -46,15 +53,93 @@ def _make_room(directory: Path, restored: Restored | None) -> list[str]:
     source, number = run_of(restored) if restored is not None else (None, "")
     if restored is not None and source == directory.resolve() and not number:
         return _leave_branch(directory, restored)
-    aside = _set_all_aside(directory)[CHECKPOINTS]
+    aside = _set_all_aside(directory)
     if source is not None and restored is not None:
         _bring_along(source, number, directory, restored)
-    return [f"an earlier run's checkpoints are kept in {aside}; to go on from them: --resume {aside}"] if aside else []
+    if not aside:
+        return []
+    note = f"what an earlier run left in {directory} is kept as {', '.join(path.name for path in aside)}"
+    checkpoints = next((path for path in aside if path.name.startswith(CHECKPOINTS)), None)
+    if checkpoints is None:
+        return [note]
+    if quick_step(checkpoints) is None:
+        return [f"{note}; none of its checkpoints is whole"]
+    return [f"{note}; to go on from it: --resume {checkpoints}"]
 
 
-def _set_all_aside(directory: Path) -> dict[str, Path | None]:
-    """Curve, best adapter and checkpoints of an earlier run: where each is now, if there was one."""
-    return {name: set_aside(directory / name) for name in (METRICS_FILE, BEST, CHECKPOINTS)}
+def _set_all_aside(directory: Path) -> list[Path]:
+    """Make way for a new run: where the files of the one before are now, all under the same number.
+
+    The adapter to use stays until there is a new one, which must not be the end of it if no checkpoint holds it.
+    """
+    number = _free_number(directory)
+    adapter = [] if (directory / CHECKPOINTS).exists() else _only_adapter(directory)
+    moves = {directory / name: directory / _with_number(name, number) for name in _KEPT if (directory / name).exists()}
+    numbered = _numbered_adapters(directory)
+    for path, kept in moves.items():
+        path.rename(kept)
+    if not numbered and not adapter:
+        return [*moves.values()]
+    place = _move_adapters(numbered, directory, number)
+    for file in adapter:
+        try:
+            os.link(file, place / file.name)
+        except OSError:  # not every file system can
+            shutil.copy2(file, place / file.name)
+    return [*moves.values(), place]
+
+
+def _only_adapter(directory: Path) -> list[Path]:
+    """The adapter to use with its configuration, if there is no other name for it yet."""
+    weights = directory / WEIGHTS_FILE
+    if not weights.is_file() or weights.stat().st_nlink > 1:
+        return []
+    return [file for file in (weights, directory / CONFIG_FILE) if file.is_file()]
+
+
+def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:
+    """The directory in which these are now."""
+    place = make_directory(directory / _with_number(_NUMBERED_ADAPTERS, number), private=True)
+    for file in files:
+        file.rename(place / file.name)
+    return place
+
+
+def _numbered_adapters(directory: Path, beyond: int = -1) -> list[Path]:
+    """The adapters of batches after ``beyond``."""
+    found = [(path, _NUMBERED_ADAPTER.fullmatch(path.name)) for path in entries(directory)]
+    return [path for path, match in found if match and int(match[1]) > beyond]
+
+
+def _with_number(name: str, number: int) -> str:
+    path = Path(name)
+    return f"{path.stem}.{number}{path.suffix}"
+
+
+def _free_number(directory: Path) -> int:
+    """One more than the highest under which something is kept: the later, the higher."""
+    taken = [number for name in (*_KEPT, _NUMBERED_ADAPTERS) for number in _numbers_of(directory, name)]
+    return max(taken, default=0) + 1
+
+
+def _numbers_of(directory: Path, name: str) -> list[int]:
+    """The numbers under which ``name`` is kept."""
+    wanted = Path(name)
+    pattern = re.compile(rf"{re.escape(wanted.stem)}\.(\d+){re.escape(wanted.suffix)}")
+    return [int(match[1]) for path in entries(directory) if (match := pattern.fullmatch(path.name))]
+
+
+def kept_as(directory: Path, file: Path) -> Path | None:
+    """Where a file of the run directory lies since it was last set aside, if it was."""
+    try:
+        first, *rest = Path(os.path.abspath(file)).relative_to(os.path.abspath(directory)).parts
+        if _NUMBERED_ADAPTER.fullmatch(first):
+            first, rest = _NUMBERED_ADAPTERS, [first]
+        numbers = sorted(_numbers_of(directory, first), reverse=True)
+    except (ValueError, OSError):  # it is not in there, or nothing can be read
+        return None
+    places = (directory / _with_number(first, number) for number in numbers)
+    return next((kept for place in places if (kept := place.joinpath(*rest)).is_file()), None)
 
 
 def _leave_branch(directory: Path, restored: Restored) -> list[str]:
@@ -63,9 +148,12 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
     later = [found for found in survey(directory, verify=False) if found.checkpoint and found.checkpoint.step > step]
     if not later:
         return []
-    aside = make_directory(unused_name(directory / CHECKPOINTS), private=True)
+    number = _free_number(directory)
+    aside = make_directory(directory / _with_number(CHECKPOINTS, number), private=True)
     for found in later:
         found.path.rename(aside / found.path.name)
+    if numbered := _numbered_adapters(directory, beyond=step):
+        _move_adapters(numbered, directory, number)
     return [f"checkpoints beyond batch {step} are kept in {aside}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,17 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from allhands.checkpoints import BEST, Checkpoint, Tensor, checkpoint_path, prune, write_checkpoint
+from allhands.checkpoints import BEST, Checkpoint, Tensor, checkpoint_path, open_checkpoint, prune, write_checkpoint
+from allhands.checkpoints.reading import sum_of
 from allhands.checkpoints.tensors import safetensors_pieces
-from allhands.errors import AllhandsError, StorageError
+from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config
 from allhands.train.state import WEIGHTS_FILE, LoopState
 
-# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file.
-SaveKind = Literal["last", "best", "suspect"]
+# "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
+# "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
+SaveKind = Literal["last", "best", "suspect", "same"]
 
 
 class CopyError(StorageError):
@@ -81,7 +84,7 @@ class Saver:
         self._hold = hold
         self._describe = describe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-save")
-        self._pending: list[tuple[int, Future[SavedReport]]] = []
+        self._pending: list[tuple[int, Future[SavedReport | None]]] = []
         self._troubles: deque[Warned] = deque()
 
     def save(self, state: LoopState, kind: SaveKind) -> None:
@@ -101,8 +104,8 @@ class Saver:
         if wait_for_all:
             wait([future for _, future in self._pending])
         # Each is looked at once: one that ends meanwhile is told the next time.
-        waiting: list[tuple[int, Future[SavedReport]]] = []
-        done: list[Future[SavedReport]] = []
+        waiting: list[tuple[int, Future[SavedReport | None]]] = []
+        done: list[Future[SavedReport | None]] = []
         for entry in self._pending:
             if entry[1].done():
                 done.append(entry[1])
@@ -110,60 +113,95 @@ class Saver:
                 waiting.append(entry)
         self._pending = waiting
         troubles = [self._troubles.popleft() for _ in range(len(self._troubles))]
-        return [*troubles, *(_outcome(future) for future in done)]
+        outcomes = (_outcome(future) for future in done)
+        return [*troubles, *(outcome for outcome in outcomes if outcome is not None)]
 
     def close(self) -> None:
         """Wait for what is being written."""
         self._thread.shutdown()
 
-    def _write(self, request: _Request) -> SavedReport:
+    def _write(self, request: _Request) -> SavedReport | None:
+        """The report of what was written, if anything had to be."""
         begun = time.perf_counter()
         try:
-            path = self._write_best(request) if request.kind == "best" else self._write_last(request)
+            there = self._there(request) if request.kind == "same" else frozenset[Path]()
+            if there == self._wanted(request):
+                return None
+            path = self._write_best(request) if request.kind == "best" else self._write_last(request, there)
         except OSError as error:
             raise storage_error(Path(error.filename or self._plan.directory), error) from error
         return SavedReport(request.iteration, str(path), request.pause_s, time.perf_counter() - begun)
+
+    def _numbered(self, request: _Request) -> Path:
+        return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
+
+    def _wanted(self, request: _Request) -> frozenset[Path]:
+        """What there should be after a save of the last weights: the checkpoint, and files beside it."""
+        plan = self._plan
+        checkpoint = [checkpoint_path(plan.directory, request.iteration)] if plan.keep_last else []
+        numbered = [self._numbered(request)] if plan.numbered else []
+        return frozenset([*checkpoint, *numbered, plan.directory / CONFIG_FILE, plan.directory / WEIGHTS_FILE])
+
+    def _there(self, request: _Request) -> frozenset[Path]:
+        """What of it lies in its place already, whole, with these weights."""
+        digest = hashlib.sha256()
+        for piece in safetensors_pieces(request.tensors[WEIGHTS_FILE]):
+            digest.update(piece)
+        weights = digest.hexdigest()
+
+        def same(path: Path) -> bool:
+            self._plan.busy()
+            try:
+                if path.is_dir():
+                    return open_checkpoint(path).files[WEIGHTS_FILE].sha256 == weights
+                return path.exists() if path.name == CONFIG_FILE else sum_of(path) == weights
+            except (CheckpointError, KeyError):  # it is missing, damaged, or something else
+                return False
+
+        return frozenset(path for path in self._wanted(request) if same(path))
 
     def _write_best(self, request: _Request) -> Path:
         target = self._plan.directory / BEST
         self._checkpoint(target, request)
         return target / WEIGHTS_FILE
 
-    def _write_last(self, request: _Request) -> Path:
+    def _write_last(self, request: _Request, there: frozenset[Path]) -> Path:
         """The checkpoint, room for the next one, then the copies that mlx_lm and people look for."""
         plan = self._plan
         fire("save", request.iteration, plan.rank)
         make_directory(plan.directory, private=True)
-        written = None
-        if request.kind == "last" and plan.keep_last:
+        written, target = None, checkpoint_path(plan.directory, request.iteration)
+        if request.kind != "suspect" and plan.keep_last and target not in there:
             try:
-                written = self._checkpoint(checkpoint_path(plan.directory, request.iteration), request)
+                written = self._checkpoint(target, request)
             finally:
                 # Also where it could not be written: what need not be kept may be what fills the disk.
                 self._prune(request, written)
         fire("save", request.iteration, plan.rank)
         try:
-            return self._write_copies(request)
+            return self._write_copies(request, there)
         except (AllhandsError, OSError) as error:
-            if written is None:
+            if written is None and target not in there:
                 raise
             told = error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
             raise CopyError(told.message, where=told.where, hint=told.hint) from error
 
-    def _write_copies(self, request: _Request) -> Path:
+    def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
         """The weights under their batch's number and, unless they are suspect, as the adapter to use."""
         plan, weights = self._plan, request.tensors[WEIGHTS_FILE]
-        numbered = plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
-        if plan.numbered or request.kind == "suspect":
+        numbered = self._numbered(request)
+        if request.kind == "suspect" or (plan.numbered and numbered not in there):
             write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
         if request.kind == "suspect":
             return numbered
         fire("save", request.iteration, plan.rank)
-        # The configuration is written with the weights, not before: until then what lies there may be another run's.
-        save_adapter_config(plan.adapter_config, plan.directory)
-        write_whole(plan.directory / WEIGHTS_FILE, lambda draft: _write_tensors(draft, weights), private=True)
+        adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
+        if not there >= {adapter, config}:
+            # The configuration is written with the weights, not before: until then what is there may be another run's.
+            save_adapter_config(plan.adapter_config, plan.directory)
+            write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
         fire("save", request.iteration, plan.rank)
-        return plan.directory / WEIGHTS_FILE
+        return adapter
 
     def _prune(self, request: _Request, written: Checkpoint | None) -> None:
         plan = self._plan
@@ -192,7 +230,7 @@ def _write_tensors(path: Path, tensors: list[Tensor]) -> None:
         stream.writelines(safetensors_pieces(tensors))
 
 
-def _outcome(future: Future[SavedReport]) -> SavedReport | AllhandsError:
+def _outcome(future: Future[SavedReport | None]) -> SavedReport | AllhandsError | None:
     error = future.exception()
     if error is None:
         return future.result()

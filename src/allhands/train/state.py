@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class LoopState:
         validation_due: the validation that belongs to ``iteration`` has not been made.
         skipped_in_row: updates left out for not being finite, one after the other.
         window: sums since the last report.
+        before_s: seconds that earlier starts took up to where this one went on; what was lost is not counted.
+        began: when this start began to train, in seconds of :func:`time.perf_counter`.
     """
 
     iteration: int = 0
@@ -67,11 +70,15 @@ class LoopState:
     validation_due: bool = True
     skipped_in_row: int = 0
     window: Window = field(default_factory=Window)
+    before_s: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which :meth:`from_json` makes the same state."""
+        """Plain values, from which :meth:`from_json` makes the same state, one start later."""
         values = asdict(self)
-        return {**values, "best_loss": self.best_loss if math.isfinite(self.best_loss) else None}
+        before_s, began = values.pop("before_s"), values.pop("began")
+        best_loss = self.best_loss if math.isfinite(self.best_loss) else None
+        return {**values, "best_loss": best_loss, "elapsed_s": before_s + time.perf_counter() - began}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoopState:
@@ -90,6 +97,7 @@ class LoopState:
                 validation_due=values["validation_due"],
                 skipped_in_row=values["skipped_in_row"],
                 window=Window(**values["window"]),
+                before_s=values.get("elapsed_s", 0.0),  # earlier versions did not write it
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(
