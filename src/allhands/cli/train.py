@@ -18,6 +18,7 @@ from rich.console import Console
 from allhands import faults
 from allhands.cli.launching import Job, check, run
 from allhands.cluster.environment import Launch, recognise
+from allhands.cluster.hosts import read_hostfile
 from allhands.cluster.join import check_weights, surroundings_of
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
@@ -37,20 +38,25 @@ _SHORT_OF_MEMORY = (
 
 def train(flags: dict[str, Any]) -> int:
     """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
-    faults.active()  # a schedule of failures that makes no sense is told before anything starts
     launch = recognise(os.environ, has_cuda=_has_cuda())
     with _rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"))
         _check_launch(config, launch)
+        _check_rehearsal(config, launch)
     if launch.launcher == "single" and not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
     if launch.launcher == "single":
         _check_resume(config)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.max_restarts):
-        return supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+        code = supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+        _tell_outstanding(config)
+        return code
     if launch.launcher == "single" and config.cores_per_rank:
         check(job_of(config))
-    return work(config, launch)
+    code = work(config, launch)
+    if launch.launcher == "single":
+        _tell_outstanding(config)
+    return code
 
 
 @contextmanager
@@ -84,6 +90,28 @@ def _check_launch(config: TrainConfig, launch: Launch) -> None:
             where=f"--backend {config.backend}",
             hint="leave --backend out under another launcher",
         )
+
+
+def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
+    """Refuse failures on purpose that cannot happen in this run, and tell of those that will not happen again.
+
+    Raises:
+        ConfigError: see :func:`allhands.faults.check`.
+    """
+    if not faults.active() or launch.launcher == "allhands":
+        return  # a rank may be one of fewer than there were at first
+    num_ranks = launch.size if launch.launcher != "single" else config.num_ranks
+    if config.hostfile and config.num_ranks == 1:
+        num_ranks = sum(host.slots for host in read_hostfile(config.hostfile))
+    faults.check(num_ranks, config.iters)
+    if launch.rank == 0 and (line := faults.already_fired()):
+        print(f"allhands: {line}", file=sys.stderr)
+
+
+def _tell_outstanding(config: TrainConfig) -> None:
+    # Those of other computers are noted there.
+    if not config.hostfile and (line := faults.outstanding()):
+        print(f"allhands: {line}", file=sys.stderr)
 
 
 def _check_resume(config: TrainConfig) -> None:
