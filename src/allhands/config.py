@@ -145,7 +145,7 @@ class TrainConfig(_Strict):
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {
             *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "num_ranks"),
-            *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s"),
+            *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s", "tag_output"),
         }
     )
 
@@ -245,6 +245,7 @@ class TrainConfig(_Strict):
         None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
     )
     stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
+    tag_output: bool = Field(False, description="Show the lines of all ranks, each with its rank before it.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
 
     @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile")

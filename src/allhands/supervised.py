@@ -90,7 +90,8 @@ def save_checkpoint(
         arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (their parameters), such as
             ``{"model": model, "optimizer": optimizer.state, "random": mx.random.state}``.
         values: anything else to go on from, as JSON values.
-        directory: where checkpoints are; ``None``: that of ``allhands launch --checkpoints``.
+        directory: where checkpoints are; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
+            directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
         keep_last: how many to keep; older ones are removed.
 
     Raises:
@@ -106,7 +107,9 @@ def save_checkpoint(
     check_plain(plain, "values")
     shape, named = take_apart(arrays, "arrays")
     contents = _Contents(_whole(step, "save_checkpoint"), named, shape, plain)
-    _session().save(contents, _directory(directory), keep_last)
+    session = _session()
+    session.take_over()  # so that without a directory the message comes without a traceback
+    session.save(contents, _directory(directory), keep_last)
 
 
 def last_checkpoint(*, directory: str | Path | None = None, together: bool = True) -> Saved | None:
@@ -116,7 +119,8 @@ def last_checkpoint(*, directory: str | Path | None = None, together: bool = Tru
     group: they need not share files.
 
     Args:
-        directory: where checkpoints are; ``None``: that of ``allhands launch --checkpoints``.
+        directory: where checkpoints are; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
+            directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
         together: ``False``: every rank looks, and reads, for itself.
 
     Raises:
@@ -124,7 +128,9 @@ def last_checkpoint(*, directory: str | Path | None = None, together: bool = Tru
         CheckpointError: it cannot be read, or is not one of :func:`save_checkpoint`.
         DistributedError: the ranks cannot connect.
     """
-    return _session().load(_directory(directory), together)
+    session = _session()
+    session.take_over()  # so that without a directory the message comes without a traceback
+    return session.load(_directory(directory), together)
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,7 @@ class _Session:
     inherited: set[Path] = field(default_factory=set[Path])
 
     def progress(self, step: int, together: bool) -> bool:
-        worker = self._worker()
+        worker = self.take_over()
         # What follows is the wait for the others: who is in it is not the one that they wait for.
         worker.beat("reduce" if self.begun and together else "compute", step)
         wish = self._wish(worker)
@@ -212,7 +218,7 @@ class _Session:
     def save(self, contents: _Contents, directory: Path, keep_last: int) -> None:
         import mlx.core as mx
 
-        worker = self._worker()
+        worker = self.take_over()
         worker.beat("save", contents.step)
         # On all ranks: what is not computed yet may need all of them, and must not be left to rank 0 alone.
         mx.eval(list(contents.arrays.values()))
@@ -228,7 +234,7 @@ class _Session:
     def load(self, directory: Path, together: bool) -> Saved | None:
         from allhands.arrays import hand_out, hand_out_json
 
-        worker = self._worker()
+        worker = self.take_over()
         group = self._communicator(worker) if together else None
         if group is None or group.size == 1:
             own = self._read(directory)
@@ -252,8 +258,11 @@ class _Session:
         steps = cast("list[int]", group.all_gather(mx.array([step], dtype=mx.int32)).tolist())
         return steps.index(max(steps)) if max(steps) >= 0 else None
 
-    def _worker(self) -> WorkerContext:
-        """Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what it is."""
+    def take_over(self) -> WorkerContext:
+        """The contact with the supervisor, which sees to signals and uncaught errors from the first call on.
+
+        Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what it is.
+        """
         if not self.installed and threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
             self.installed = True
             self.context = contact()
@@ -351,7 +360,8 @@ def _refuse_later(directory: Path, step: int) -> None:
         raise CheckpointError(
             f"{later[0].name} is there from another run, which this one does not go on from",
             where=str(directory),
-            hint="call allhands.last_checkpoint() first and go on from it, or choose another directory",
+            hint="call allhands.last_checkpoint() first and go on from it, or choose another directory "
+            "(allhands launch --checkpoints DIR)",
         )
 
 
@@ -371,6 +381,6 @@ def _directory(chosen: str | Path | None) -> Path:
         raise ConfigError(
             "there is no directory for checkpoints",
             where=DIRECTORY_VARIABLE,
-            hint="start with allhands launch --checkpoints DIR, or give directory=...",
+            hint=f"start the program with allhands launch, set {DIRECTORY_VARIABLE}, or give directory=...",
         )
     return Path(directory).expanduser().resolve()

@@ -13,7 +13,6 @@ import pytest
 
 from allhands.cluster.attempt import SupervisorEvent
 from allhands.cluster.journal import EVENTS_FILE, Journal, read_events
-from allhands.cluster.logs import archive_logs, clear_logs
 
 _FAULT = SupervisorEvent(
     "fault",
@@ -102,24 +101,3 @@ def test_a_place_where_nothing_can_be_written_is_warned_about_once(
         journal.write(_FAULT, 1)
     journal.close()
     assert len(caplog.records) == 1
-
-
-def _logs(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
-
-
-def test_logs_of_the_last_three_attempts_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "rank-notes.log").touch()
-    for attempt in range(1, 6):
-        for name in ("rank-0.log", "rank-11.log", "mpirun.log", "error-rank-0.json"):
-            (tmp_path / name).write_text(f"of {attempt}")
-        moved = archive_logs(tmp_path, attempt)
-        assert moved[tmp_path / "rank-11.log"] == tmp_path / f"rank-11.attempt-{attempt}.log"
-    names = ("rank-0", "rank-11", "mpirun")
-    kept = {f"{name}.attempt-{attempt}.log" for name in names for attempt in (3, 4, 5)}
-    assert _logs(tmp_path) == kept | {"rank-notes.log"}
-    assert (tmp_path / "rank-11.attempt-4.log").read_text() == "of 4"
-    (tmp_path / "rank-0.log").touch()
-    (tmp_path / "error-rank-0.json").touch()
-    clear_logs(tmp_path)
-    assert _logs(tmp_path) == {"rank-notes.log"}

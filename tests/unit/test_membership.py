@@ -13,6 +13,7 @@ import pytest
 from allhands.cluster import membership
 from allhands.cluster.hosts import Host
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Roster
+from allhands.cluster.ssh import Trouble
 from allhands.errors import ConfigError, DistributedError
 
 
@@ -24,6 +25,7 @@ class World:
         self.up = {"a", "b", "c"}
         self.steps: dict[str, int] = {}
         self.asked: list[str] = []
+        self.troubles: dict[str, Trouble] = {}
         self.fails: Exception | None = None
         self.write("a", "b", "c")
 
@@ -34,19 +36,21 @@ class World:
         os.utime(self.path, ns=(stamp, stamp))
         (self.path.parent / f"edit-{stamp}").touch()
 
-    def answers(self, host: str, timeout_s: float) -> bool:
+    def trouble(self, host: str, timeout_s: float) -> Trouble | None:
         assert timeout_s == 0.5
         self.asked.append(host)
-        return host in self.up
+        return None if host in self.up else self.troubles.get(host, Trouble(None, "switch it on"))
 
     def checkpoints(self, hosts: Sequence[Host]) -> dict[str, int]:
         if self.fails:
             raise self.fails
         return {host.name: self.steps[host.name] for host in hosts if host.name in self.steps}
 
-    def members(self, limit: int | None = None) -> HostfileMembers:
+    def members(self, limit: int | None = None, earlier: bool = False) -> HostfileMembers:
         checkpoints = self.checkpoints
-        return HostfileMembers(self.path, limit, answers=self.answers, checkpoints=checkpoints, probe_timeout_s=0.5)
+        return HostfileMembers(
+            self.path, limit, trouble=self.trouble, checkpoints=checkpoints, probe_timeout_s=0.5, earlier=earlier
+        )
 
 
 @pytest.fixture
@@ -97,12 +101,35 @@ def test_who_does_not_answer_is_absent(world: World) -> None:
     assert (roster.absent, len(roster.every)) == (("b",), 6)
 
 
-def test_hosts_are_asked_at_the_same_time(world: World) -> None:
-    def slow(host: str, timeout_s: float) -> bool:
-        time.sleep(0.3)
-        return True
+def test_why_they_are_absent_and_what_waiting_can_lead_to(world: World) -> None:
+    assert world.members().roster().troubles == {}
+    assert world.members().roster().possible == 6
+    silent, unknown = Trouble(None, "switch it on"), Trouble("no such name", "correct it", lasting=True)
+    world.up = {"a"}
+    world.troubles = {"b": silent, "c": unknown}
+    roster = world.members().roster()
+    assert (roster.absent, roster.troubles) == (("b", "c"), {"b": silent, "c": unknown})
+    assert roster.possible == 4, "b may come"
+    # Where there are more computers than are wanted, another one may take the place of one that cannot come.
+    assert world.members(limit=4).roster().possible == 4
+    assert world.members(limit=5).roster().possible == 4
+    world.troubles["b"] = unknown
+    assert world.members().roster().possible == 2
 
-    members = HostfileMembers(world.path, answers=slow)
+
+def test_a_mistake_in_asking_is_an_error_of_the_roster(world: World) -> None:
+    def refuse(host: str, timeout_s: float) -> None:
+        raise ConfigError("not understood", where="ALLHANDS_SSH")
+
+    with pytest.raises(ConfigError, match="not understood"):
+        HostfileMembers(world.path, trouble=refuse).roster()
+
+
+def test_hosts_are_asked_at_the_same_time(world: World) -> None:
+    def slow(host: str, timeout_s: float) -> None:
+        time.sleep(0.3)
+
+    members = HostfileMembers(world.path, trouble=slow)
     began = time.monotonic()
     assert _who(members.roster()) == "a2 b2 c2"
     assert time.monotonic() - began < 0.6
@@ -296,12 +323,39 @@ def test_a_hostfile_broken_by_its_editor_is_kept_as_it_was(world: World, caplog:
 
 
 def test_changed_never_waits(world: World) -> None:
-    def slow(host: str, timeout_s: float) -> bool:
+    def slow(host: str, timeout_s: float) -> Trouble:
         time.sleep(0.5)
-        return False
+        return Trouble(None, "wait")
 
-    members = HostfileMembers(world.path, answers=slow)
+    members = HostfileMembers(world.path, trouble=slow)
     began = time.monotonic()
     for _ in range(20):
         assert members.changed(()) is None
     assert time.monotonic() - began < 0.4
+
+
+# --- a run that there was before --------------------------------------------------------------------------
+
+
+def test_what_may_be_on_a_computer_that_is_away_is_not_begun_anew(world: World) -> None:
+    world.up -= {"b"}
+    assert world.members().roster().obstacle is None
+    members = world.members(earlier=True)
+    obstacle = members.roster().obstacle
+    assert obstacle is not None
+    assert "may be on b, which does not answer" in obstacle
+    assert "--resume" in obstacle
+    # It comes, and has one, or has none either: then there is nothing to wait for.
+    world.up |= {"b"}
+    roster = members.roster()
+    assert (roster.obstacle, roster.step) == (None, None)
+    # Who was asked once and had none may go away before there is one.
+    world.up -= {"b"}
+    assert members.roster().obstacle is None
+
+
+def test_a_checkpoint_at_hand_is_enough(world: World) -> None:
+    world.up -= {"b"}
+    world.steps = {"c": 40}
+    roster = world.members(earlier=True).roster()
+    assert (roster.obstacle, roster.step, roster.places[0].name) == (None, 40, "c")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from allhands.cluster import ssh
-from allhands.cluster.ssh import SshOptions
+from allhands.cluster.ssh import SshOptions, Trouble
 from allhands.errors import ConfigError
 
 # Does with its words what ssh and sshd do: everything after the host is joined and given to the person's shell.
@@ -103,7 +106,7 @@ def test_nothing_is_asked_and_nothing_forwarded() -> None:
     ["", "-oProxyCommand=x", "a b", "a;b", "$(x)", "a\nb", "a\0b", "@a", "me@-x", "-me@a", "a@b@c", "a'b", "~", "[x]"],
 )
 def test_a_host_that_is_no_name(host: str) -> None:
-    for call in (lambda: ssh.command(host, ["true"]), lambda: ssh.real_name(host), lambda: ssh.answers(host, 1)):
+    for call in (lambda: ssh.command(host, ["true"]), lambda: ssh.real_name(host), lambda: ssh.trouble(host, 1)):
         with pytest.raises(ConfigError, match="not the name"):
             call()
 
@@ -125,7 +128,10 @@ def test_the_environment_never_reaches_a_shell(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALLHANDS_SSH", "no-such-ssh; touch pwned; $(touch pwned)")
     assert ssh.command("node1", ["true"])[:5] == ["no-such-ssh;", "touch", "pwned;", "$(touch", "pwned)"]
-    assert not ssh.answers("node1", 5)
+    found = ssh.trouble("node1", 5)
+    assert found is not None
+    assert found.lasting
+    assert "cannot be run: No such file or directory" in (found.reason or "")
     with pytest.raises(ConfigError, match="cannot be run"):
         ssh.real_name("node1")
     assert list(tmp_path.iterdir()) == []
@@ -133,14 +139,84 @@ def test_the_environment_never_reaches_a_shell(monkeypatch: pytest.MonkeyPatch, 
 
 def test_answers_within_its_time(pretended: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ALLHANDS_SSH", shlex.quote(str(pretended)))
-    assert ssh.answers("node1", 10)
-    sleeper = tmp_path / "ssh"
-    sleeper.write_text("#!/bin/sh\nexec sleep 30\n")
-    sleeper.chmod(0o755)
-    monkeypatch.setenv("ALLHANDS_SSH", str(sleeper))
-    assert not ssh.answers("node1", 0.3)
-    monkeypatch.setenv("ALLHANDS_SSH", "false")
-    assert not ssh.answers("node1", 10)
+    assert ssh.trouble("node1", 10) is None
+    # What it leaves behind holds on to its output, and is not waited for.
+    _pretend(monkeypatch, tmp_path, "sleep 3 & exit 0")
+    began = time.monotonic()
+    assert ssh.trouble("node1", 10) is None
+    assert time.monotonic() - began < 2
+    _pretend(monkeypatch, tmp_path, "exec sleep 30")
+    silent = ssh.trouble("node1", 0.3)
+    assert silent == Trouble(None, "look whether it is switched on; make `ssh node1 true` work without a question")
+    _pretend(monkeypatch, tmp_path, "exit 1")
+    assert ssh.trouble("node1", 10) == Trouble("ssh ended with code 1", "make `ssh node1 true` work without a question")
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:
+    program = directory / "ssh"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("ALLHANDS_SSH", shlex.quote(str(program)))
+
+
+# What OpenSSH says: its words, whether waiting may help, and a word of what to do.
+SAID = {
+    "name": ("ssh: Could not resolve hostname nosuch: Name or service not known", True, "correct the name"),
+    "key": ("me@nosuch: Permission denied (publickey,password).", True, "ssh-copy-id nosuch"),
+    "keys": ("Received disconnect from ::1 port 22:2: Too many authentication failures", True, "IdentityFile"),
+    "unknown host key": ("Host key verification failed.", True, "accept its key if it is right"),
+    "no server": ("ssh: connect to host nosuch port 22: Connection refused", False, "start the ssh server there"),
+    "no way": ("ssh: connect to host nosuch port 22: No route to host", False, "make `ssh nosuch true` work"),
+    "late": ("ssh: connect to host nosuch port 22: Connection timed out", False, "make `ssh nosuch true` work"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_ssh_says_itself_why(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words, lasting, hint = SAID[case]
+    (tmp_path / "said").write_bytes(b"Welcome. Permission denied to strangers.\r\n" + words.encode() + b"\r\n\r\n")
+    _pretend(monkeypatch, tmp_path, f"cat {shlex.quote(str(tmp_path / 'said'))} >&2; exit 255")
+    found = ssh.trouble("nosuch", 10)
+    assert found is not None
+    assert (found.reason, found.lasting) == (words, lasting)
+    assert hint in found.hint
+
+
+def test_a_changed_host_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = ["@" * 60, "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @", "@" * 60, "IT IS POSSIBLE ..."]
+    (tmp_path / "said").write_text("\n".join([*lines, "Host key verification failed.", ""]))
+    _pretend(monkeypatch, tmp_path, f"cat {shlex.quote(str(tmp_path / 'said'))} >&2; exit 255")
+    found = ssh.trouble("node1", 10)
+    assert found is not None
+    assert found.lasting
+    assert found.reason == "REMOTE HOST IDENTIFICATION HAS CHANGED: Host key verification failed."
+    assert "ssh-keygen -R" in found.hint
+
+
+def test_what_is_said_is_safe_for_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "said").write_bytes(b"\x1b]0;title\x07\xff " + b"x" * 100_000)
+    _pretend(monkeypatch, tmp_path, f"cat {shlex.quote(str(tmp_path / 'said'))} >&2; exit 255")
+    found = ssh.trouble("node1", 10)
+    assert found is not None
+    assert found.reason is not None
+    assert found.reason.isprintable()
+    assert len(found.reason) < 200
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
+def test_the_real_ssh_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        monkeypatch.setenv("ALLHANDS_SSH", f"ssh -F /dev/null -p {taken.getsockname()[1]}")
+        refused = ssh.trouble("127.0.0.1", 10)
+    assert refused is not None
+    assert (refused.reason or "").endswith("Connection refused")
+    assert not refused.lasting
+    monkeypatch.setenv("ALLHANDS_SSH", "ssh -F /dev/null")
+    unknown = ssh.trouble("no-such-name.invalid", 10)
+    assert unknown is not None
+    assert "Could not resolve hostname no-such-name.invalid" in (unknown.reason or "")
+    assert unknown.lasting
 
 
 def test_an_alias_is_resolved_by_ssh_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

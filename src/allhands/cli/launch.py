@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # How the verb is registered: everything after the first word that is no option belongs to the command.
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 _PYTHONS = ("python", "python3")
+_LOOK_S = 10.0
 _BACKENDS = ("auto", "ring", "mpi", "nccl")
 
 
@@ -33,7 +35,9 @@ class LaunchOptions:
     Attributes:
         start_timeout_s: until the first ``allhands.progress`` of every rank; ``None``: the program may never call it.
         hang_timeout_s: between two calls of it; what the program does in between is not known, so nothing adapts.
-        checkpoints: where ``allhands.save_checkpoint`` writes.
+        tag_output: show the output of all ranks; ``None``: of several.
+        checkpoints: where ``allhands.save_checkpoint`` writes, into ``checkpoints/``; ``None``: ``log_dir``, unless
+            the variable ``ALLHANDS_CHECKPOINT_DIR`` names another place.
     """
 
     num_ranks: int | None = None
@@ -47,6 +51,7 @@ class LaunchOptions:
     stop_grace_s: float = 60.0
     log_dir: Path = Path("logs")
     checkpoints: Path | None = None
+    tag_output: bool | None = None
 
 
 def _said(field: str) -> str:
@@ -75,7 +80,16 @@ def launch(
     stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = 60.0,
     log_dir: Annotated[Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")] = Path("logs"),
     checkpoints: Annotated[
-        Path | None, typer.Option("--checkpoints", help="Directory for allhands.save_checkpoint.")
+        Path | None, typer.Option("--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]")
+    ] = None,
+    tag_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--tag-output/--no-tag-output",
+            help="Show the output of every rank, each line with its rank before it, or that of rank 0 as it is. "
+            "[tagged with several ranks]",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Start a program of your own on every rank, and keep it going.
@@ -94,6 +108,7 @@ def launch(
         stop_grace_s=stop_grace_s,
         log_dir=log_dir,
         checkpoints=checkpoints,
+        tag_output=tag_output,
     )
     raise typer.Exit(run_launch(options, command or []))
 
@@ -109,7 +124,13 @@ def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
 
     _check_options(options)
     _refuse_another_launcher()
-    return run(_job(options), resolved(command, anywhere=options.hostfile is not None))
+    words = resolved(command, anywhere=options.hostfile is not None)
+    if options.hostfile is None:
+        _tell_python(words)
+    job = _job(options)
+    if options.checkpoints is None:
+        _tell_found(job)
+    return run(job, words)
 
 
 def _job(options: LaunchOptions) -> Job:
@@ -117,7 +138,8 @@ def _job(options: LaunchOptions) -> Job:
     from allhands.supervised import DIRECTORY_VARIABLE
 
     logs = options.log_dir.expanduser().resolve()
-    directory = options.checkpoints.expanduser().resolve() if options.checkpoints else None
+    chosen = options.checkpoints or os.environ.get(DIRECTORY_VARIABLE)
+    directory = Path(chosen).expanduser().resolve() if chosen else logs
     return Job(
         directory=logs,
         log_dir=logs,
@@ -133,8 +155,22 @@ def _job(options: LaunchOptions) -> Job:
         # A rank may well have more to do at the end than another: only what hangs is ended, not what is busy.
         finish_grace_s=math.inf,
         checkpoints=directory,
-        env={DIRECTORY_VARIABLE: str(directory)} if directory else {},
+        env={DIRECTORY_VARIABLE: str(directory)},
+        resumes=False,
+        tag_output=options.tag_output,
     )
+
+
+def _tell_found(job: Job) -> None:
+    """That there are checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
+    from allhands.cli.launching import step_in
+    from allhands.cli.notices import say
+
+    step = step_in(job.checkpoints) if job.checkpoints else None
+    if step is not None:
+        there = f"{job.checkpoints} has a checkpoint of step {step}"
+        text = f"{there}, and a program that asks for the last one goes on from it"
+        say(f"note: {text}\n  to begin anew: --checkpoints with another directory")
 
 
 def _check_options(options: LaunchOptions) -> None:
@@ -189,6 +225,36 @@ def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
 def _is_this_python(found: str | None) -> bool:
     # Not resolved: the Python of a virtual environment is a link to the one that it was made with.
     return found is None or Path(found).parent.absolute() == Path(sys.executable).parent
+
+
+def _tell_python(command: Sequence[str]) -> None:
+    """That ``python`` is another one than this, if it lacks what the program is likely to need; it may be meant."""
+    from allhands.cli.notices import say
+
+    found = shutil.which(command[0]) if command[0] in _PYTHONS else None
+    if found is None or _is_this_python(found) or not (lacking := _lacking(found)):
+        return
+    say(
+        f"note: {command[0]} is {found}, which comes first on PATH and has no {' and no '.join(lacking)}\n"
+        f"  what to do: if the program needs them, write {sys.executable} in place of {command[0]}"
+    )
+
+
+def _lacking(python: str) -> list[str]:
+    """Which of MLX and allhands that interpreter does not find; none, if it gives no answer."""
+    look = "import importlib.util as u; print(*(n for n in ('mlx', 'allhands') if u.find_spec(n) is None))"
+    try:
+        done = subprocess.run(
+            [python, "-c", look],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def _check_program(program: str, said: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from allhands.cli.notices import Notices, say
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.journal import EVENTS_FILE, Journal
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi, usable_mpi
-from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, SupervisorEvent, supervise
+from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.errors import ConfigError
 from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
 
@@ -33,8 +33,12 @@ class Job:
         min_ranks: go on with no fewer; ``None``: all.
         checkpoints: a run directory with the job's checkpoints, if it has any, the same on all computers.
         resume: the run directory or checkpoint from which the job goes on until it has one of its own.
+        earlier: whether there are traces here of an earlier run in the directory, on which this one is to go on.
         new_journal: whether ``events.jsonl`` of an earlier run is set aside, not added to.
-        memory_hint: what to do if a rank is killed for want of memory.
+        memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short, ...".
+        resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as ``allhands train`` does; a
+            program of one's own goes on from what it finds.
+        tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several.
     """
 
     directory: Path
@@ -52,9 +56,12 @@ class Job:
     weights: tuple[float, ...] | None = None
     checkpoints: Path | None = None
     resume: Path | None = None
+    earlier: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     new_journal: bool = False
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
+    resumes: bool = True
+    tag_output: bool | None = None
 
     @property
     def size(self) -> int:
@@ -63,6 +70,11 @@ class Job:
             return self.num_ranks or 1
         slots = sum(host.slots for host in read_hostfile(self.hostfile))
         return min(slots, self.num_ranks or slots)
+
+    @property
+    def tagged(self) -> bool:
+        """Whether the lines of all ranks are shown."""
+        return self.size > 1 if self.tag_output is None else self.tag_output
 
 
 def check(job: Job) -> None:
@@ -125,7 +137,11 @@ def run(job: Job, command: Sequence[str]) -> int:
         StorageError: the directory cannot be had.
     """
     check(job)
+    _tell_slots(job)
     run_id = secrets.token_hex(8)
+    notices = Notices(
+        job.memory_hint, lambda: way_on(job, run_id), job.stop_grace_s, ranks_tell=job.resumes, tagged=job.tagged
+    )
     options = SuperviseOptions(job.max_restarts, job.min_ranks, run_id, resize=_resizer(job))
     try:
         with ExitStack() as claims:
@@ -137,7 +153,7 @@ def run(job: Job, command: Sequence[str]) -> int:
             try:
                 return supervise(
                     _spec(replace(job, env={**job.env, CLAIMED: marks}), command),
-                    lambda event: show_event(event, job.memory_hint),
+                    notices.show,
                     options=options,
                     members=_members(job, run_id),
                     journal=journal,
@@ -148,6 +164,14 @@ def run(job: Job, command: Sequence[str]) -> int:
         if sys.stdout.isatty():
             # A rank that was killed while it showed its progress has left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
+
+
+def _tell_slots(job: Job) -> None:
+    """That there are fewer slots than ranks were asked for, which may be meant: computers can be added."""
+    if job.hostfile is None or job.num_ranks is None or (slots := job.size) >= job.num_ranks:
+        return
+    count = f"{slots} slot{'s' * (slots != 1)}: {slots} rank{'s' * (slots != 1)} now"
+    say(f"{job.hostfile} has {count}, up to {job.num_ranks} when computers are added to it")
 
 
 def _journal(job: Job) -> Journal:
@@ -174,6 +198,7 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         finish_grace_s=job.finish_grace_s,
         hang_timeout_s=job.hang_timeout_s,
         weights=job.weights,
+        tag_output=job.tagged,
     )
 
 
@@ -217,53 +242,42 @@ def _members(job: Job, run_id: str) -> Members:
     from allhands.cluster.remote import newest_checkpoint
 
     return HostfileMembers(
-        job.hostfile, job.num_ranks, checkpoints=lambda hosts: newest_checkpoint(hosts, directory, run_id, job.resume)
+        job.hostfile,
+        job.num_ranks,
+        checkpoints=lambda hosts: newest_checkpoint(hosts, directory, run_id, job.resume),
+        earlier=job.earlier,
     )
 
 
 def _newest_step(job: Job, run_id: str) -> int | None:
+    own = step_in(job.checkpoints, run_id) if job.checkpoints else None
+    return step_in(job.resume.expanduser()) if own is None and job.resume else own
+
+
+def step_in(place: Path, run_id: str | None = None) -> int | None:
+    """The newest step in a run directory, or of a checkpoint; for messages: the ranks will say what is wrong there."""
     from allhands.checkpoints import quick_step
     from allhands.errors import CheckpointError
 
     try:
-        own = quick_step(job.checkpoints, run_id) if job.checkpoints else None
-        return quick_step(job.resume.expanduser()) if own is None and job.resume else own
+        return quick_step(place, run_id)
     except CheckpointError:
-        return None  # for a message only: the ranks will say what is wrong
+        return None
 
 
-# --- what a person is told ----------------------------------------------------------------------------
+def way_on(job: Job, run_id: str | None) -> str | None:
+    """How a person goes on with the job once it has ended too early; ``None``: there is nothing to go on from.
 
-_PLAIN = ("retrying", "cancelling", "killing", "waiting", "restarting", "left out", "regrouping", "given up")
-
-
-def show_event(event: SupervisorEvent, memory_hint: str) -> None:
-    """Tell the person, on standard error, what the supervisor sees."""
-    if event.kind not in (*_PLAIN, "fault", "failed"):
-        return
-    if sys.stderr.isatty():
-        # Off the line on which a progress display may have been left.
-        print(file=sys.stderr)
-    if event.kind in _PLAIN:
-        print(f"allhands: {event.message}", file=sys.stderr, flush=True)
-        return
-    _show_cause(event, memory_hint)
-    if event.rank is not None and event.log_path is not None:
-        print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
-
-
-def _show_cause(event: SupervisorEvent, memory_hint: str) -> None:
-    """The job goes on after a "fault"; "failed" is the last word."""
-    title = "error: " if event.kind == "failed" else ""
-    if event.explanation:
-        print(f"allhands: {title}{event.explanation}", file=sys.stderr)
-        return
-    killed = event.exit_code == 128 + signal.SIGKILL
-    # Rank 0's output is on the screen already.
-    if event.log_tail and event.rank:
-        # Who is killed says nothing about it: of such a log only the place matters.
-        tail = event.log_tail[-3:] if killed else event.log_tail
-        print(f"last lines of rank {event.rank}:", *tail, sep="\n  ", file=sys.stderr)
-    print(f"allhands: {title}{event.message}", file=sys.stderr)
-    if killed and event.kind == "failed":
-        print(f"  what to do: {memory_hint}", file=sys.stderr)
+    Args:
+        run_id: of this run; ``None``: not known, and any checkpoint of the directory counts.
+    """
+    if job.checkpoints is None:
+        return None
+    # A program of one's own takes what it finds, whoever wrote it.
+    own = step_in(job.checkpoints, run_id if job.resumes else None)
+    if own is None and job.resume is not None and (earlier := step_in(job.resume.expanduser())) is not None:
+        return f"to go on from step {earlier}: the same command"
+    where = "the last checkpoint, if there is one" if own is None else f"step {own}"
+    if own is None and job.hostfile is None:
+        return None
+    return f"to go on from {where}: the same command{' with --resume' if job.resumes else ''}"

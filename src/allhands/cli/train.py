@@ -16,10 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from allhands import faults
-from allhands.cli.launching import Job, check, run
+from allhands.cli.launching import Job, check, run, way_on
 from allhands.cluster.environment import Launch, recognise
+from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile
 from allhands.cluster.join import check_weights, surroundings_of
+from allhands.cluster.journal import read_events
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
@@ -30,10 +32,7 @@ LOG_DIRECTORY = "logs"
 RESTARTS_OF_SEVERAL = 3
 # At the end one rank may have trackers to close and curves to draw when the others have ended.
 _FINISH_GRACE_S = 600.0
-_SHORT_OF_MEMORY = (
-    "if memory was short, add --grad-checkpoint or lower --max-seq-length; "
-    "--resume goes on from the last checkpoint, if there was one (--save-every)"
-)
+_SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
 def train(flags: dict[str, Any]) -> int:
@@ -169,8 +168,17 @@ def job_of(config: TrainConfig) -> Job:
         checkpoints=directory,
         new_journal=config.resume is None,
         resume=None if config.resume is None else directory if config.resume == "auto" else Path(config.resume),
+        earlier=config.resume == "auto" and _has_begun(directory),
         memory_hint=_SHORT_OF_MEMORY,
+        tag_output=config.tag_output,
     )
+
+
+def _has_begun(directory: Path) -> bool:
+    """Whether ranks have been started for this directory before, here or on other computers."""
+    from allhands.checkpoints import run_name
+
+    return run_name(directory) is not None or any(event["kind"] == "started" for event in read_events(directory))
 
 
 def work(config: TrainConfig, launch: Launch) -> int:
@@ -203,9 +211,12 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     # Only now, because importing MLX fixes its BLAS threads and device.
     from allhands.train.recipes import run_finetune
 
-    console = _console(launch) if launch.rank == 0 else None
-    if console is not None:
-        worker.announce_stops(partial(console.print, markup=False))
+    # Where the lines of all ranks are shown they come from the logs, rank 0's too.
+    tagged = TAG_VARIABLE in os.environ
+    console = _console(launch) if launch.rank == 0 and not tagged else None
+    if launch.rank == 0:
+        say = partial(print, flush=True) if console is None else partial(console.print, markup=False)
+        worker.announce_stops(say, partial(way_on, job_of(config), None))
 
     surroundings = replace(
         surroundings_of(worker, launch, config),
@@ -232,8 +243,6 @@ def _share_cores(config: TrainConfig, launch: Launch) -> int | None:
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     cores = config.cores_per_rank or max(1, available_cores() // launch.local_size)
     if cores < available_cores():
-        from allhands.cluster.guard import pin_cores
-
         pin_cores(launch.local_rank, cores)
         limit_cores(cores)
     return cores

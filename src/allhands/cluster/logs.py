@@ -1,4 +1,4 @@
-"""Logs of ranks from one attempt to the next: kept under another name, the latest few."""
+"""Logs of ranks, from one attempt to the next and from one job to the next: kept under other names, the latest few."""
 
 from __future__ import annotations
 
@@ -10,22 +10,35 @@ from pathlib import Path
 from allhands.files import storage_error
 
 _KEPT = 3
+_KEPT_JOBS = 5
 _CURRENT = re.compile(r"(rank-\d+|mpirun)\.log")
 _EARLIER = re.compile(r"(?:rank-\d+|mpirun)\.attempt-(\d+)\.log")
+_EARLIER_JOB = re.compile(r"earlier-(\d+)")
 
 
-def clear_logs(log_dir: Path) -> None:
-    """Remove the logs and error files of an earlier job.
+def clear_logs(log_dir: Path) -> Path | None:
+    """Make way for a new job: put the logs and error files of the one before into a private ``earlier-N``.
+
+    N counts up; the last five such directories are kept. Return the new one; ``None`` if there was nothing to move.
 
     Raises:
-        StorageError: one cannot be removed.
+        StorageError: they cannot be moved.
     """
-    for path in _files(log_dir):
-        if _CURRENT.fullmatch(path.name) or _EARLIER.fullmatch(path.name) or _is_error(path):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise storage_error(path, error) from None
+    found = [path for path in _files(log_dir) if _is_ours(path)]
+    if not found:
+        return None
+    jobs = _earlier_jobs(log_dir)
+    for number in sorted(jobs)[: 1 - _KEPT_JOBS]:
+        _remove(jobs[number])
+    place = log_dir / f"earlier-{max(jobs, default=0) + 1}"
+    try:
+        place.mkdir(0o700)
+        place.chmod(0o700)  # the umask may take rights even from the owner
+        for path in found:
+            _move(path, place / path.name)
+    except OSError as error:
+        raise storage_error(Path(error.filename or place), error) from None
+    return place
 
 
 def archive_logs(log_dir: Path, attempt: int) -> dict[Path, Path]:
@@ -49,5 +62,33 @@ def _files(log_dir: Path) -> Iterator[Path]:
     return iter(sorted(log_dir.iterdir()))
 
 
+def _is_ours(path: Path) -> bool:
+    known = _CURRENT.fullmatch(path.name) or _EARLIER.fullmatch(path.name) or _is_error(path)
+    return bool(known) and (path.is_symlink() or not path.is_dir())
+
+
 def _is_error(path: Path) -> bool:
     return re.fullmatch(r"error-rank-\d+\.json", path.name) is not None
+
+
+def _earlier_jobs(log_dir: Path) -> dict[int, Path]:
+    """What has the name of an earlier job's directory, by its number; it may be something else."""
+    return {int(found[1]): path for path in _files(log_dir) if (found := _EARLIER_JOB.fullmatch(path.name))}
+
+
+def _move(path: Path, place: Path) -> None:
+    path.rename(place)
+    if not place.is_symlink():
+        with suppress(OSError):  # another person's file, in a directory that is ours alone now
+            place.chmod(0o600)
+
+
+def _remove(job: Path) -> None:
+    """Remove an earlier job's directory, but nothing that a person has put there; what cannot be removed stays."""
+    if job.is_symlink() or not job.is_dir():
+        return
+    with suppress(OSError):
+        for path in _files(job):
+            if _is_ours(path):
+                path.unlink()
+        job.rmdir()

@@ -6,14 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from allhands.cluster import ssh
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.ranks import Place
-from allhands.errors import AllhandsError
+from allhands.cluster.ssh import Trouble
+from allhands.errors import AllhandsError, ConfigError
 
 _ROUND_S = 10.0
 _log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Roster:
         note: what a person should know about this choice.
         step: of the checkpoint that they go on from, where that is known.
         edition: how often a person has changed the list of computers.
+        troubles: what keeps the absent ones away, by their names, as far as it is known.
+        possible: the most ranks that waiting can lead to; ``None``: not known.
     """
 
     seats: tuple[str, ...]
@@ -46,6 +49,8 @@ class Roster:
     note: str | None = None
     step: int | None = None
     edition: int = 0
+    troubles: Mapping[str, Trouble] = field(default_factory=dict[str, Trouble], hash=False)
+    possible: int | None = None
 
 
 class Members(Protocol):
@@ -102,9 +107,11 @@ class HostfileMembers:
     Args:
         path: the hostfile.
         limit: the most ranks, if not all slots.
-        answers: whether a command can be run on the host of that name within so many seconds.
+        trouble: why no command can be run on the host of that name within so many seconds; ``None``: one can.
         checkpoints: the step of the newest checkpoint by the name of the host, of those of ``hosts`` that have one.
         probe_timeout_s: a computer that takes longer to answer does not take part.
+        earlier: whether there are traces of an earlier run, on which this one is to go on: then a checkpoint that no
+            computer offers may be on one that is away.
 
     Raises:
         ConfigError: there is no such file, or something in it is not understood.
@@ -115,18 +122,21 @@ class HostfileMembers:
         path: Path | str,
         limit: int | None = None,
         *,
-        answers: Callable[[str, float], bool] = ssh.answers,
+        trouble: Callable[[str, float], Trouble | None] = ssh.trouble,
         checkpoints: Callable[[Sequence[Host]], Mapping[str, int]] | None = None,
         probe_timeout_s: float = 5.0,
+        earlier: bool = False,
     ) -> None:
+        self._earlier = earlier
         self._path = Path(path)
         self._limit = limit
-        self._answers = answers
+        self._trouble = trouble
         self._checkpoints = checkpoints
         self._timeout_s = probe_timeout_s
         self._lock = threading.Lock()
         self._left_out: set[str] = set()
         self._heard: dict[str, int] = {}  # step of the newest checkpoint ever heard of, by host
+        self._looked_at: set[str] = set()  # who was asked for checkpoints, whatever the answer
         self._took_part: set[str] = set()
         self._back: frozenset[str] = frozenset()  # who answered last
         self._round: threading.Thread | None = None
@@ -140,7 +150,9 @@ class HostfileMembers:
         """Ask every computer, and put one with the newest checkpoint first."""
         self._read_again()
         wanted = [host for host in self._hosts if host.name not in self._left_out]
-        here = self._answering(wanted)
+        troubles = self._ask(wanted)
+        here = [host for host in wanted if host.name not in troubles]
+        lasting = {name for name, trouble in troubles.items() if trouble.lasting}
         self._rosters += 1  # what a round that began before this finds out is old
         self._back = frozenset(host.name for host in here)
         steps = self._newest(here)
@@ -149,17 +161,21 @@ class HostfileMembers:
         places = self._places([*first, *(host for host in here if host not in first)])
         self._took_part.update(place.name for place in places)
         obstacle, note = self._judge_steps(newest)
+        if not newest and obstacle is None:
+            obstacle = self._judge_start(troubles)
         return Roster(
             _seats(places),
             places,
             every=_seats(self._places(self._hosts)),
             apart=True,
-            absent=tuple(host.name for host in wanted if host not in here),
+            absent=tuple(host.name for host in wanted if host.name in troubles),
             left_out=tuple(sorted(self._left_out)),
             obstacle=obstacle,
             note=note,
             step=newest or None,
             edition=self._edition,
+            troubles=troubles,
+            possible=len(_seats(self._places(host for host in wanted if host.name not in lasting))),
         )
 
     def leave_out(self, seats: Iterable[str]) -> None:
@@ -202,6 +218,16 @@ class HostfileMembers:
         # An older one leads to the same weights, only later; without any the whole run would start over.
         return (None, f"{where}: going on from step {newest}") if newest else (where, None)
 
+    def _judge_start(self, absent: Iterable[str]) -> str | None:
+        """Why it would be wrong to begin anew, as far as is known: somebody who was never asked is away."""
+        unknown = sorted(set(absent) - self._looked_at)
+        if not self._earlier or not unknown:
+            return None
+        return (
+            f"there was a run before, and no computer that answers has a checkpoint of it: it may be on "
+            f"{', '.join(unknown)}, which does not answer (leave --resume out to begin anew)"
+        )
+
     # --- the hostfile ---------------------------------------------------------------------------------
 
     def _look(self) -> tuple[int, ...] | None:
@@ -228,20 +254,34 @@ class HostfileMembers:
 
     # --- asking ---------------------------------------------------------------------------------------
 
-    def _answering(self, hosts: Sequence[Host]) -> list[Host]:
-        """Those of ``hosts`` that answer, all asked at the same time."""
-        found: set[str] = set()
+    def _ask(self, hosts: Sequence[Host]) -> dict[str, Trouble]:
+        """What is the matter with those of ``hosts`` that do not answer, all asked at the same time.
 
-        def ask(host: Host) -> None:
-            if host.ssh is None or self._answers(host.ssh, self._timeout_s):
-                found.add(host.name)
+        Raises:
+            ConfigError: they cannot be asked like this.
+        """
+        found: dict[str, Trouble] = {}
+        errors: list[ConfigError] = []
 
-        threads = [threading.Thread(target=ask, args=(host,), name=f"ask-{host.name}", daemon=True) for host in hosts]
+        def ask(host: Host, name: str) -> None:
+            try:
+                if trouble := self._trouble(name, self._timeout_s):
+                    found[host.name] = trouble
+            except ConfigError as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=ask, args=(host, host.ssh), name=f"ask-{host.name}", daemon=True)
+            for host in hosts
+            if host.ssh is not None
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return [host for host in hosts if host.name in found]
+        if errors:
+            raise errors[0]
+        return found
 
     def _newest(self, hosts: Sequence[Host]) -> Mapping[str, int]:
         if self._checkpoints is None or not hosts:
@@ -252,6 +292,7 @@ class HostfileMembers:
             _log.warning("the newest checkpoint could not be asked for: %s", error)
             return {}
         with self._lock:
+            self._looked_at.update(host.name for host in hosts)
             # Who says nothing has not been understood, or has lost it: either way it is not as if there were none.
             self._heard.update(steps)
         return steps
@@ -268,7 +309,7 @@ class HostfileMembers:
         began = self._rosters
 
         def ask() -> None:
-            back = frozenset(host.name for host in self._answering(missing))
+            back = frozenset(host.name for host in missing) - set(self._ask(missing))
             if began == self._rosters:
                 self._back = back
             self._newest(others)

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,23 @@ from allhands.errors import ConfigError
 
 # Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could take for something else.
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*(@[A-Za-z0-9_:][A-Za-z0-9_.:%-]*)?")
+_MOST_SAID = 1 << 16
+_LONGEST_REASON = 160
+_FAILED = 255  # ssh's own code
+_BY_HAND = "make `ssh {host} true` work without a question"
+_CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
+_AFTER_CHANGE = (
+    "find out why its key is another one; if that is as it should be, take the old one away (ssh-keygen -R) and run "
+    "`ssh {host} true` once by hand"
+)
+# In OpenSSH's words: why it failed, whether that lasts, and what to do.
+_KNOWN = (
+    ("could not resolve hostname", True, "correct the name in the hostfile, or give its address in ~/.ssh/config"),
+    ("host key verification failed", True, "run `ssh {host} true` once by hand, and accept its key if it is right"),
+    ("permission denied", True, "put your public key there (ssh-copy-id {host})"),
+    ("too many authentication failures", True, "name the key to use for {host} in ~/.ssh/config (IdentityFile)"),
+    ("connection refused", False, "start the ssh server there; a port other than 22 belongs into ~/.ssh/config"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,21 @@ class SshOptions:
     connect_timeout_s: int = 10
     alive_interval_s: int = 3
     alive_count: int = 3
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why no command can be run on a host.
+
+    Attributes:
+        reason: in ssh's own words; ``None``: it has said nothing in time.
+        hint: what a person can do.
+        lasting: whether waiting will not help.
+    """
+
+    reason: str | None
+    hint: str
+    lasting: bool = False
 
 
 def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
@@ -44,22 +77,50 @@ def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -
     return [*_program(), *_arguments(options or SshOptions()), "-T", "--", host, shlex.join(argv)]
 
 
-def answers(host: str, timeout_s: float) -> bool:
-    """Whether a command can be run on ``host`` now; takes no longer than ``timeout_s``."""
+def trouble(host: str, timeout_s: float) -> Trouble | None:
+    """Why no command can be run on ``host`` now, ``None`` if one can; takes no longer than ``timeout_s``.
+
+    Raises:
+        ConfigError: as :func:`command`.
+    """
     argv = command(host, ["true"], SshOptions(connect_timeout_s=max(1, round(timeout_s))))
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout_s,
-            check=False,
-            start_new_session=True,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    # A file and no pipe: a proxy that ssh has left behind may hold on to its end.
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                timeout=timeout_s,
+                check=False,
+                start_new_session=True,
+            )
+        except OSError as error:
+            found = missing(error)
+            return Trouble(found.message, found.hint or "", lasting=True)
+        except subprocess.TimeoutExpired:
+            return Trouble(None, f"look whether it is switched on; {_BY_HAND.format(host=host)}")
+        said.seek(0)
+        return _explained(host, done.returncode, said.read(_MOST_SAID)) if done.returncode else None
+
+
+def _explained(host: str, code: int, said: bytes) -> Trouble:
+    """What to make of the words of an ssh that has failed; the last line is the reason, banners may come before."""
+    text = "".join(letter for letter in said.decode(errors="replace") if letter.isprintable() or letter == "\n")
+    last = next((line.strip() for line in reversed(text.split("\n")) if line.strip()), None)
+    if code != _FAILED or last is None:  # it may have connected, and what it ran there has failed
+        return Trouble(_short(last or f"ssh ended with code {code}"), _BY_HAND.format(host=host))
+    if _CHANGED in text:
+        return Trouble(_short(f"{_CHANGED}: {last}"), _AFTER_CHANGE.format(host=host), lasting=True)
+    for words, lasting, hint in _KNOWN:
+        if words in last.lower():
+            return Trouble(_short(last), hint.format(host=host), lasting)
+    return Trouble(_short(last), _BY_HAND.format(host=host))
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
 def real_name(host: str) -> str:

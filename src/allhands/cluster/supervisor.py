@@ -138,7 +138,12 @@ class _Stopped(Exception):
 
 
 class _NotTogether(Exception):
-    """The computers that are needed did not come back in time."""
+    """The computers that are needed did not come in time, or cannot come."""
+
+    def __init__(self, problem: str, hint: str | None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
 
 
 @dataclass
@@ -184,10 +189,11 @@ class _Job:
                 restart = verdict
                 self._prepare(restart)
         except _Stopped as stop:
-            self._tell(SupervisorEvent("cancelling", "stopped before the next start"))
+            text = f"stopped before the {'next' if self.history else 'first'} start"
+            self._tell(SupervisorEvent("cancelling", text))
             return self._finish(Done(stop.code))
         except _NotTogether as why:
-            return self._give_up(str(why), self._last_code())
+            return self._give_up(why.problem, self._last_code(), why.hint)
 
     # --- before an attempt ----------------------------------------------------------------------------
 
@@ -195,22 +201,23 @@ class _Job:
         """The ranks of the next attempt, as soon as there are enough of them.
 
         Raises:
-            _NotTogether: that has taken too long.
+            _NotTogether: that has taken too long, or cannot be at the first start.
             _Stopped: a signal came.
         """
-        told: str | None = None
+        told: set[str] = set()
         patience = self.options.wait_s if self.history else min(self.options.wait_s, _FIRST_WAIT_S)
         deadline = self.seams.now() + (patience if self.options.max_restarts else 0.0)
         while True:
             roster = self._ask()
             problem = self._problem(roster)
             if problem is None:
+                self._tell_absent(roster)
                 return roster
-            if self.seams.now() >= deadline:
-                raise _NotTogether(problem)
-            if problem != told:
+            if self.seams.now() >= deadline or self._hopeless(roster):
+                raise _NotTogether(problem, _hint(roster))
+            if problem not in told:
                 self._tell(SupervisorEvent("waiting", f"waiting: {problem}"))
-                told = problem
+                told.add(problem)
             self._pause(_ASK_AGAIN_S)
 
     def _ask(self) -> Roster:
@@ -237,9 +244,22 @@ class _Job:
         least = self._least(roster)
         if len(roster.seats) >= least:
             return roster.obstacle
-        missing = [f"{name} does not answer" for name in roster.absent]
+        missing = [_absence(name, roster) for name in roster.absent]
         missing += [f"{name} is left out" for name in roster.left_out]
         return f"{len(roster.seats)} of at least {least} ranks are there" + "".join(f", {text}" for text in missing)
+
+    def _hopeless(self, roster: Roster) -> bool:
+        """Whether it is certain that a first start will not have its ranks: a name is wrong, say, or a key is missing.
+
+        Later on the same words may mean a name server that is away for a while.
+        """
+        return not self.history and roster.possible is not None and roster.possible < self._least(roster)
+
+    def _tell_absent(self, roster: Roster) -> None:
+        """Who is missed at the first start; later a fault has said it."""
+        for name in () if self.history else roster.absent:
+            text = f"starting without a computer that may come later: {_absence(name, roster)}"
+            self._tell(SupervisorEvent("waiting", text, host=name))
 
     def _least(self, roster: Roster) -> int:
         """The fewest ranks: if no number was given all of the first attempt, as far as they are still on the list."""
@@ -335,9 +355,11 @@ class _Job:
         self._tell(SupervisorEvent("finished", text, exit_code=verdict.code))
         return verdict.code
 
-    def _give_up(self, reason: str | None, code: int) -> int:
+    def _give_up(self, reason: str | None, code: int, hint: str | None = None) -> int:
         if reason:
-            self._tell(SupervisorEvent("given up", f"not started again: {reason}", exit_code=code))
+            text = f"not started{' again' if self.history else ''}: {reason}"
+            explanation = f"{text}\n  what to do: {hint}" if hint else None
+            self._tell(SupervisorEvent("given up", text, exit_code=code, explanation=explanation))
         return code
 
     def _tell(self, event: SupervisorEvent) -> None:
@@ -362,6 +384,18 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
         phase=fault.phase,
         detected_s=fault.detected_s,
     )
+
+
+def _absence(name: str, roster: Roster) -> str:
+    """That a computer does not answer, and why, as far as it is known."""
+    trouble = roster.troubles.get(name)
+    return f"{name} does not answer" + (f" ({trouble.reason})" if trouble and trouble.reason else "")
+
+
+def _hint(roster: Roster) -> str | None:
+    """What to do about one computer that is missing, first about one that will not come by itself."""
+    troubles = [trouble for name in roster.absent if (trouble := roster.troubles.get(name))]
+    return min(troubles, key=lambda trouble: not trouble.lasting).hint if troubles else None
 
 
 def _unstarted(error: DistributedError, roster: Roster) -> Fault:

@@ -43,6 +43,7 @@ _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to sav
 SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
 _ORPHAN_CODE = 128 + signal.SIGTERM
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_TELL_S = 1.0
 _LOOK_AGAIN_S = 0.2  # for a word of the supervisor's
 
 
@@ -73,6 +74,7 @@ class WorkerContext:
         self._stop_signal = 0
         self._started = False
         self._announce: Callable[[str], None] | None = None
+        self._way_on: Callable[[], str | None] | None = None
         self._beat_file = -1
         self._beats = 0
         self._regroup = False
@@ -138,9 +140,13 @@ class WorkerContext:
         if self._run_dir:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.started", "")
 
-    def announce_stops(self, say: Callable[[str], None]) -> None:
-        """From now on tell the person with ``say``, called in another thread, that a stop signal was heard."""
-        self._announce = say
+    def announce_stops(self, say: Callable[[str], None], way_on: Callable[[], str | None] | None = None) -> None:
+        """From now on tell the person with ``say``, called in another thread, that a stop signal was heard.
+
+        ``way_on``, called in another thread too, says how to go on after an end without a checkpoint of its own; it
+        is asked only where no supervisor speaks, and waited for no longer than a second.
+        """
+        self._announce, self._way_on = say, way_on
 
     def stop_requested(self) -> int:
         """Return the signal that asked to finish the step, save and end, or 0."""
@@ -200,8 +206,10 @@ class WorkerContext:
                 deadline = min(time.monotonic() + grace, sys.float_info.max)
                 if self._announce and self._started and not (self._run_dir and (self._run_dir / "failed").exists()):
                     # In a thread of its own: a terminal that is held up must not hold up the watch.
-                    words = ("stopping after this step; press Ctrl-C again to stop at once",)
-                    threading.Thread(target=self._announce, args=words, daemon=True).start()
+                    # A scheduler cannot press keys.
+                    more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+                    words = f"stopping after this step{more}"
+                    threading.Thread(target=self._announce, args=(words,), daemon=True).start()
             if time.monotonic() > deadline:
                 self._end_at_once(self._stop_signal)
             if supervisor is not None and not _alive(supervisor):
@@ -246,7 +254,18 @@ class WorkerContext:
             os.write(1, b"\x1b[?25h\n")
         if self._announce and self._log_dir is None:
             os.write(2, b"allhands: ended at once; what was not saved is lost\n")
+            # In a thread of its own: a disk that does not answer must not keep the process.
+            told = threading.Thread(target=self._tell_way_on, daemon=True)
+            told.start()
+            told.join(_TELL_S)
         os._exit(128 + number)
+
+    def _tell_way_on(self) -> None:
+        # Until it has started, what lies in the directory may be another run's.
+        if self._way_on and self._started:
+            with suppress(Exception):  # advice is no reason for a traceback
+                if text := self._way_on():
+                    os.write(2, f"  {text}\n".encode())
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, Interrupted | KeyboardInterrupt):

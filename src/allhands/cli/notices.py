@@ -1,0 +1,130 @@
+"""What a person is told of a job under the supervisor, on standard error."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import dropwhile
+
+from allhands.cluster.supervisor import SupervisorEvent
+
+_PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
+_OF_KILLED = 3  # last lines of a rank that was killed: who is killed says nothing about it
+# What the log of every healthy rank is full of: see metrics.console.
+_OWN_LINES = re.compile(
+    r"step \d+(/\d+)?  (loss|validation loss|saved) .*|(finished|interrupted|stopped early) at step \d+  .*"
+    r"|attempt \d+: .*|note: .*|\s*"
+    r"|(run|model|method|parameters|ranks|batch size|steps|resumed) {2,}\S.*"
+)
+
+
+def say(text: str) -> None:
+    """Tell the person ``text``, which comes from allhands itself."""
+    print(f"allhands: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Notices:
+    """Tells what the supervisor sees; ``show`` is its ``events``.
+
+    Attributes:
+        memory_hint: what to do if memory was short.
+        way_on: says how to go on after an end that was not the job's own; ``None``: there is nothing to go on from.
+        stop_grace_s: how long ranks have to save and end.
+        ranks_tell: whether rank 0 says itself what has become of a run that was stopped.
+        tagged: whether the output of all ranks is on the screen already.
+    """
+
+    memory_hint: str
+    way_on: Callable[[], str | None]
+    stop_grace_s: float
+    ranks_tell: bool
+    tagged: bool = False
+    _launched: bool = False
+    _cancelled: bool = False
+    _stop_began: float = float("inf")
+    _killed: str | None = None
+
+    def show(self, event: SupervisorEvent) -> None:
+        """Show the event, or remember what a later one needs."""
+        if event.kind == "launched":
+            self._launched = True
+        elif event.kind in ("stopping", "cancelling"):
+            self._stop_began = time.monotonic()
+            self._cancelled = event.kind == "cancelling"
+        elif event.kind == "killing":
+            self._killed = self._why_killed()
+        if event.kind in (*_PLAIN, "fault", "failed"):
+            _leave_the_line()
+            self._show(event)
+        elif event.kind == "finished" and event.exit_code:
+            self._show_stop()
+
+    def _show(self, event: SupervisorEvent) -> None:
+        if event.kind in _PLAIN:
+            never = event.kind == "given up" and not self._launched
+            say(f"{'error: ' if never else ''}{event.explanation or event.message}")
+            return
+        self._show_cause(event)
+        if event.rank is not None and event.log_path is not None:
+            print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
+
+    def _show_cause(self, event: SupervisorEvent) -> None:
+        """The job goes on after a "fault"; "failed" is the last word."""
+        title = "error: " if event.kind == "failed" else ""
+        if event.explanation:
+            say(f"{title}{event.explanation}")
+            return
+        killed = event.exit_code == 128 + signal.SIGKILL
+        # Rank 0's output is on the screen already.
+        if (
+            event.rank
+            and not self.tagged
+            and (lines := telling(event.log_tail[-_OF_KILLED:] if killed else event.log_tail))
+        ):
+            print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
+        say(f"{title}{event.message}")
+        if event.kind != "failed":
+            return
+        if killed:
+            certain = "(out of memory)" in event.message
+            hint = f"{'' if certain else 'if memory was short, '}{self.memory_hint}"
+            print(f"  what to do: {hint}", file=sys.stderr)
+        if way := self.way_on():
+            print(f"  {way}", file=sys.stderr)
+
+    def _why_killed(self) -> str:
+        late = time.monotonic() - self._stop_began >= self.stop_grace_s
+        why = f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)" if late else "ended at once"
+        return f"{why}; what was not saved is lost"
+
+    def _show_stop(self) -> None:
+        """The last line after a stop, where no rank has had the last word."""
+        way = self.way_on()
+        if self._killed:
+            _leave_the_line()
+            say(self._killed)
+            if way is None and self.ranks_tell:
+                way = "there is no checkpoint to go on from"
+        elif way and not (self._cancelled or self.ranks_tell):
+            _leave_the_line()
+            say("stopped")
+        elif not self._cancelled:
+            return
+        if way:
+            print(f"  {way}", file=sys.stderr, flush=True)
+
+
+def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """The lines of a rank's log from the first one on that may say something; none, if all of them tell of progress."""
+    return tuple(dropwhile(_OWN_LINES.fullmatch, lines))
+
+
+def _leave_the_line() -> None:
+    """Get off the line on which a progress display may have been left."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)

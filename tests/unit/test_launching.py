@@ -1,0 +1,274 @@
+"""What a person is told of a job: why it failed, how a stop ended, how to go on, and what was asked for in vain."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allhands.checkpoints import checkpoint_path, write_checkpoint
+from allhands.cli import launching, notices
+from allhands.cli.launching import Job, step_in, way_on
+from allhands.cli.notices import Notices, telling
+from allhands.cluster.supervisor import SupervisorEvent
+from allhands.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
+from allhands.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
+
+_RESUME = "to go on from step 20: the same command with --resume"
+Err = Callable[[], str]
+
+
+@pytest.fixture
+def err(capsys: pytest.CaptureFixture[str]) -> Err:
+    return lambda: capsys.readouterr().err
+
+
+def of_training(way: str | None = _RESUME) -> Notices:
+    return Notices("lower --max-seq-length", lambda: way, 60.0, ranks_tell=True)
+
+
+def of_a_program(way: str | None = None) -> Notices:
+    return Notices(Job(Path(), Path()).memory_hint, lambda: way, 60.0, ranks_tell=False)
+
+
+def show(told: Notices, *events: SupervisorEvent) -> None:
+    for event in (SupervisorEvent("launched", "2 processes"), *events):
+        told.show(event)
+
+
+def failed(exit_code: int, message: str = "rank 1 has failed", *tail: str, rank: int = 1) -> SupervisorEvent:
+    path = Path(f"logs/rank-{rank}.log")
+    return SupervisorEvent("failed", message, rank=rank, exit_code=exit_code, log_path=path, log_tail=tail)
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+def test_memory_is_a_guess_unless_the_kernel_said_so(err: Err) -> None:
+    show(of_training(), failed(137, "rank 1 was killed by SIGKILL at step 8, compute"))
+    assert err() == (
+        "allhands: error: rank 1 was killed by SIGKILL at step 8, compute\n"
+        "  what to do: if memory was short, lower --max-seq-length\n"
+        f"  {_RESUME}\n"
+        "  log of rank 1: logs/rank-1.log\n"
+    )
+    show(of_training(), failed(137, "rank 1 was killed by SIGKILL (out of memory)"))
+    assert "  what to do: lower --max-seq-length\n" in err()
+    show(of_training(), failed(137, "rank 1 was killed by SIGKILL (possibly out of memory)"))
+    assert "  what to do: if memory was short, " in err()
+    show(of_a_program(), failed(137, "rank 1 was killed by SIGKILL"))
+    assert "if memory was short, give each rank less to do at once, or start fewer with -n\n" in err()
+
+
+def test_a_rank_that_failed_otherwise_was_not_short_of_memory(err: Err) -> None:
+    show(of_training(None), failed(7, "rank 1 on here made no progress for 5.0 s"))
+    text = err()
+    assert "memory" not in text
+    assert "--resume" not in text
+
+
+_START = RunStarted(
+    name="run",
+    model="model",
+    method="lora",
+    num_ranks=2,
+    backend="ring",
+    batch_size=8,
+    total_steps=100,
+    trainable_params=1000,
+    total_params=10_000,
+    num_train_examples=50,
+    cores_per_rank=1,
+    versions={},
+    time=0.0,
+    step=20,
+)
+_TRAINED = TrainReport(
+    step=8,
+    loss=2.5,
+    learning_rate=1e-3,
+    grad_norm=1.0,
+    tokens_per_s=10.0,
+    trained_tokens_per_s=9.0,
+    trained_tokens=800,
+    step_time_s=0.5,
+    data_wait_s=0.0,
+    comm_s=0.0,
+    elapsed_s=4.0,
+    peak_memory_bytes=(2**30, 2**30),
+    epoch=0.5,
+)
+_VALID = ValidReport(step=8, loss=2.5, num_tokens=10, elapsed_s=4.0, duration_s=0.5, best=True)
+_END = RunEnded(step=100, reason="finished", total_time_s=12.0, best_step=90, best_valid_loss=2.5, test_loss=2.6)
+_LINES = (
+    *started_lines(_START),
+    *started_lines(replace(_START, attempt=2)),
+    train_line(_TRAINED, 100, 60.0),
+    train_line(replace(_TRAINED, data_wait_s=0.4, peak_memory_bytes=(2**30,)), 100, float("nan")),
+    valid_line(_VALID),
+    valid_line(replace(_VALID, best=False)),
+    "step 8  saved adapters/0000008_adapters.safetensors",
+    "note: 3 examples are cut off",
+    "",
+    ended_line(_END),
+)
+_SKIPPED = skipped_line(StepSkipped(step=9, reason="the loss is nan", examples=(17,), where=("train.jsonl:18",)))
+
+
+@pytest.mark.parametrize("line", _LINES)
+def test_a_line_of_progress_says_nothing(line: str) -> None:
+    assert telling((line,)) == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [_SKIPPED, "warning: the disk is full", "step 3: loss 2.5", "MemoryError", "Segmentation fault", "model = 3"],
+)
+def test_any_other_line_may(line: str) -> None:
+    assert telling((*_LINES, line, *_LINES[-3:])) == (line, *_LINES[-3:])
+
+
+@pytest.mark.parametrize("code", [137, 7])
+def test_progress_is_no_explanation(err: Err, code: int) -> None:
+    show(of_training(), failed(code, "rank 1 has failed", *_LINES))
+    text = err()
+    assert "last lines" not in text
+    assert "  log of rank 1: logs/rank-1.log\n" in text
+    show(of_training(), failed(code, "rank 1 has failed", *_LINES, "Current thread 0x1:", '  File "x.py", line 3'))
+    assert "last lines of rank 1:\n  Current thread 0x1:\n    File" in err()
+
+
+def test_of_a_killed_rank_only_the_very_last_lines(err: Err) -> None:
+    show(of_a_program(), failed(137, "rank 1 has failed", "one", "two", "three", "four"))
+    assert "last lines of rank 1:\n  two\n  three\n  four\n" in err()
+
+
+def test_an_explained_error_needs_no_way_on(err: Err) -> None:
+    event = replace(failed(3, "rank 1 exited"), explanation="data: there is none\n  what to do: make some")
+    show(of_training(), event)
+    expected = "allhands: error: data: there is none\n  what to do: make some\n  log of rank 1: logs/rank-1.log\n"
+    assert err() == expected
+
+
+def test_what_could_not_even_begin_is_an_error(err: Err) -> None:
+    event = SupervisorEvent("given up", "not started: b", exit_code=7, explanation="not started: b\n  what to do: c")
+    of_training().show(event)
+    assert err() == "allhands: error: not started: b\n  what to do: c\n"
+    show(of_training(), SupervisorEvent("given up", "not started again: b", exit_code=7))
+    assert err() == "allhands: not started again: b\n"
+
+
+# --- stops ----------------------------------------------------------------------------------------------
+
+_STOPPING = SupervisorEvent("stopping", "all processes are told to stop after this step")
+_KILLING = SupervisorEvent("killing", "rank 0, 1 ended at once; what was not saved is lost")
+_ENDED = SupervisorEvent("finished", "stopped (exit code 130)", exit_code=130)
+_LOST = "allhands: ended at once; what was not saved is lost\n"
+
+
+def test_a_second_ctrl_c_ends_with_what_is_left(err: Err) -> None:
+    show(of_training(), _STOPPING, _KILLING, _ENDED)
+    assert err() == f"{_LOST}  {_RESUME}\n"
+    show(of_training(None), _STOPPING, _KILLING, _ENDED)
+    assert err() == f"{_LOST}  there is no checkpoint to go on from\n"
+    show(of_a_program(), _STOPPING, _KILLING, _ENDED)
+    assert err() == _LOST
+    show(of_a_program("to go on from step 20: the same command"), _STOPPING, _KILLING, _ENDED)
+    assert err() == f"{_LOST}  to go on from step 20: the same command\n"
+
+
+def test_a_stop_that_took_too_long_is_not_said_to_be_a_wish(err: Err, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(notices.time, "monotonic", lambda: clock[0])
+    told = of_training()
+    show(told, _STOPPING)
+    clock[0] += 60.0
+    for event in (_KILLING, _ENDED):
+        told.show(event)
+    assert err() == (f"allhands: not ended within 60 s (--stop-grace-s); what was not saved is lost\n  {_RESUME}\n")
+
+
+@pytest.mark.parametrize("text", ["stopped before the next start", "stopping before the first step"])
+def test_a_stop_while_nothing_runs_says_how_to_go_on(err: Err, text: str) -> None:
+    show(of_training(), SupervisorEvent("cancelling", text), _ENDED)
+    assert err() == f"allhands: {text}\n  {_RESUME}\n"
+    show(of_training(None), SupervisorEvent("cancelling", text), _ENDED)
+    assert err() == f"allhands: {text}\n"
+
+
+def test_a_stop_that_was_heeded_is_told_by_training_itself(err: Err) -> None:
+    show(of_training(), _STOPPING, _ENDED)
+    assert err() == ""
+    show(of_a_program("to go on from step 20: the same command"), _STOPPING, _ENDED)
+    assert err() == "allhands: stopped\n  to go on from step 20: the same command\n"
+    show(of_a_program(), _STOPPING, _ENDED)
+    assert err() == ""
+    show(of_a_program("to go on"), SupervisorEvent("finished", "all ranks have finished", exit_code=0))
+    assert err() == ""
+
+
+# --- how to go on ---------------------------------------------------------------------------------------
+
+
+def write(directory: Path, step: int, run_id: str) -> None:
+    write_checkpoint(checkpoint_path(directory, step), step, run_id, {}, {})
+
+
+def test_from_which_step_and_with_what(tmp_path: Path) -> None:
+    out, before = tmp_path / "out", tmp_path / "before"
+    write(before, 30, "an earlier run")
+    job = Job(out, out / "logs", checkpoints=out)
+    assert way_on(job, "this") is None
+    assert way_on(replace(job, resume=before), "this") == "to go on from step 30: the same command"
+    assert way_on(replace(job, hostfile="hosts"), "this") == (
+        "to go on from the last checkpoint, if there is one: the same command with --resume"
+    )
+    write(out, 10, "an earlier run")
+    assert way_on(job, "this") is None, "it is not one of this run"
+    assert way_on(replace(job, resumes=False), "this") == "to go on from step 10: the same command"
+    write(out, 20, "this")
+    for same in (job, replace(job, resume=before), replace(job, hostfile="hosts")):
+        assert way_on(same, "this") == _RESUME
+    assert way_on(replace(job, checkpoints=None), "this") is None
+
+
+def test_a_place_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path) -> None:
+    assert step_in(tmp_path / "none") is None
+    (tmp_path / "file").touch()
+    assert step_in(tmp_path / "file") is None
+
+
+# --- more ranks than slots ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "words"),
+    [
+        ("a slots=2\nb\n", 4, "has 3 slots: 3 ranks now, up to 4 when computers are added to it"),
+        ("a\n", 2, "has 1 slot: 1 rank now, up to 2 when computers are added to it"),
+        ("a slots=2\n", 2, None),
+        ("a slots=2\n", 1, None),
+        ("a slots=2\n", None, None),
+    ],
+)
+def test_more_ranks_than_slots_are_told(
+    tmp_path: Path, err: Err, monkeypatch: pytest.MonkeyPatch, lines: str, number: int | None, words: str | None
+) -> None:
+    monkeypatch.setattr(launching, "supervise", lambda *_, **__: 0)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(lines)
+    job = Job(tmp_path / "out", tmp_path / "out/logs", num_ranks=number, hostfile=str(hosts), backend="ring")
+    assert launching.run(job, ["true"]) == 0
+    assert err() == (f"allhands: {hosts} {words}\n" if words else "")
+
+
+def test_ranks_of_this_computer_are_as_many_as_asked_for(
+    tmp_path: Path, err: Err, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "supervise", lambda *_, **__: 128 + signal.SIGTERM)
+    job = Job(tmp_path / "out", tmp_path / "out/logs", num_ranks=3, backend="ring")
+    assert launching.run(job, ["true"]) == 143
+    assert err() == ""
