@@ -46,13 +46,13 @@ def finetune(
     """
     from rich.console import Console
 
-    from allhands.cluster.environment import recognise
-    from allhands.cluster.join import join_group, mesh_of, surroundings_of
+    from allhands.cluster.environment import recognise_here
+    from allhands.cluster.join import join_group, mesh_of, surroundings_of, take_device
     from allhands.cluster.worker import contact
     from allhands.train.recipes import Surroundings, run_finetune
 
     chosen = build_config({"train": True, **options}, config)
-    launch = recognise(os.environ)
+    launch = recognise_here()
     if chosen.num_ranks not in (1, launch.size):
         raise ConfigError(
             f"num_ranks={chosen.num_ranks}, but this script is {launch.size} process(es)",
@@ -63,6 +63,7 @@ def finetune(
     if "ALLHANDS_RUN_DIR" in os.environ and threading.current_thread() is threading.main_thread():
         surroundings = surroundings_of(contact(), launch, chosen)
     else:
+        take_device(launch)
         mesh = mesh_of(launch, chosen.rank_weights)
         surroundings = Surroundings(mesh=mesh, connect=lambda: join_group(launch, chosen.start_timeout_s))
     if progress and launch.rank == 0:

@@ -144,7 +144,7 @@ class TrainConfig(_Strict):
     # Keys that say where and how to run, not what is computed: ranks may differ in them.
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {
-            *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "num_ranks"),
+            *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "hosts", "num_ranks"),
             *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s", "tag_output"),
         }
     )
@@ -237,6 +237,7 @@ class TrainConfig(_Strict):
     bucket_mb: float = Field(32.0, gt=0, description="Size of an all-reduce call in MB.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")
+    hosts: str | None = Field(None, description="The same by name: node1,node2:2 for one rank and two.")
     min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
     max_restarts: int | None = Field(
         None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
@@ -248,7 +249,7 @@ class TrainConfig(_Strict):
     tag_output: bool = Field(False, description="Show the lines of all ranks, each with its rank before it.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
 
-    @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile")
+    @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
         # What a shell makes of a variable that is not set: not to be taken for an option that was not given.
@@ -314,6 +315,8 @@ class TrainConfig(_Strict):
             raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
         if self.keep_last == 0 and (self.max_restarts or self.min_ranks):
             raise ValueError("--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks")
+        if self.hosts is not None and self.hostfile is not None:
+            raise ValueError("--hosts and --hostfile: give one of the two")
         if self.project_name is not None and not self.report_to:
             raise ValueError("--project-name has an effect only with --report-to: add it")
         unknown = set(self.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, survey, write_checkpoint
-from allhands.cluster.environment import Launch, recognise
-from allhands.cluster.join import join_group
+from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.join import join_group, take_device
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.worker import WorkerContext, contact
 from allhands.errors import CheckpointError, ConfigError
@@ -172,7 +172,7 @@ class _LedBy:
 @cache
 def _session() -> _Session:
     """The one of this process."""
-    launch = recognise(os.environ)
+    launch = recognise_here()
     run_dir, log_dir = os.environ.get("ALLHANDS_RUN_DIR"), os.environ.get("ALLHANDS_LOG_DIR")
     context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
     return _Session(launch, context, os.environ.get("ALLHANDS_RUN_ID") or secrets.token_hex(8))
@@ -270,6 +270,7 @@ class _Session:
 
     def _communicator(self, worker: WorkerContext) -> Communicator:
         if self.group is None:
+            take_device(self.launch)
             worker.mark_ready()
             self.group = join_group(self.launch, _JOIN_TIMEOUT_S)
         return self.group

@@ -373,8 +373,8 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 
 
 def test_the_round_trip_covers_every_field_but_two() -> None:
-    # iters excludes epochs; config names a file; packing excludes mask_prompt and has a case of its own.
-    assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config", "packing", "isolate_documents"}
+    # iters excludes epochs, hosts a hostfile; config names a file; packing without mask_prompt has a case of its own.
+    assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config", "packing", "isolate_documents", "hosts"}
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [2, -1], "[1, x]", "fast"])

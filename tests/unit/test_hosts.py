@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, is_here, read_hostfile
+from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, is_here, read_hostfile, write_hosts
 from allhands.errors import ConfigError
 
 
@@ -240,3 +240,38 @@ def test_a_name_is_refused_or_harmless(text: str) -> None:
         assert word.isascii()
         assert shlex.split(word) == [word]
         assert not set(word) & set("*?[]~=/ ")
+
+
+@pytest.mark.parametrize(
+    ("names", "content"),
+    [
+        ("node1", "node1\n"),
+        ("node1,me@node2:3, 10.0.0.7:2", "node1\nme@node2 slots=3\n10.0.0.7 slots=2\n"),
+        ("fd00::1,[fd00::2]:2", "[fd00::1]\n[fd00::2] slots=2\n"),
+    ],
+)
+def test_names_become_a_hostfile_that_says_the_same(tmp_path: Path, names: str, content: str) -> None:
+    path = write_hosts(names, tmp_path / "run" / "hosts.txt")
+    assert path.read_text() == content
+    assert path.stat().st_mode & 0o777 == 0o600
+    slots = [int(line.partition("slots=")[2] or 1) for line in content.splitlines()]
+    assert [host.slots for host in read_hostfile(path)] == slots
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("", "no host"),
+        (",,", "no host"),
+        ("node1,node1", "twice"),
+        ("node1:0", "not a number of ranks"),
+        ("node1;rm -rf /", "not the name of a host"),
+        ("-oProxyCommand=x", "not the name of a host"),
+        ("node1:2:3", "not the name of a host"),
+    ],
+)
+def test_what_is_no_list_of_names_is_refused_and_nothing_is_written(tmp_path: Path, names: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        write_hosts(names, tmp_path / "hosts.txt")
+    assert refused.value.where == "--hosts"
+    assert list(tmp_path.iterdir()) == []

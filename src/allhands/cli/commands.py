@@ -9,7 +9,12 @@ import typer
 
 from allhands.cli.check import check
 from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
+from allhands.cli.cluster_check import cluster_check
+from allhands.cli.container import SETTINGS as CONTAINER_SETTINGS
+from allhands.cli.container import container
+from allhands.cli.env import show_environment
 from allhands.cli.launch import SETTINGS, launch
+from allhands.cli.netbench import bench
 from allhands.cli.options import option_function
 from allhands.cli.prepare import prepare
 from allhands.cli.style import style
@@ -53,6 +58,12 @@ def register(app: typer.Typer) -> None:
     checkpoint.command("inspect")(inspect_checkpoint)
     checkpoint.command("verify")(verify_checkpoints)
     app.add_typer(checkpoint, name="checkpoint")
+    cluster = typer.Typer(help="Several computers: check, prepare and measure them.", no_args_is_help=True)
+    cluster.command("check")(cluster_check)
+    cluster.command("bench")(bench)
+    app.add_typer(cluster, name="cluster")
+    app.command("container", context_settings=CONTAINER_SETTINGS)(container)
+    app.command("env")(show_environment)
     app.command("version")(version)
 
 

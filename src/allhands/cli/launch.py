@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from allhands.cluster.hosts import write_hosts
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
 
@@ -42,6 +43,7 @@ class LaunchOptions:
 
     num_ranks: int | None = None
     hostfile: str | None = None
+    hosts: str | None = None
     backend: str = "auto"
     cores_per_rank: int | None = None
     min_ranks: int | None = None
@@ -66,6 +68,7 @@ def launch(
         typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile the most. [1, all slots]"),
     ] = None,
     hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None,
+    hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None,
     backend: Annotated[str, typer.Option("--backend", metavar="|".join(_BACKENDS), help=_said("backend"))] = "auto",
     cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))] = None,
     min_ranks: Annotated[int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))] = None,
@@ -99,6 +102,7 @@ def launch(
     options = LaunchOptions(
         num_ranks=num_ranks,
         hostfile=hostfile,
+        hosts=hosts,
         backend=backend,
         cores_per_rank=cores_per_rank,
         min_ranks=min_ranks,
@@ -124,6 +128,9 @@ def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
 
     _check_options(options)
     _refuse_another_launcher()
+    if options.hosts is not None:
+        path = write_hosts(options.hosts, options.log_dir.expanduser() / "hosts.txt")
+        options = replace(options, hosts=None, hostfile=str(path))
     words = resolved(command, anywhere=options.hostfile is not None)
     if options.hostfile is None:
         _tell_python(words)
@@ -174,6 +181,8 @@ def _tell_found(job: Job) -> None:
 
 
 def _check_options(options: LaunchOptions) -> None:
+    if options.hosts is not None and options.hostfile is not None:
+        raise ConfigError("--hosts and --hostfile: give one of the two", where="--hosts", hint="leave one of them out")
     if options.backend not in _BACKENDS:
         raise ConfigError(
             f"{options.backend!r} is not a back-end", where="--backend", hint=f"use {', '.join(_BACKENDS)}"
@@ -186,9 +195,9 @@ def _check_options(options: LaunchOptions) -> None:
 
 
 def _refuse_another_launcher() -> None:
-    from allhands.cluster.environment import recognise
+    from allhands.cluster.environment import recognise_here
 
-    found = recognise(os.environ)
+    found = recognise_here()
     if found.size > 1:
         raise ConfigError(
             f"{found.launcher} has started {found.size} processes already",

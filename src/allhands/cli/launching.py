@@ -15,7 +15,7 @@ from allhands.cli.notices import Notices, say
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.journal import EVENTS_FILE, Journal
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
-from allhands.cluster.mpi import require_mpi, usable_mpi
+from allhands.cluster.mpi import require_mpi
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.errors import ConfigError
 from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
@@ -38,6 +38,8 @@ class Job:
         memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short, ...".
         resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as ``allhands train`` does; a
             program of one's own goes on from what it finds.
+        expected_s: how long it may take, roughly; ``None``: not known.
+        explain: tells why this back-end was chosen, line by line.
         tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several.
     """
 
@@ -62,6 +64,8 @@ class Job:
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
     resumes: bool = True
     tag_output: bool | None = None
+    expected_s: float | None = None
+    explain: Callable[[list[str]], None] = lambda lines: None
 
     @property
     def size(self) -> int:
@@ -140,7 +144,12 @@ def run(job: Job, command: Sequence[str]) -> int:
     _tell_slots(job)
     run_id = secrets.token_hex(8)
     notices = Notices(
-        job.memory_hint, lambda: way_on(job, run_id), job.stop_grace_s, ranks_tell=job.resumes, tagged=job.tagged
+        job.memory_hint,
+        lambda: way_on(job, run_id),
+        job.stop_grace_s,
+        ranks_tell=job.resumes,
+        tagged=job.tagged,
+        places=job.hostfile is not None,
     )
     options = SuperviseOptions(job.max_restarts, job.min_ranks, run_id, resize=_resizer(job))
     try:
@@ -205,14 +214,33 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
 def _choose_backend(job: Job) -> Backend:
     if job.backend != "auto":
         return job.backend
-    if job.hostfile is not None:
-        # The person's own choice among those that work; without one the back-end that needs nothing.
-        return cast(Backend, hostfile_backend(job.hostfile) or "ring")
-    from allhands.accelerator import default_backend
+    if job.hostfile is not None and (asked := hostfile_backend(job.hostfile)):
+        return cast(Backend, asked)
+    from allhands.cluster.choose import choose, explain, facts_here, facts_of
 
-    chosen = default_backend(job.size, usable_mpi())
-    # One supervised process joins nothing; the ring's way of starting it is the plainest.
-    return "ring" if chosen == "none" else chosen
+    facts = facts_here(job.size)
+    if job.hostfile is not None:
+        facts = facts_of(read_hostfile(job.hostfile), job.size, ask=True)
+    choice = choose(facts, training_s=job.expected_s, cores_per_rank=job.cores_per_rank)
+    before = _backend_before(job)
+    if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):
+        # Sums of three ranks or more would be taken in another order, and the last bits would differ.
+        choice = replace(choice, backend=cast(Backend, before), reason="the run that is gone on from used it")
+    job.explain(explain(choice))
+    return cast(Backend, choice.backend)
+
+
+def _backend_before(job: Job) -> str | None:
+    """The back-end of the run that is gone on from, if that is known here."""
+    from allhands.checkpoints import find
+    from allhands.errors import CheckpointError
+
+    if job.resume is None:
+        return None
+    try:
+        return find(str(job.resume), job.resume, verify=False).state.get("backend")
+    except CheckpointError:
+        return None  # the ranks will say what is wrong with it
 
 
 def _resizer(job: Job) -> Callable[[LaunchSpec], LaunchSpec]:

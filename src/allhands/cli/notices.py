@@ -37,6 +37,7 @@ class Notices:
         stop_grace_s: how long ranks have to save and end.
         ranks_tell: whether rank 0 says itself what has become of a run that was stopped.
         tagged: whether the output of all ranks is on the screen already.
+        places: whether it is told on which computers they start, and how these are reached.
     """
 
     memory_hint: str
@@ -44,6 +45,7 @@ class Notices:
     stop_grace_s: float
     ranks_tell: bool
     tagged: bool = False
+    places: bool = False
     _launched: bool = False
     _cancelled: bool = False
     _stop_began: float = float("inf")
@@ -53,6 +55,8 @@ class Notices:
         """Show the event, or remember what a later one needs."""
         if event.kind == "launched":
             self._launched = True
+            if self.places:
+                say(event.message)
         elif event.kind in ("stopping", "cancelling"):
             self._stop_began = time.monotonic()
             self._cancelled = event.kind == "cancelling"

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from allhands import faults
 from allhands.cli.launching import Job, check, run, way_on
-from allhands.cluster.environment import Launch, recognise
+from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
-from allhands.cluster.hosts import read_hostfile
+from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.join import check_weights, surroundings_of
 from allhands.cluster.journal import read_events
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
@@ -28,6 +28,7 @@ from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 
 LOG_DIRECTORY = "logs"
+HOSTS_FILE = "hosts.txt"
 # A person who is away finds the run going on; one who looks is not kept from the error for long.
 RESTARTS_OF_SEVERAL = 3
 # At the end one rank may have trackers to close and curves to draw when the others have ended.
@@ -37,14 +38,18 @@ _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 def train(flags: dict[str, Any]) -> int:
     """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
-    launch = recognise(os.environ, has_cuda=_has_cuda())
+    launch = recognise_here()
     with _rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"))
         _check_launch(config, launch)
         _check_rehearsal(config, launch)
     if launch.launcher == "single" and not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
+    if launch.launcher == "single" and config.hosts:
+        config = _with_hostfile(config)
     if launch.launcher == "single":
+        for note in launch.notes:
+            print(f"allhands: note: {note}", file=sys.stderr)
         _check_resume(config)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.max_restarts):
         code = supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
@@ -113,6 +118,13 @@ def _tell_outstanding(config: TrainConfig) -> None:
         print(f"allhands: {line}", file=sys.stderr)
 
 
+def _with_hostfile(config: TrainConfig) -> TrainConfig:
+    """``--hosts`` as a hostfile in the run's directory."""
+    assert config.hosts is not None
+    path = write_hosts(config.hosts, Path(config.adapter_path) / HOSTS_FILE)
+    return config.model_copy(update={"hosts": None, "hostfile": str(path)})
+
+
 def _check_resume(config: TrainConfig) -> None:
     """Find, before anything is started, what rank 0 would: by names and sizes alone, in milliseconds.
 
@@ -130,12 +142,6 @@ def _check_resume(config: TrainConfig) -> None:
         find_latest(directory, verify=False)
     else:
         find(config.resume, directory, verify=False)
-
-
-def _has_cuda() -> bool:
-    from importlib.util import find_spec
-
-    return sys.platform == "linux" and find_spec("mlx_cuda") is not None
 
 
 def supervise_training(config: TrainConfig, command: list[str]) -> int:
@@ -171,7 +177,14 @@ def job_of(config: TrainConfig) -> Job:
         earlier=config.resume == "auto" and _has_begun(directory),
         memory_hint=_SHORT_OF_MEMORY,
         tag_output=config.tag_output,
+        # A second a batch is a guess of the right order.
+        expected_s=float(config.iters or 1000),
+        explain=_tell if config.log_level == "verbose" else lambda lines: None,
     )
+
+
+def _tell(lines: list[str]) -> None:
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _has_begun(directory: Path) -> bool:

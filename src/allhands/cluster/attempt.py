@@ -77,6 +77,13 @@ class _SeesStopped(Protocol):
     def stopped(self, rank: int) -> bool: ...
 
 
+@runtime_checkable
+class _KnowsPlaces(Protocol):
+    """Processes on several computers: which, by what addresses, and over what interface they are reached."""
+
+    def places(self) -> str: ...
+
+
 class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
@@ -128,6 +135,8 @@ class Attempt:
             try:
                 number = self._spec.num_processes
                 text = f"{number} process{'es' * (number != 1)}, {self._spec.backend}"
+                if isinstance(self._ranks, _KnowsPlaces):
+                    text += f": {self._ranks.places()}"
                 self._events(SupervisorEvent("launched", text))
                 fault = self._wait(poll)
                 if self._living():

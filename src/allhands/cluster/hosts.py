@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 import psutil
 
 from allhands.errors import ConfigError
+from allhands.files import make_directory, storage_error, write_whole
 
 _MOST_SLOTS = 4096
 _MOST_BYTES = 1 << 20
@@ -68,6 +69,37 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     if not hosts:
         raise ConfigError("the hostfile names no host", where=str(path), hint=f"write {_EXAMPLES}")
     return tuple(hosts)
+
+
+def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
+    """Write the hostfile that ``names`` stands for, ``"node1,node2:2"``: names or addresses, with slots or without.
+
+    A person may add computers to it while the job runs, as to any hostfile.
+
+    Raises:
+        ConfigError: they are not understood, or one stands there twice.
+        StorageError: it cannot be written.
+    """
+    lines: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in names.split(","))):
+        bare, colon, slots = word.rpartition(":")
+        # An IPv6 address has colons of its own.
+        counted = bool(colon) and slots.isdigit() and ("]" in bare or ":" not in bare)
+        name = bare if counted else word
+        host_from_name(name, where)
+        if name in lines:
+            _refuse(where, f"{name} stands there twice", f"write {name}:2 for two ranks on it")
+        shown = f"[{name}]" if _as_address(name) and ":" in name else name
+        lines[name] = f"{shown} slots={_slots(slots, f'{word}', where)}" if counted else shown
+    if not lines:
+        _refuse(where, "it names no host", "write --hosts node1,node2")
+    text = "".join(f"{line}\n" for line in lines.values())
+    try:
+        make_directory(path.parent, private=True)
+        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
+    except OSError as error:
+        raise storage_error(path, error) from None
+    return path
 
 
 def hostfile_backend(path: str | Path) -> str | None:

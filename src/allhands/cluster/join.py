@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -15,15 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allhands.cluster.environment import Launch, rendezvous
+from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, DistributedError
 
 if TYPE_CHECKING:
     from allhands.cluster.worker import WorkerContext
     from allhands.config import TrainConfig
     from allhands.distributed.backend import Communicator
     from allhands.train.preparing import Surroundings
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE = "ALLHANDS_PEERS_TIMEOUT_S"
+# Machines of a cloud come up minutes apart, and their names later still.
+_CLOUDS = ("sagemaker", "vertex", "kubernetes")
+_CLOUD_PATIENCE_S = 900.0
 
 # Ends quietly when its standard input closes: the group has formed, or the rank is gone.
 _TIMER = f"""
@@ -54,6 +63,8 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
     """
     from allhands.train.preparing import Surroundings
 
+    take_device(launch)
+
     def join() -> Communicator:
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s)
@@ -74,6 +85,11 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
     )
 
 
+def take_device(launch: Launch) -> None:
+    """Restrict this process to its own GPU, where that is left to us; too late once MLX has asked for a device."""
+    os.environ.update(launch.exports)
+
+
 def check_weights(weights: Sequence[float] | None, size: int) -> None:
     """Refuse weights that are not one for each of ``size`` ranks.
 
@@ -91,16 +107,53 @@ def check_weights(weights: Sequence[float] | None, size: int) -> None:
 def join_group(launch: Launch, timeout_s: float) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
+    Where the ranks have to find each other first, that has a time of its own, see :func:`patience_for`. The group
+    counts as formed when a first sum over all ranks is right.
+
     Raises:
         DistributedError: no connection, or a group of another size than the launcher promised.
     """
+    if launch.size > 1 and launch.ranks_per_node > 1:
+        raise DistributedError(
+            f"{launch.launcher} has started one process for the {launch.ranks_per_node} ranks of this computer",
+            where=launch.reason,
+            hint="start `allhands container` in its place, which starts them; or set ALLHANDS_RANKS_PER_NODE=1",
+        )
     prepare_mpi_environment(os.environ)
-    # Only now: MLX looks for its MPI library when it is first asked for a group.
-    from allhands.distributed.backend import connect
+    with (
+        tempfile.TemporaryDirectory(prefix="allhands-") as scratch,
+        rendezvous(launch, Path(scratch), patience_for(launch, timeout_s)) as variables,
+        connect_deadline(launch, timeout_s),
+    ):
+        os.environ.update(variables)
+        # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first asked for.
+        from allhands.distributed.backend import connect
 
-    with tempfile.TemporaryDirectory(prefix="allhands-") as scratch, connect_deadline(launch, timeout_s):
-        os.environ.update(rendezvous(launch, Path(scratch)))
         return connect(launch.backend, launch.size, launch.rank)
+
+
+def patience_for(launch: Launch, timeout_s: float) -> Patience:
+    """How long other ranks and their names may take: ``timeout_s``, 15 minutes at least on a cloud.
+
+    ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. What is waited for is logged as a warning.
+
+    Raises:
+        DistributedError: the variable is no time.
+    """
+
+    def tell(what: str) -> None:
+        _log.warning("rank %d of %d: %s", launch.rank, launch.size, what)
+
+    text = os.environ.get(_PATIENCE)
+    if not text:
+        return Patience(max(timeout_s, _CLOUD_PATIENCE_S) if launch.platform.name in _CLOUDS else timeout_s, tell)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise DistributedError(f"{_PATIENCE} is {text!r}, not a time to wait", hint=f"set {_PATIENCE} to seconds")
+    return Patience(seconds, tell)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import logging
 import os
 import queue
 import re
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from allhands.cluster import ssh
+from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
 from allhands.cluster.connection import Connection, HostError
 from allhands.cluster.frames import Frame
@@ -51,7 +50,7 @@ def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     """
     _check(spec)
     make_directory(spec.log_dir, private=True)
-    ranks = RemoteRanks(spec, _addresses(spec.places))
+    ranks = RemoteRanks(spec, addresses(spec.places))
     try:
         ranks.start()
     except BaseException:
@@ -155,6 +154,15 @@ class RemoteRanks:
         """Have every agent tell its ranks ``word``."""
         for connection in self._connections:
             connection.send("tell", word=word)
+
+    def places(self) -> str:
+        """Return the computers in words: ranks, address, and the interface over which it is reached from here."""
+        found: list[str] = []
+        for place, address in zip(self._spec.places, self._addresses, strict=True):
+            ranks = "" if place.num_ranks == 1 else f"{place.num_ranks} ranks on "
+            way = "this computer" if _is_here(place.host) else f"over {interface_to(address) or 'an unknown interface'}"
+            found.append(f"{ranks}{place.name} {address} ({way})")
+        return ", ".join(found)
 
     def host(self, rank: int) -> str:
         """Return the name of the rank's computer."""
@@ -378,63 +386,11 @@ def _portable(path: Path) -> str:
     return str(path)
 
 
-# --- addresses and versions ---------------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------
 
 
 def _is_here(host: Host | None) -> bool:
     return host is None or host.ssh is None
-
-
-def _addresses(places: Sequence[Place]) -> list[str]:
-    """The IPv4 address of each computer as the others reach it."""
-    found = [None if _is_here(place.host) else _remote_address(cast(Host, place.host)) for place in places]
-    others = [address for address in found if address]
-    return [address or _own_address(place.host, others) for place, address in zip(places, found, strict=True)]
-
-
-def _remote_address(host: Host) -> str:
-    assert host.ssh is not None
-    if address := _first_ipv4(host):
-        return address
-    name = ssh.real_name(host.ssh)
-    try:
-        address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
-    except OSError as error:
-        raise HostError(
-            [host.name],
-            f"host {host.name}: {name} has no IPv4 address: {error.strerror}",
-            hint='give its address as "ips" in the hostfile',
-        ) from None
-    if address.startswith("127."):
-        raise ConfigError(
-            f"host {host.name}: {name} is {address}, which the other computers cannot reach",
-            hint='give its address as "ips" in the hostfile',
-        )
-    return address
-
-
-def _own_address(host: Host | None, others: Sequence[str]) -> str:
-    """This computer's address on the way to the first of ``others``; without any, nobody else needs to reach it."""
-    if host is not None and (address := _first_ipv4(host)):
-        return address
-    if not others:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((others[0], 9))  # sends nothing
-        except OSError as error:
-            raise DistributedError(f"there is no way from here to {others[0]}: {error.strerror}") from None
-        return str(probe.getsockname()[0])
-
-
-def _first_ipv4(host: Host) -> str | None:
-    ipv4 = [ip for ip in host.ips if ":" not in ip]
-    if host.ips and not ipv4:
-        raise ConfigError(
-            f"host {host.name} has only IPv6 addresses",
-            hint='MLX\'s ring needs an IPv4 address in "ips" of the hostfile',
-        )
-    return ipv4[0] if ipv4 else None
 
 
 def _compare_versions(places: Sequence[Place], frames: Sequence[Frame]) -> None:

@@ -1,0 +1,274 @@
+"""``allhands cluster check``: what would keep a set of computers from training together, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.errors import ConfigError, DistributedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
+    from allhands.cluster.doctor.findings import Check, Finding
+    from allhands.cluster.hosts import Host
+
+_WIDTH = 80
+_BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
+_STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
+
+
+def cluster_check(
+    hostfile: Annotated[Path | None, typer.Option("--hostfile", help="MLX's JSON, or MPI's 'host slots=N'.")] = None,
+    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Names, in place of a file.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Is it there, and the same everywhere?")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="Are they there, and the same everywhere?")] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="|".join(_BACKENDS), help="Meant for training.")
+    ] = "auto",
+    adapter_path: Annotated[str, typer.Option("--adapter-path", help="Where a run would write.")] = "adapters",
+    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes of files only; do not read them.")] = False,
+    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Measure a real group of MLX.")] = True,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1.0, help="Seconds to wait for a computer.")] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found out as JSON.")] = False,
+) -> None:
+    """Find what is wrong with a set of computers before training does.
+
+    The exit code is 7 if something stops training, 0 if there are only warnings.
+    """
+    from allhands.cluster.doctor.checks import well
+    from allhands.cluster.doctor.run import CheckOptions, diagnose
+
+    computers = _computers(hostfile, hosts)
+    with _told() as progress:
+        options = CheckOptions(
+            option=_option(hostfile, hosts),
+            backend=_backend(backend, hostfile),
+            model=model,
+            data=data,
+            adapter_path=adapter_path,
+            hashed=not quick,
+            bench=bench,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        cluster, findings = diagnose(computers, options)
+    if as_json:
+        print(json.dumps(as_content(cluster, findings, well(cluster)), indent=2))
+    else:
+        show(_console(), cluster, findings, well(cluster))
+    if any(finding.severity == "stop" for finding in findings):
+        raise typer.Exit(DistributedError.exit_code)
+
+
+def _computers(hostfile: Path | None, names: str | None) -> tuple[Host, ...]:
+    """Those that the person named, in one way or the other.
+
+    Raises:
+        ConfigError: neither or both ways, or something that is no name.
+    """
+    from allhands.cluster.hosts import host_from_name, read_hostfile
+
+    if (hostfile is None) == (names is None):
+        raise ConfigError(
+            "no computers are named" if hostfile is None else "computers are named twice",
+            where="--hostfile" if hostfile is None else "--hosts",
+            hint="give --hostfile hosts.json, or --hosts node1,node2",
+        )
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    words = [word.strip() for word in (names or "").split(",")]
+    found = {host.name: host for host in (host_from_name(word, "--hosts") for word in words if word)}
+    if not found:
+        raise ConfigError("no computers are named", where="--hosts", hint="give names, such as --hosts node1,node2")
+    return tuple(found.values())
+
+
+def _option(hostfile: Path | None, names: str | None) -> str:
+    return f"--hostfile {shlex.quote(str(hostfile))}" if hostfile else f"--hosts {shlex.quote(names or '')}"
+
+
+def _backend(asked: str, hostfile: Path | None) -> str:
+    """The one asked for, or else the hostfile's.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    from allhands.cluster.hosts import hostfile_backend
+
+    if asked not in _BACKENDS:
+        raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(_BACKENDS)}")
+    if asked == "auto" and hostfile is not None:
+        own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
+        return own if own in _BACKENDS else "auto"
+    return asked
+
+
+@contextmanager
+def _told() -> Generator[Callable[[str], None]]:
+    """A line that says what is going on, for a person who waits at a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda words: None
+        return
+    with console.status("") as status:
+        yield lambda words: status.update(words)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    found = Console(highlight=False, markup=False, emoji=False)
+    found.width = min(found.width, _WIDTH)
+    return found
+
+
+# --- for people ---------------------------------------------------------------------------------------
+
+
+def show(console: Console, cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]) -> None:
+    """Everything on one screen: the computers, what is wrong, what to do, what is well."""
+    for host in cluster.hosts:
+        console.print(_plain(host_line(host)), soft_wrap=True)
+    console.print()
+    if findings:
+        console.print(findings_table(findings))
+        for number, finding in enumerate(findings, 1):
+            if finding.remedy:
+                # Not wrapped, so that it can be copied.
+                console.print(_plain(f"{number:3d}. {finding.remedy}"), soft_wrap=True)
+        console.print()
+    if cluster.network is not None:
+        for line in network_lines(cluster.network):
+            console.print(_plain(line))
+    titles = [_with_detail(check, cluster) for check in well]
+    if titles:
+        console.print(_plain(f"well: {', '.join(titles)}"))
+    if left := not_asked(cluster):
+        console.print(f"not looked at: {', '.join(left)}", style="dim")
+    console.print(verdict(findings), style="bold")
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """One row each, the worst first."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, collapse_padding=True)
+    for name, ratio in (("", None), ("check", None), ("hosts", 2), ("what is wrong", 7)):
+        table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold")
+    for number, finding in enumerate(findings, 1):
+        style = _STYLES[finding.severity]
+        words = (f"{number:2d} {finding.severity}", finding.check, ", ".join(finding.hosts), finding.message)
+        table.add_row(*(Text(_plain(word), style=style if place < 1 else "") for place, word in enumerate(words)))
+    return table
+
+
+def host_line(host: HostReport) -> str:
+    """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
+    from allhands.formatting import format_bytes
+
+    parts = [host.name, ", ".join(host.addresses) or "no address"]
+    if host.facts is None:
+        return "  ".join([*parts, "not asked"])
+    facts = host.facts
+    names = [gpu.name for gpu in facts.gpus]
+    devices = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    cores = f"{facts.processor.usable} core{'s' * (facts.processor.usable != 1)}"
+    system = f"{facts.system.system} {facts.system.machine}"
+    parts.append(", ".join([system, cores, format_bytes(facts.memory.total), *devices]))
+    return "  ".join(parts)
+
+
+def network_lines(network: Network) -> list[str]:
+    """What was measured, and what it means for a step."""
+    lines: list[str] = []
+    if network.whole is not None:
+        lines.append(f"all-reduce ({network.backend}), all together: {_speed(network.whole)}")
+    if len(network.links) > 1:
+        for link in network.links:
+            slowest = "  <- slowest" if link.hosts == network.slowest else ""
+            lines.append(f"  {' - '.join(link.hosts)}: {_speed(link)}{slowest}")
+    if network.seconds:
+        words = {"LoRA": "LoRA (rank 8, last 16 layers)", "full": "all weights"}
+        parts = [f"{words.get(what, what)} {_seconds(taken)}" for what, taken in network.seconds.items()]
+        lines.append(f"communication a step, at 4 bytes a parameter: {', '.join(parts)}")
+    return lines
+
+
+def _speed(link: LinkSpeed) -> str:
+    rate = link.bus_bytes_per_s
+    carried = f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
+    return f"{1000 * link.latency_s:.2f} ms at least, {carried}"
+
+
+def _seconds(taken: float) -> str:
+    from allhands.formatting import format_duration
+
+    return f"{1000 * taken:.1f} ms" if taken < 1 else format_duration(taken)
+
+
+def _with_detail(check: Check, cluster: Cluster) -> str:
+    """What is well, with the figure that people look for."""
+    if check.name == "versions":
+        versions = next((facts.python.versions for _, facts in cluster.answered() if facts.python.versions), {})
+        words = [f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions]
+        return f"versions ({', '.join(words)})" if words else "versions"
+    if check.name == "ports":
+        return f"ports ({len(cluster.reached)} way{'s' * (len(cluster.reached) != 1)})"
+    if check.name in ("model", "data"):
+        tree = next((tree for host in cluster.hosts if (tree := host.tree(check.name)) is not None), None)
+        how = "read and compared" if cluster.hashed and len(cluster.hosts) > 1 else "sizes compared"
+        return f"{check.title} ({len(tree.files) if tree else 0} files, {how})"
+    return check.title
+
+
+def not_asked(cluster: Cluster) -> list[str]:
+    """What could have been asked with other options."""
+    found: list[str] = []
+    if cluster.model is None:
+        found.append("the model (--model)")
+    if cluster.data is None:
+        found.append("the data (--data)")
+    if cluster.network is None:
+        found.append("the network's speed")
+    return found
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The last line."""
+    stops = sum(finding.severity == "stop" for finding in findings)
+    warnings = sum(finding.severity == "warn" for finding in findings)
+    more = f", {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
+    if stops:
+        return f"{stops} thing{'s' * (stops != 1)} would stop training{more}"
+    return f"nothing stops training{more}"
+
+
+def _plain(text: str) -> str:
+    """What comes from other computers, without what could steer a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+# --- for machines -------------------------------------------------------------------------------------
+
+
+def as_content(cluster: Cluster, findings: Sequence[Finding], well: Sequence[Check]) -> dict[str, Any]:
+    """Findings first, then the names of the checks that found nothing, then every fact."""
+    return {
+        "stops": any(finding.severity == "stop" for finding in findings),
+        "findings": [finding.as_json() for finding in findings],
+        "well": [check.name for check in well],
+        **cluster.model_dump(mode="json"),
+    }

@@ -1,0 +1,202 @@
+"""``allhands env``: what started this process, what follows from that, and where each fact comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from allhands.cluster.place import Launch
+
+_WIDTH = 80
+_MOST_PEERS = 8
+_PACKAGES = ("allhands", "mlx", "mlx-lm")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """All that is shown: the launch, versions by package, and the device in words."""
+
+    launch: Launch
+    versions: dict[str, str]
+    device: dict[str, Any]
+
+
+def show_environment(as_json: AsJson = False) -> None:
+    """Show who has started this process, and what follows from it.
+
+    Then what training would use: back-end, peers, paths, time to end. The exit code is 7
+    if the launcher's variables contradict each other.
+    """
+    from allhands.cluster.environment import recognise_here
+
+    report = _Report(recognise_here(), _versions(), _device())
+    if as_json:
+        typer.echo(json.dumps(as_dictionary(report), indent=1))
+        return
+    _show(report)
+
+
+def as_dictionary(report: _Report) -> dict[str, Any]:
+    """The report as JSON has it; what is not known is ``null``."""
+    launch, point, paths = report.launch, report.launch.meeting, report.launch.paths
+    named = {"model": paths.model, "checkpoints": paths.checkpoints, "output": paths.output}
+    named |= {"tensorboard": paths.tensorboard, "config": paths.config}
+    place = ("launcher", "rank", "size", "local_rank", "local_size", "node", "num_nodes", "ranks_per_node", "backend")
+    return {
+        **{name: getattr(launch, name) for name in place},
+        "hosts": launch.hosts,
+        "meeting": {"host": point.host, "ports": point.ports} if point else None,
+        "platform": launch.platform.name or None,
+        "grace_s": launch.grace_s,
+        "failure_file": str(launch.failure_file) if launch.failure_file else None,
+        "paths": {
+            "data": {channel: str(path) for channel, path in paths.data.items()},
+            **{name: str(path) if path else None for name, path in named.items()},
+        },
+        "requeue": launch.requeue,
+        "restarts": launch.platform.restarts,
+        "why": launch.why,
+        "ignored": launch.ignored,
+        "notes": launch.notes,
+        "versions": report.versions,
+        "device": report.device,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _device() -> dict[str, Any]:
+    """What MLX computes on, or why it cannot: this command is asked when something is wrong."""
+    try:
+        from allhands.accelerator import detect
+
+        found = detect()
+    except Exception as error:
+        return {"error": f"MLX does not work here: {error}"}
+    return {"kind": found.kind, "name": found.name, "memory_bytes": found.memory_bytes, "cores": found.cores}
+
+
+def _show(report: _Report) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
+    with console.capture() as shown:
+        _print(console, report)
+    for line in shown.get().splitlines():
+        typer.echo(line.rstrip())
+
+
+def _print(console: Console, report: _Report) -> None:
+    launch = report.launch
+    console.print(_headline(launch))
+    for title, rows in (
+        ("recognised", [("", fact) for fact in launch.why]),
+        ("would be used", _used(launch)),
+        ("ignored", [("", text) for text in _ignored(launch)]),
+        ("note", [("", note) for note in launch.notes]),
+        ("here", _here(report)),
+    ):
+        if rows:
+            console.print(f"\n{title}:")
+            console.print(_table(rows))
+
+
+def _headline(launch: Launch) -> str:
+    if launch.launcher == "single" and not launch.platform.name and not launch.facts:
+        return "nothing recognised: one process; allhands train -n N starts several here"
+    if launch.ranks_per_node > 1:
+        nodes = f"computer {launch.rank} of {launch.size}" if launch.size > 1 else "this computer"
+        return f"{launch.launcher}: one process for the {launch.ranks_per_node} ranks of {nodes}"
+    if launch.size == 1:
+        by = f"{launch.launcher}: " if launch.launcher != "single" else ""
+        on = f" on {launch.platform.name}" if launch.platform.name not in ("", launch.launcher) else ""
+        return f"{by}one process{on}"
+    here = f", {launch.local_rank} of {launch.local_size} on this computer"
+    return f"{launch.launcher}: rank {launch.rank} of {launch.size}{here}"
+
+
+def _used(launch: Launch) -> list[tuple[str, str]]:
+    rows = [("back-end", launch.backend if launch.size > 1 else "none, one process has nobody to talk to")]
+    if launch.meeting is not None:
+        ports = f"{launch.meeting.ports[0]} to {launch.meeting.ports[-1]}, the first that is free"
+        rows.append(("meeting", f"of all ranks at {launch.meeting.host}, port {ports}"))
+    if launch.hosts:
+        rows.append(("peers", _some(dict.fromkeys(launch.hosts))))
+    paths = launch.paths
+    rows += [(f"data, {channel}", str(path)) for channel, path in paths.data.items()]
+    for title in ("model", "checkpoints", "output", "tensorboard", "config"):
+        if (path := getattr(paths, title)) is not None:
+            rows.append((title, str(path)))
+    if launch.grace_s is not None:
+        rows.append(("time to end", f"{launch.grace_s:g} s after SIGTERM"))
+    if launch.failure_file is not None:
+        rows.append(("failure file", str(launch.failure_file)))
+    if launch.requeue:
+        rows.append(("to requeue", " ".join(launch.requeue)))
+    return rows
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    more = len(every) - _MOST_PEERS
+    return ", ".join(every[:_MOST_PEERS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ignored(launch: Launch) -> list[str]:
+    """Variables of other launchers; a long one is not shown, and control characters would steer the terminal."""
+    why = "by itself it does not make a rank" if launch.launcher == "single" else f"{launch.launcher} comes first"
+    values = {name: os.environ.get(name, "") for name in launch.ignored}
+    return [
+        f"{name}={value}: {why}" if len(value) < 40 and value.isprintable() else f"{name}: {why}"
+        for name, value in values.items()
+    ]
+
+
+def _here(report: _Report) -> list[tuple[str, str]]:
+    rows = [("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items()))]
+    device = report.device
+    if "error" in device:
+        return [*rows, ("device", str(device["error"]))]
+    memory = format_bytes(device["memory_bytes"])
+    return [*rows, ("device", f"{device['kind']} ({device['name']}), {memory}, {device['cores']} cores")]
+
+
+def _table(rows: list[tuple[str, str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    titled = any(title for title, _ in rows)
+    table.add_column(width=2)
+    if titled:
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, text in rows:
+        printable = "".join(character if character.isprintable() else "?" for character in text)
+        table.add_row("", *([title] if titled else []), Text(printable))
+    return table

@@ -1,0 +1,212 @@
+"""``allhands cluster bench``: how fast the computers exchange gradients, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.errors import AllhandsError, ConfigError, DistributedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allhands.cluster.figures import Failure, Figures, Measurement
+    from allhands.cluster.hosts import Host
+
+_BACKENDS = ("auto", "all", "ring", "mpi", "nccl")
+_WIDTH = 80
+_TAIL = 5
+
+
+def bench(
+    hostfile: Annotated[
+        str | None, typer.Option("--hostfile", help="Computers to measure, in MLX's JSON or MPI's lines.")
+    ] = None,
+    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="The same, by name.")] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option("-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="|".join(_BACKENDS), help="Back-end; 'all': each that is possible.")
+    ] = "auto",
+    links: Annotated[bool, typer.Option("--links/--no-links", help="Also measure each pair of computers.")] = True,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=5.0, help="Seconds for each back-end, at most.")
+    ] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Measure how fast the computers exchange gradients.
+
+    A real group is formed, and all-reduces of 4 KiB to 64 MiB are timed over all ranks; then each link by itself.
+    """
+    from allhands.cluster.netbench import BenchOptions
+
+    chosen = chosen_hosts(hostfile, hosts, num_ranks)
+    names = _backends(backend, chosen)
+    options = BenchOptions(timeout_s=timeout_s, links=links, progress=None if as_json else _tell)
+    found = [result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))]
+    if as_json:
+        typer.echo(json.dumps([result.as_json() for result in found], indent=1))
+    else:
+        show(found)
+    if not found or any(result.failures or result.whole is None for result in found):
+        raise typer.Exit(DistributedError.exit_code)
+
+
+def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None) -> tuple[Host, ...]:
+    """The computers that the options name; without any, this one with two ranks.
+
+    Raises:
+        ConfigError: options contradict each other, or name no computer.
+    """
+    from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+
+    given = [
+        flag
+        for flag, value in (("--hostfile", hostfile), ("--hosts", hosts), ("-n", num_ranks))
+        if value not in (None, "")
+    ]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one; slots go into the hostfile"
+        )
+    if hostfile:
+        return read_hostfile(hostfile)
+    if hosts:
+        names = [name.strip() for name in hosts.split(",")]
+        if len(set(names)) < len(names):
+            raise ConfigError("a computer is named twice", where="--hosts", hint="slots go into a hostfile")
+        return tuple(host_from_name(name, "--hosts") for name in names)
+    return (Host("this computer", slots=num_ranks or 2),)
+
+
+def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
+    """Those to measure, in the order in which they would be taken."""
+    from allhands.cluster.choose import candidates, facts_of
+
+    if backend not in _BACKENDS:
+        raise ConfigError(
+            f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(_BACKENDS)}"
+        )
+    if backend != "all":
+        return [backend]
+    return [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]
+
+
+def _measure(hosts: Sequence[Host], backend: str, options: Any, *, many: bool) -> Measurement | None:
+    from allhands.cluster.netbench import measure
+
+    try:
+        return measure(hosts, backend, options)
+    except AllhandsError as error:
+        if not many:
+            raise
+        typer.echo(f"allhands: {backend}: {error}", err=True)
+        return None
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+# --- for people ---------------------------------------------------------------------------------------
+
+
+def show(results: Sequence[Measurement], console: Console | None = None) -> None:
+    """Print tables of what has been found, and what has failed."""
+    from rich.console import Console
+
+    console = console or Console(highlight=False, width=_WIDTH)
+    for result in results:
+        if result.whole is not None:
+            _show_whole(console, result.whole)
+        if len(result.links) > 1:
+            _show_links(console, result)
+        for failure in result.failures:
+            _show_failure(console, failure)
+        for group in result.not_measured:
+            console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)", markup=False)
+        console.print()
+    if len(fastest := [result.whole for result in results if result.whole]) > 1:
+        _show_comparison(console, fastest)
+
+
+def _show_whole(console: Console, figures: Figures) -> None:
+    where = ", ".join(figures.hosts)
+    console.print(f"{figures.num_ranks} ranks on {where}, {figures.backend}", markup=False)
+    table = _table("all-reduce of", "median", "middle half", "bandwidth", "of the bus")
+    for timing in figures.timings:
+        middle = f"{seconds_text(timing.low_s)} to {seconds_text(timing.high_s)}"
+        rates = rate_text(timing.bytes_per_s), rate_text(figures.bus_bytes_per_s(timing))
+        table.add_row(size_text(timing.num_bytes), seconds_text(timing.median_s), middle, *rates)
+    console.print(table)
+    latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
+    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}", markup=False)
+
+
+def _show_links(console: Console, result: Measurement) -> None:
+    console.print("\neach link by itself, one rank on each computer", markup=False)
+    table = _table("link", "latency", "4 MiB", "of the bus", left=1)
+    for link in result.links:
+        time_text = seconds_text(link.seconds(4 << 20))
+        table.add_row(
+            " - ".join(link.hosts), seconds_text(link.latency_s), time_text, rate_text(link.bus_bytes_per_s())
+        )
+    console.print(table)
+    if slowest := result.slowest_link:
+        console.print(f"slowest link: {' - '.join(slowest.hosts)}", markup=False)
+    if result.slow_host:
+        console.print(f"every link of {result.slow_host} is slow: look at its cable, or its Wi-Fi", markup=False)
+
+
+def _show_failure(console: Console, failure: Failure) -> None:
+    console.print(f"failed on {', '.join(failure.hosts)}: {failure.message}", markup=False)
+    for line in failure.log_tail[-_TAIL:]:
+        console.print(f"  | {line}", markup=False)
+    if failure.hint:
+        console.print(f"  what to do: {failure.hint}", markup=False)
+
+
+def _show_comparison(console: Console, groups: Sequence[Figures]) -> None:
+    best = min(groups, key=lambda figures: figures.seconds(16 << 20))
+    console.print(f"fastest for 16 MiB: {best.backend}", markup=False)
+
+
+def _table(*columns: str, left: int = 0) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right")
+    return table
+
+
+def size_text(num_bytes: float) -> str:
+    """``4 KiB``, ``64 MiB``."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """``13 us``, ``0.51 ms``, ``1.2 s``: two digits at least."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit * 0.0995:
+            return f"{_digits(seconds / unit)} {name}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """``5.2 MB/s``, ``1.1 GB/s``, in powers of ten."""
+    for unit, name in ((1e9, "GB/s"), (1e6, "MB/s")):
+        if bytes_per_s >= unit * 0.995:
+            return f"{_digits(bytes_per_s / unit)} {name}"
+    return f"{_digits(bytes_per_s / 1e3)} kB/s"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.2f}" if number < 9.95 else f"{number:.1f}" if number < 99.5 else f"{number:.0f}"

@@ -1,0 +1,79 @@
+"""By what addresses the computers of a job reach each other, and over which interface."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+
+from allhands.cluster import ssh
+from allhands.cluster.connection import HostError
+from allhands.cluster.hosts import Host
+from allhands.cluster.ranks import Place
+from allhands.errors import ConfigError, DistributedError
+
+
+def addresses(places: Sequence[Place]) -> list[str]:
+    """The IPv4 address of each computer as the others reach it."""
+    far = [place.host if place.host is not None and place.host.ssh is not None else None for place in places]
+    found = [_remote_address(host) if host else None for host in far]
+    others = [address for address in found if address]
+    return [address or _own_address(place.host, others) for place, address in zip(places, found, strict=True)]
+
+
+def _remote_address(host: Host) -> str:
+    assert host.ssh is not None
+    if address := _first_ipv4(host):
+        return address
+    name = ssh.real_name(host.ssh)
+    try:
+        address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        raise HostError(
+            [host.name],
+            f"host {host.name}: {name} has no IPv4 address: {error.strerror}",
+            hint='give its address as "ips" in the hostfile',
+        ) from None
+    if address.startswith("127."):
+        raise ConfigError(
+            f"host {host.name}: {name} is {address}, which the other computers cannot reach",
+            hint='give its address as "ips" in the hostfile',
+        )
+    return address
+
+
+def _own_address(host: Host | None, others: Sequence[str]) -> str:
+    """This computer's address on the way to the first of ``others``; without any, nobody else needs to reach it."""
+    if host is not None and (address := _first_ipv4(host)):
+        return address
+    if not others:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((others[0], 9))  # sends nothing
+        except OSError as error:
+            raise DistributedError(f"there is no way from here to {others[0]}: {error.strerror}") from None
+        return str(probe.getsockname()[0])
+
+
+def interface_to(address: str) -> str | None:
+    """Return the name of the interface by which this computer reaches ``address``, if there is a way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for name, entries in psutil.net_if_addrs().items():
+            if any(entry.address == own for entry in entries):
+                return name
+    return None
+
+
+def _first_ipv4(host: Host) -> str | None:
+    ipv4 = [ip for ip in host.ips if ":" not in ip]
+    if host.ips and not ipv4:
+        raise ConfigError(
+            f"host {host.name} has only IPv6 addresses",
+            hint='MLX\'s ring needs an IPv4 address in "ips" of the hostfile',
+        )
+    return ipv4[0] if ipv4 else None

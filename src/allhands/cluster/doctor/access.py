@@ -1,0 +1,352 @@
+"""Checks of the way to each computer and of the Python there: ssh, shell, versions, clock."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Login, Trouble
+from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac, usual
+from allhands.formatting import format_duration
+
+OLDEST_PYTHON = (3, 11)
+CLOCK_WARN_S = 2.0
+SLOW_LOGIN_S = 5.0
+COMPARED = ("allhands", "mlx", "mlx-lm")
+# Ranks with one of these set would believe that another launcher has started them.
+_LAUNCHERS = (
+    *("MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"),
+)
+_WORDS = {
+    "name": "its name is not known",
+    "auth": "it refuses the key",
+    "unknown-key": "its host key is not known yet",
+    "changed-key": "its host key has changed",
+    "refused": "it refuses the connection: no ssh server listens",
+    "timeout": "no answer",
+    "unreachable": "there is no way to it",
+    "no-ssh": "there is no ssh program here",
+    "no-python": "there is no Python at {python}",
+    "old-python": "its Python is too old",
+    "login": "its shell does not run Python",
+    "address": "its address cannot be found",
+    "other": "it cannot be asked",
+}
+_CUT = ("timeout", "unreachable", "refused")
+_PYTHON_KINDS = ("no-python", "old-python")
+# In OpenSSH's words, the most telling first: a changed key also ends with a failed verification.
+_SAID = (
+    ("remote host identification has changed", "changed-key"),
+    ("could not resolve hostname", "name"),
+    ("host key verification failed", "unknown-key"),
+    ("permission denied", "auth"),
+    ("too many authentication failures", "auth"),
+    ("connection refused", "refused"),
+    ("connection timed out", "timeout"),
+    ("operation timed out", "timeout"),
+    ("no route to host", "unreachable"),
+    ("network is unreachable", "unreachable"),
+)
+_SSH_FAILED = 255
+
+
+def ssh_trouble(code: int | None, said: str) -> Trouble:
+    """Why an ssh with this exit code and error output has failed; ``None`` is no answer in time."""
+    lines = ["".join(c for c in line if c.isprintable()).strip() for line in said.splitlines()]
+    last = next((line for line in reversed(lines) if line), "")[:200]
+    if code is None:
+        return Trouble(kind="timeout", reason=last)
+    if code == _SSH_FAILED:
+        for words, kind in _SAID:
+            if any(words in line.lower() for line in lines):
+                return Trouble.model_validate({"kind": kind, "reason": last})
+        return Trouble(kind="other", reason=last or "ssh has failed without a word")
+    if code in (126, 127):
+        return Trouble(kind="no-ssh" if "no ssh program" in said else "no-python", reason=last)
+    return Trouble(kind="login", reason=last or f"it ended with code {code}")
+
+
+def ssh_remedy(host: HostReport, kind: str) -> str:
+    """The command that helps against a kind of trouble."""
+    target = shlex.quote(host.ssh or host.name)
+    bare = shlex.quote((host.ssh or host.name).rpartition("@")[2])
+    place = shlex.quote(host.addresses[0]) if host.addresses else bare
+    return {
+        "name": f"echo 'ADDRESS {bare}' | sudo tee -a /etc/hosts",
+        "auth": f"ssh-copy-id {target}",
+        "unknown-key": f"ssh {target} true",
+        "changed-key": f"ssh-keygen -R {bare} && ssh {target} true",
+        "refused": f"nc -vz {place} 22   # there: sudo systemctl enable --now ssh; a Mac: sudo systemsetup "
+        "-setremotelogin on",
+        "timeout": f"ping -c 3 {place}",
+        "unreachable": f"ping -c 3 {place}",
+        "no-ssh": "sudo apt install openssh-client",
+        "no-python": f"allhands cluster init --hosts {target}",
+        "old-python": f"allhands cluster init --hosts {target}",
+        "login": f"ssh {target} {shlex.quote(shlex.quote(host.python) + ' --version')}",
+        "address": f'getent hosts {bare}   # and write it as "ips" into the hostfile',
+    }.get(kind, f"ssh -v {target} true")
+
+
+def check_ssh(cluster: Cluster) -> list[Finding]:
+    """Every computer can be asked, without a question from ssh."""
+    return [
+        _trouble_finding("ssh", host, host.trouble)
+        for host in cluster.hosts
+        if host.trouble is not None and host.trouble.kind not in _PYTHON_KINDS
+    ]
+
+
+def _trouble_finding(check: str, host: HostReport, trouble: Trouble) -> Finding:
+    words = _WORDS[trouble.kind].format(python=host.python)
+    said = f": {trouble.reason}" if trouble.reason else ""
+    return Finding(check, (host.name,), "stop", words + said, ssh_remedy(host, trouble.kind))
+
+
+def check_answers(cluster: Cluster) -> list[Finding]:
+    """No computer stopped answering while it was asked."""
+    return [
+        Finding(
+            "answers",
+            (host.name,),
+            "stop",
+            f"it stopped answering: {host.lost}",
+            on(host, "uptime; df -h .; dmesg | tail -n 20"),
+        )
+        for host in cluster.hosts
+        if host.lost
+    ]
+
+
+def check_shell(cluster: Cluster) -> list[Finding]:
+    """Login shells keep quiet, and are quick."""
+    slow = [
+        Finding(
+            "shell",
+            (host.name,),
+            "warn",
+            f"a login takes {format_duration(host.login_s)}: its shell does too much, or its name server is slow",
+            f"time ssh {shlex.quote(host.ssh or host.name)} true",
+        )
+        for host in cluster.hosts
+        if host.login_s > SLOW_LOGIN_S and host.facts is not None
+    ]
+    return slow + [
+        Finding(
+            "shell",
+            (host.name,),
+            "warn",
+            f"its shell prints on every login, which breaks scp, rsync and mpirun: {ascii(host.noise.strip())[:80]}",
+            on(host, "grep -n 'echo\\|printf' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/rc 2>/dev/null"),
+        )
+        for host in cluster.hosts
+        if host.noise.strip() and host.facts is not None
+    ]
+
+
+def check_ssh_between(cluster: Cluster) -> list[Finding]:
+    """Every computer can reach every other over ssh: for mpirun on one of them, and for copying along a chain."""
+    # Where no connection passes at all that is told with the ports.
+    cut = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome not in ("ok", "stalls")}
+    return [
+        _login_finding(cluster, login, login.trouble)
+        for login in cluster.logins
+        if login.trouble is not None
+        and not (login.trouble.kind in _CUT and {(login.source, login.target), (login.target, login.source)} & cut)
+    ]
+
+
+def _login_finding(cluster: Cluster, login: Login, trouble: Trouble) -> Finding:
+    source, target = cluster.host(login.source), cluster.host(login.target)
+    # Nobody logs in to the computer at which the person sits, unless mpirun is started elsewhere.
+    severity: Severity = "note" if target.ssh is None else "warn"
+    said = f": {trouble.reason}" if trouble.reason else ""
+    words = _WORDS[trouble.kind].format(python="")
+    other = HostReport(name=login.name, ssh=login.name, addresses=target.addresses)
+    message = f"from here ssh {login.name} fails: {words}{said}"
+    command = ssh_remedy(other, trouble.kind)
+    if trouble.kind == "auth":
+        # It may have no key of its own yet.
+        command = f"test -f ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519; {command}"
+    return Finding("ssh-between", (source.name, target.name), severity, message, _in_person(source, command))
+
+
+def _in_person(host: HostReport, command: str) -> str:
+    """With a terminal: it may ask."""
+    return on(host, command).replace("ssh ", "ssh -t ", 1) if host.ssh is not None else command
+
+
+def check_python(cluster: Cluster) -> list[Finding]:
+    """There is a Python that is new enough."""
+    findings = [
+        _trouble_finding("python", host, host.trouble)
+        for host in cluster.hosts
+        if host.trouble is not None and host.trouble.kind in _PYTHON_KINDS
+    ]
+    for host, facts in cluster.answered():
+        version = facts.python.python_version
+        if version and _numbers(version) < OLDEST_PYTHON:
+            oldest = ".".join(map(str, OLDEST_PYTHON))
+            message = f"{facts.python.python_path} is Python {version}, {oldest} is needed"
+            findings.append(Finding("python", (host.name,), "stop", message, ssh_remedy(host, "old-python")))
+    return findings
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def _new_enough(facts: HostFacts) -> bool:
+    return not facts.python.python_version or _numbers(facts.python.python_version) >= OLDEST_PYTHON
+
+
+def check_allhands(cluster: Cluster) -> list[Finding]:
+    """A rank would start: allhands and MLX can be imported."""
+    findings: list[Finding] = []
+    for host, facts in cluster.answered():
+        reason = facts.starts
+        if "python" in facts.missing or not _new_enough(facts):
+            continue
+        if reason is None and "starts" in facts.missing:
+            message = "allhands could not be started in time"
+            findings.append(Finding("allhands", (host.name,), "warn", message, on(host, f"{host.python} -m allhands")))
+        elif reason is not None:
+            what = "allhands is not installed" if facts.version("allhands") is None else f"a rank fails with {reason}"
+            findings.append(
+                Finding("allhands", (host.name,), "stop", f"{what} in {host.python}", _install(cluster, host, facts))
+            )
+    return findings
+
+
+def _install(cluster: Cluster, host: HostReport, facts: HostFacts) -> str:
+    """The pip command that gives the host what the others have."""
+    versions = [other.version("allhands") for _, other in cluster.answered() if other.version("allhands")]
+    extra = "" if on_mac(host) else "[cuda13]" if any(gpu.kind == "cuda" for gpu in facts.gpus) else "[cpu]"
+    wanted = f"allhands{extra}" + (f"=={usual(versions)}" if versions else "")
+    return on(host, shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", wanted]))
+
+
+def check_versions(cluster: Cluster) -> list[Finding]:
+    """allhands, mlx and mlx-lm are the same everywhere; other Pythons are told."""
+    findings: list[Finding] = []
+    for package in (*COMPARED, "python"):
+        have = [
+            (host, facts, version)
+            for host, facts in cluster.answered()
+            if (version := facts.version(package)) and _new_enough(facts)
+        ]
+        if len({version for *_, version in have}) < 2:
+            continue
+        common = usual([version for *_, version in have])
+        same = listed(host.name for host, _, version in have if version == common)
+        for host, facts, version in have:
+            if version != common:
+                findings.append(_other_version(host, facts, (package, version, common), same))
+    return findings
+
+
+def _other_version(host: HostReport, facts: HostFacts, versions: tuple[str, str, str], same: str) -> Finding:
+    package, own, common = versions
+    message = f"{package} {own}, but {common} on {same}"
+    if package == "python":
+        note = "note" if _numbers(own) == _numbers(common) else "warn"
+        return Finding("versions", (host.name,), note, message, ssh_remedy(host, "old-python"))
+    # Ranks of different releases of allhands or MLX would not take the same steps.
+    severity: Severity = "warn" if package == "mlx-lm" else "stop"
+    command = shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", f"{package}=={common}"])
+    return Finding("versions", (host.name,), severity, message, on(host, command))
+
+
+def check_clock(cluster: Cluster) -> list[Finding]:
+    """Clocks agree, as far as the way to them lets one know."""
+    known = [(host, host.clock_offset_s) for host in cluster.hosts if host.clock_offset_s is not None]
+    findings: list[Finding] = []
+    # The person's own clock counts like one more; of two that disagree it is the one that is believed.
+    reference = _middle([0.0, *(offset for _, offset in known)])
+    for host, offset in known:
+        off = offset - reference
+        if abs(off) - host.round_trip_s / 2 > CLOCK_WARN_S:
+            way = "ahead" if off > 0 else "behind"
+            command = "sudo sntp -sS time.apple.com" if on_mac(host) else "sudo timedatectl set-ntp true"
+            message = f"its clock is {format_duration(abs(off))} {way}: times in logs mislead, and the Hub may refuse"
+            findings.append(Finding("clock", (host.name,), "warn", message, on(host, command)))
+    return findings
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The median; of two in the middle the one nearer to 0."""
+    ranked = sorted(values)
+    return min(ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2], key=abs)
+
+
+def check_same(cluster: Cluster) -> list[Finding]:
+    """No computer stands in the list under two names."""
+    seen: dict[tuple[str, str, str], str] = {}
+    findings: list[Finding] = []
+    for host, facts in cluster.answered():
+        identity = (facts.system.machine_id, facts.system.boot_id, facts.system.network_id)
+        if not facts.system.boot_id:
+            continue
+        first = seen.setdefault(identity, host.name)
+        if first != host.name:
+            message = f"it is the same computer as {first}: ranks would share its cores and memory"
+            remedy = f"{on(host, 'hostname')}   # keep one of the two, with slots for both"
+            findings.append(Finding("same-computer", (host.name, first), "warn", message, remedy))
+    return findings
+
+
+def check_directory(cluster: Cluster) -> list[Finding]:
+    """The directory to work in can be entered."""
+    findings: list[Finding] = []
+    for host, facts in cluster.answered():
+        if facts.cwd_error is None:
+            continue
+        severity: Severity = "stop" if host.cwd_given else "note"
+        message = f"{host.cwd} cannot be entered ({facts.cwd_error}); ranks would work in {facts.cwd}"
+        remedy = on(host, f"mkdir -p {shlex.quote(host.cwd)}")
+        findings.append(Finding("directory", (host.name,), severity, message, remedy))
+    return findings
+
+
+def check_variables(cluster: Cluster) -> list[Finding]:
+    """No variables of another launcher, or of another job, wait in the environment of a login."""
+    findings: list[Finding] = []
+    for host, facts in cluster.answered():
+        launchers = [name for name in facts.variables if name in _LAUNCHERS]
+        others = [name for name in facts.variables if name not in _LAUNCHERS]
+        where = "grep -n 'MLX_\\|OMPI_\\|PMI\\|NCCL_' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/environment 2>/dev/null"
+        if launchers:
+            message = f"{listed(launchers)} set for every login: a rank takes them for its own"
+            findings.append(Finding("variables", (host.name,), "warn", message, on(host, where)))
+        if others:
+            message = f"{listed(others)} set for every login"
+            findings.append(Finding("variables", (host.name,), "note", message, on(host, where)))
+    return findings
+
+
+def _asked(cluster: Cluster) -> bool:
+    return bool(cluster.hosts)
+
+
+def _all_answered(cluster: Cluster) -> bool:
+    return all(host.facts is not None for host in cluster.hosts)
+
+
+def _all_logins(cluster: Cluster) -> bool:
+    return all(login.trouble is None for login in cluster.logins)
+
+
+CHECKS = (
+    Check("ssh", "ssh without a question", check_ssh, _asked),
+    Check("answers", "all answer to the end", check_answers, _asked, _all_answered),
+    Check("python", "Python", check_python, _asked),
+    Check("shell", "quiet, quick shells", check_shell, _asked),
+    Check("allhands", "allhands starts", check_allhands),
+    Check("versions", "versions", check_versions),
+    Check("clock", "clocks", check_clock),
+    Check("same-computer", "each is another computer", check_same),
+    Check("directory", "working directory", check_directory),
+    Check("variables", "environment", check_variables),
+    Check("ssh-between", "ssh between them", check_ssh_between, lambda cluster: bool(cluster.logins), _all_logins),
+)

@@ -1,0 +1,170 @@
+"""Whether other computers can connect to this one and this one to them, by the very addresses and over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import shutil
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from allhands.cluster.doctor.probes.tools import finished, program_environment
+
+# Enough for many full-size packets, so that a path on which only small ones pass is found.
+LARGE_BYTES = 1 << 18
+_MOST_LINE = 200
+_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
+_FORBIDDEN = (errno.EPERM, errno.EACCES)
+
+
+class Listeners:
+    """Listens on free ports of given addresses until closed, and answers who knows the secret."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._sockets: list[socket.socket] = []
+
+    def open(self, addresses: list[str]) -> dict[str, Any]:
+        """The port of each address, and why some could not be taken."""
+        ports: dict[str, int] = {}
+        errors: dict[str, str] = {}
+        for address in addresses:
+            listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            try:
+                listening.bind((address, 0))
+                listening.listen(64)
+            except OSError as error:
+                errors[address] = error.strerror or str(error)
+                listening.close()
+                continue
+            ports[address] = listening.getsockname()[1]
+            self._sockets.append(listening)
+            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+        return {"ports": ports, "errors": errors}
+
+    def close(self) -> None:
+        """Listen no more."""
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+            one.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(10.0)
+            try:
+                if line_of(connection) == asking_word(self._secret):
+                    connection.sendall((answering_word(self._secret) + "\n").encode())
+                    connection.sendall(bytes(LARGE_BYTES))
+                    connection.recv(1)  # until the other side has it all
+            except OSError:
+                return
+
+
+def asking_word(secret: str) -> str:
+    """What the one who connects says first."""
+    return hashlib.sha256(("ask " + secret).encode()).hexdigest()
+
+
+def answering_word(secret: str) -> str:
+    """What the right listener answers."""
+    return hashlib.sha256(("answer " + secret).encode()).hexdigest()
+
+
+def line_of(connection: socket.socket) -> str:
+    """The first line, without its end; what has come so far if the other side closes."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MOST_LINE:
+        byte = connection.recv(1)
+        if not byte:
+            break
+        line += byte
+    return line.decode("ascii", "replace").strip()
+
+
+def reach_facts(targets: list[dict[str, Any]], secret: str, timeout_s: float) -> list[dict[str, Any]]:
+    """What comes of connecting to each target (``ip`` and ``port``), all at the same time."""
+    if not targets:
+        return []
+    with ThreadPoolExecutor(min(32, len(targets))) as pool:
+        return list(pool.map(lambda target: reach_fact(target, secret, timeout_s), targets))
+
+
+def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[str, Any]:
+    """The ``outcome``: ok, refused, timeout, unreachable, forbidden, stranger, stalls or failed.
+
+    ``stalls`` means that small packets pass and large ones do not; ``ms`` is the time of a packet there and back.
+    """
+    fact: dict[str, Any] = {"ip": target["ip"], "port": target["port"], "outcome": "ok", "detail": ""}
+    stage = "connect"
+    began = time.monotonic()
+    try:
+        with socket.create_connection((target["ip"], target["port"]), timeout_s) as connection:
+            fact["ms"] = round(1000 * (time.monotonic() - began), 3)
+            fact["source"] = connection.getsockname()[0]
+            stage = "answer"
+            began = time.monotonic()
+            connection.sendall((asking_word(secret) + "\n").encode())
+            if line_of(connection) != answering_word(secret):
+                return {**fact, "outcome": "stranger"}
+            fact["ms"] = min(fact["ms"], round(1000 * (time.monotonic() - began), 3))
+            stage = "large"
+            receive_exactly(connection, LARGE_BYTES)
+    except OSError as error:
+        fact.update(outcome=outcome_of(error, stage), detail=error.strerror or str(error))
+    return fact
+
+
+def receive_exactly(connection: socket.socket, size: int) -> None:
+    """Read ``size`` bytes.
+
+    Raises:
+        OSError: they do not come.
+    """
+    while size:
+        data = connection.recv(min(size, 1 << 16))
+        if not data:
+            raise OSError(errno.ECONNRESET, "closed by the other side")
+        size -= len(data)
+
+
+def outcome_of(error: OSError, stage: str) -> str:
+    """What an error means, by the stage in which it came."""
+    if error.errno is None or error.errno == errno.ETIMEDOUT:
+        return {"connect": "timeout", "answer": "stranger", "large": "stalls"}[stage]
+    if error.errno in _REFUSED and stage == "connect":
+        return "refused"
+    if error.errno in _UNREACHABLE:
+        return "unreachable"
+    return "forbidden" if error.errno in _FORBIDDEN else "failed"
+
+
+def login_facts(logins: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+    """What comes of running each ``argv``, an ssh to another computer, all at the same time."""
+    if not logins:
+        return []
+    with ThreadPoolExecutor(min(16, len(logins))) as pool:
+        return list(pool.map(lambda login: login_fact(login, timeout_s), logins))
+
+
+def login_fact(login: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Exit code and last words of one; a code of ``None`` means no answer in time."""
+    if shutil.which(login["argv"][0], path=program_environment()["PATH"]) is None:
+        return {"target": login["target"], "code": 127, "said": "there is no ssh program"}
+    done = finished(login["argv"], timeout_s)
+    if done is None:
+        return {"target": login["target"], "code": None, "said": ""}
+    return {"target": login["target"], "code": done[0], "said": done[2][-2000:]}

@@ -1,0 +1,80 @@
+"""Programs of the computer and files of its kernel, asked with deadlines; what is not there is no error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# A command over ssh gets a short PATH, without what administrators and Homebrew have.
+_MORE_PATH = "/usr/sbin:/sbin:/usr/local/bin:/opt/homebrew/bin"
+
+
+def program_environment() -> dict[str, str]:
+    """The environment in which programs speak English and are found."""
+    path = os.environ.get("PATH", "/usr/bin:/bin")
+    return {**os.environ, "LC_ALL": "C", "PATH": f"{path}:{_MORE_PATH}"}
+
+
+def output_of(argv: Sequence[str], timeout_s: float = 8.0) -> str | None:
+    """What a program prints; ``None``: there is no such program, it fails, or takes too long."""
+    done = finished(argv, timeout_s)
+    return done[1] if done is not None and done[0] == 0 else None
+
+
+def finished(argv: Sequence[str], timeout_s: float) -> tuple[int, str, str] | None:
+    """Exit code, output and error output; ``None``: it cannot be started, or takes too long."""
+    try:
+        done = subprocess.run(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            env=program_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+
+def text_of(path: str) -> str | None:
+    """The content of a small file; ``None`` if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read(1 << 20)
+    except OSError:
+        return None
+
+
+def gathered(collectors: Mapping[str, Callable[[], Any]], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """What each function returns, all at the same time, and why some did not.
+
+    One that fails or hangs does not keep the others from answering.
+    """
+    values: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+
+    def collect(name: str, function: Callable[[], Any]) -> None:
+        try:
+            values[name] = function()
+        except Exception as error:  # whatever is odd about this computer: it is told, and the rest goes on
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    threads = [
+        threading.Thread(target=collect, args=(name, function), name=name, daemon=True)
+        for name, function in collectors.items()
+    ]
+    for thread in threads:
+        thread.start()
+    waiter = threading.Event()
+    slice_s = 0.02
+    for _ in range(int(timeout_s / slice_s)):
+        if not any(thread.is_alive() for thread in threads):
+            break
+        waiter.wait(slice_s)
+    late = [thread.name for thread in threads if thread.is_alive()]
+    # Copies: what is late may still come.
+    return {n: v for n, v in values.copy().items() if n not in late}, {**errors, **dict.fromkeys(late, "no answer")}

@@ -1,0 +1,233 @@
+"""One computer, asked: the probe there, started over ssh or here, spoken to in lines of JSON with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any, cast
+
+from allhands.cluster import probe, ssh
+from allhands.cluster.doctor.access import ssh_trouble
+from allhands.cluster.doctor.facts import Trouble
+from allhands.cluster.hosts import Host
+
+_MOST_NOISE = 4096
+_MOST_SAID = 1 << 14
+_LONGEST_LINE = 64 << 20
+_END_S = 1.0
+_SSH_FAILED = 255
+
+
+class Untold(Exception):
+    """The computer has not answered; ``reason`` says how it went."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Refused(Exception):
+    """The computer could not be asked at all."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(trouble.kind)
+        self.trouble = trouble
+
+
+class Session:
+    """The probe on ``host``; :meth:`close` or :meth:`kill` ends it.
+
+    Args:
+        host: without ``ssh`` it is this computer.
+        timeout_s: to connect, and for the longest silence.
+    """
+
+    def __init__(self, host: Host, timeout_s: float) -> None:
+        self.noise = ""
+        self._timeout_s = timeout_s
+        self._token = secrets.token_hex(16)
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._ready = False
+        self._ended = threading.Event()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
+        argv = [host.python or sys.executable, "-u", "-c", probe.BOOTSTRAP]
+        if host.ssh is not None:
+            argv = ssh.command(host.ssh, argv, ssh.SshOptions(connect_timeout_s=max(1, min(10, round(timeout_s)))))
+        self._process = self._start(argv, remote=host.ssh is not None)
+        self._threads = [
+            threading.Thread(target=work, name=f"{work.__name__}-{host.name}", daemon=True)
+            for work in (self._read, self._send_program)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_until_ready(self) -> None:
+        """Wait for the probe.
+
+        Raises:
+            Refused: it does not come up, with the reason.
+        """
+        answer = self._next(self._timeout_s)
+        if answer is None:
+            if self._ended.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+            code = self._process.poll()
+            self.kill()
+            raise Refused(ssh_trouble(code, f"{self._words()}\n{self.noise if code != _SSH_FAILED else ''}"))
+        if "old" in answer:
+            self.kill()
+            raise Refused(Trouble(kind="old-python", reason=f"{answer['python']} is Python {answer['old']}"))
+
+    def ask(self, kind: str, silence_s: float | None = None, /, **request: Any) -> dict[str, Any]:
+        """Return the answer to one request.
+
+        Args:
+            kind: of the request; see :func:`allhands.cluster.probe.answer_to`.
+            silence_s: the longest that is waited for a sign of life; ``None``: the session's.
+
+        Raises:
+            Untold: there is no answer.
+        """
+        limit = silence_s or self._timeout_s
+        request["kind"] = kind
+        if not self._send(json.dumps(request) + "\n"):
+            raise Untold("the connection broke")
+        while True:
+            answer = self._next(limit)
+            if answer is None:
+                raise Untold("the connection broke" if self._ended.is_set() else f"no answer for {limit:g} s")
+            if "progress" not in answer:
+                return answer
+
+    def close(self) -> None:
+        """End the probe, wait a moment for it, and give everything back."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.kill()
+        for thread in self._threads:
+            thread.join(_END_S)
+        # What ssh may have left behind can hold the other end of a pipe: its reader keeps ours.
+        if not self._threads[0].is_alive():
+            self._output.close()
+            self._said.close()
+
+    def kill(self) -> None:
+        """End the probe at once; may be called again, and from any thread."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    # --- what happens in other threads ----------------------------------------------------------------
+
+    def _start(self, argv: list[str], remote: bool) -> subprocess.Popen[bytes]:
+        try:
+            process = subprocess.Popen(
+                argv,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._said.close()
+            kind = "no-ssh" if remote else "no-python"
+            raise Refused(Trouble(kind=kind, reason=f"{argv[0]}: {error.strerror}")) from None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._input, self._output = process.stdin, process.stdout
+        return process
+
+    def _send_program(self) -> None:
+        """In a thread: an ssh that is still connecting takes only so much."""
+        text = probe.program()
+        self._send(f"{self._token} {len(text)}\n{text}")
+
+    def _send(self, text: str) -> bool:
+        data = memoryview(text.encode("ascii"))
+        try:
+            while data:
+                data = data[self._input.write(data) :]
+        except (OSError, ValueError):  # the other side has gone, or we have closed
+            return False
+        return True
+
+    def _read(self) -> None:
+        pending = b""
+        with contextlib.suppress(OSError, ValueError):
+            while data := os.read(self._output.fileno(), 1 << 16):
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    self._take(line)
+                if len(pending) > _LONGEST_LINE:
+                    break
+        self._hear(pending)
+        self._ended.set()
+        self._answers.put(None)
+
+    def _take(self, line: bytes) -> None:
+        """An answer bears the token; before it on the line, or without it, is what something else has printed."""
+        before, found, text = line.partition(self._token.encode())
+        answer = _parsed(text) if found else None
+        self._hear(line if answer is None else before)
+        if answer is not None:
+            self._ready = True
+            self._answers.put(answer)
+
+    def _hear(self, noise: bytes) -> None:
+        """What a shell prints before the first answer."""
+        if noise.strip() and not self._ready and len(self.noise) < _MOST_NOISE:
+            text = noise[:_MOST_NOISE].decode(errors="replace")
+            self.noise += "".join(c for c in text if c.isprintable() or c == "\t") + "\n"
+
+    def _next(self, timeout_s: float) -> dict[str, Any] | None:
+        if self._ended.is_set() and self._answers.empty():
+            return None
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _words(self) -> str:
+        """The end of what ssh, or the shell there, has said on its error output."""
+        self._said.seek(0, os.SEEK_END)
+        self._said.seek(max(0, self._said.tell() - _MOST_SAID))
+        return self._said.read().decode(errors="replace")
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        answer: object = json.loads(text)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else None
+
+
+def clock_offset(session: Session, rounds: int = 3) -> tuple[float, float]:
+    """How far the computer's clock is ahead of this one's, and the round trip in which that was asked, in seconds.
+
+    Raises:
+        Untold: it has not answered.
+    """
+    best: tuple[float, float] | None = None
+    for _ in range(rounds):
+        began, began_clock = time.monotonic(), time.time()
+        there = float(session.ask("time")["time"])
+        took = time.monotonic() - began
+        if best is None or took < best[1]:
+            best = there - (began_clock + took / 2), took
+    assert best is not None
+    return best

@@ -1,0 +1,162 @@
+"""What the doctor runs on every computer: a conversation in JSON lines with a program that is sent over ssh.
+
+The program (:func:`program`) is this module and the parts in :mod:`allhands.cluster.doctor.probes`, joined into one
+text that needs nothing but Python 3.9. :data:`BOOTSTRAP`, given to ``python -c``, reads the first line of its input
+(``TOKEN LENGTH``), then the text, and hands over to :func:`converse`; it runs on any Python since 2.7, so that an old
+one can say that it is old. Each request is a line of JSON, each answer a line of the token and JSON: what a login
+shell or a library prints is told from it. The program ends when its input does, or when nothing is asked for long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from allhands.cluster.doctor.probes.computer import (
+    ON_MAC,
+    disk_facts,
+    gpu_facts,
+    limit_facts,
+    memory_facts,
+    mpi_facts,
+    processor_facts,
+    python_facts,
+    rdma_facts,
+    starts_fact,
+    system_facts,
+    variable_facts,
+)
+from allhands.cluster.doctor.probes.mac import mac_facts, mac_interfaces
+from allhands.cluster.doctor.probes.network import linux_firewalls, linux_interfaces, route_fact
+from allhands.cluster.doctor.probes.reach import Listeners, login_facts, reach_facts
+from allhands.cluster.doctor.probes.tools import gathered
+from allhands.cluster.doctor.probes.trees import tree_fact
+
+# The oldest Python that can run the program.
+OLDEST = (3, 9)
+# It runs what the person's own doctor sends over the person's own ssh, as `python -` would; but unlike there, its
+# input stays open for requests. Nothing is imported from the directory that it happens to start in.
+BOOTSTRAP = """
+import sys
+sys.path = [place for place in sys.path if place]
+import json
+token, length = sys.stdin.readline().split()
+if sys.version_info < (3, 9):
+    print(token + " " + json.dumps({"old": sys.version.split()[0], "python": sys.executable}))
+    sys.stdout.flush()
+else:
+    space = {"__name__": "allhands_probe"}
+    exec(compile(sys.stdin.read(int(length)), "allhands_probe", "exec"), space)
+    space["converse"](token)
+"""
+_PARTS = ("tools", "computer", "network", "mac", "trees", "reach")
+_IDLE_S = 120  # without a request, or within one without a sign of life, after which the system ends the program
+_PROGRESS_S = 0.5
+
+
+def program() -> str:
+    """The text to send: ASCII, for Python 3.9 or later."""
+    import ast
+    from pathlib import Path
+
+    here = Path(__file__)
+    texts = ["from __future__ import annotations\n"]
+    for path in (*(here.parent / "doctor" / "probes" / f"{part}.py" for part in _PARTS), here):
+        lines = path.read_text(encoding="ascii").splitlines(keepends=True)
+        for node in ast.parse("".join(lines)).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("__future__", "allhands"):
+                lines[node.lineno - 1 : node.end_lineno] = ["\n"] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+        texts += lines
+    return "".join(texts)
+
+
+def converse(token: str) -> None:
+    """Answer the requests on standard input until it ends."""
+    listeners: list[Listeners] = []
+
+    def say(**fields: Any) -> None:
+        signal.alarm(_IDLE_S)
+        sys.stdout.write(f"{token} {json.dumps(fields)}\n")
+        sys.stdout.flush()
+
+    say(ready=True)
+    for line in sys.stdin:
+        signal.alarm(_IDLE_S)
+        say(**answer_to(json.loads(line), say, listeners))
+    for one in listeners:
+        one.close()
+
+
+def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list[Listeners]) -> dict[str, Any]:
+    """What is answered to one request; its ``kind`` says which.
+
+    Args:
+        say: tells of progress in between.
+        listeners: gets what goes on listening afterwards.
+    """
+    kind = request["kind"]
+    if kind == "time":
+        return {"time": time.time()}
+    if kind == "facts":
+        return facts(request)
+    if kind == "trees":
+        return {"trees": trees(request, say)}
+    if kind == "listen":
+        listeners.append(Listeners(request["secret"]))
+        return listeners[-1].open(request["addresses"])
+    if kind == "reach":
+        return {"reached": reach_facts(request["targets"], request["secret"], request["timeout_s"])}
+    if kind == "logins":
+        return {"logins": login_facts(request["logins"], request["timeout_s"])}
+    return {"unknown": kind}
+
+
+def facts(request: dict[str, Any]) -> dict[str, Any]:
+    """Everything about this computer that needs no other one, and what could not be had.
+
+    ``request`` may name ``cwd``, the directory to work in, ``places`` (role to path) whose disks count, and ``peers``,
+    addresses to which routes are looked up; what takes longer than ``timeout_s`` is left out.
+    """
+    found: dict[str, Any] = {"cwd_error": None}
+    if request.get("cwd"):
+        try:
+            os.chdir(os.path.expanduser(request["cwd"]))
+        except OSError as error:
+            found["cwd_error"] = error.strerror
+    found["cwd"] = os.getcwd()
+    collectors: dict[str, Callable[[], Any]] = {
+        "system": system_facts,
+        "python": python_facts,
+        "starts": starts_fact,
+        "processor": processor_facts,
+        "memory": memory_facts,
+        "gpus": gpu_facts,
+        "limits": limit_facts,
+        "variables": variable_facts,
+        "disks": lambda: disk_facts(request.get("places", {})),
+        "mpi": mpi_facts,
+        "rdma": rdma_facts,
+        "interfaces": mac_interfaces if ON_MAC else linux_interfaces,
+        "routes": lambda: [route_fact(ip) for ip in request.get("peers", [])],
+    }
+    collectors.update({"mac": mac_facts} if ON_MAC else {"firewalls": linux_firewalls})
+    values, errors = gathered(collectors, request["timeout_s"])
+    return {**found, **values, "missing": errors}
+
+
+def trees(request: dict[str, Any], say: Callable[..., None]) -> list[dict[str, Any]]:
+    """The directories that ``request["sources"]`` names by their role, with progress in bytes."""
+    told = time.monotonic()
+
+    def progress(done: int) -> None:
+        nonlocal told
+        if time.monotonic() >= told + _PROGRESS_S:
+            told = time.monotonic()
+            say(progress=done)
+
+    return [tree_fact(role, source, request["hashed"], progress) for role, source in request["sources"].items()]

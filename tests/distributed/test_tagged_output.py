@@ -1,0 +1,104 @@
+"""The lines of every rank on one screen, from this computer and from others; and computers given by name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from namespaces import namespaces
+from tiny import run_allhands
+
+PROGRAM = """
+import os, sys
+rank = os.environ["ALLHANDS_RANK"]
+for line in range(3):
+    print("line", line, "of", rank, flush=True)
+print("trouble of", rank, file=sys.stderr)
+print("no end of", rank, end="")
+"""
+
+
+def _expected(rank: int) -> list[str]:
+    return [*(f"line {line} of {rank}" for line in range(3)), f"trouble of {rank}", f"no end of {rank}"]
+
+
+def _by_tag(output: str) -> dict[str, list[str]]:
+    """The lines of each rank, without its tag."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in output.splitlines():
+        tag = re.fullmatch(r"\[rank (\d+(?: \S+)?)\] (.*)", line)
+        assert tag, f"a line of nobody: {line!r}"
+        found[tag[1]].append(tag[2])
+    return found
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+@pytest.mark.parametrize("backend", ["ring", "mpi"])
+def test_every_line_has_its_rank(tmp_path: Path, program: str, backend: str) -> None:
+    words = [
+        "launch",
+        "-n",
+        "2",
+        "--backend",
+        backend,
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--",
+        sys.executable,
+        program,
+    ]
+    done = run_allhands(*words)
+    assert done.returncode == 0, done.stderr
+    assert _by_tag(done.stdout) == {"0": _expected(0), "1": _expected(1)}
+    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert [log.splitlines() for log in logs] == [_expected(0), _expected(1)]
+
+
+def test_one_rank_and_untagged_ones_speak_for_themselves(tmp_path: Path, program: str) -> None:
+    alone = run_allhands("launch", "--log-dir", str(tmp_path / "one"), "--", sys.executable, program)
+    words = ["launch", "-n", "2", "--no-tag-output", "--log-dir", str(tmp_path / "two"), "--", sys.executable, program]
+    untagged = run_allhands(*words)
+    for done in (alone, untagged):
+        assert done.returncode == 0, done.stderr
+        assert (done.stdout + "\n").splitlines() == [*(f"line {line} of 0" for line in range(3)), "no end of 0"]
+        assert "trouble of 0" in done.stderr
+    assert (tmp_path / "two" / "rank-1.log").read_text().splitlines() == _expected(1)
+
+
+def test_training_shows_all_ranks_if_asked(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
+    words = ["train", "--train", "--model", str(tiny_model), "--data", str(tiny_data), "--iters", "2", "-n", "2"]
+    words += ["--val-batches", "0", "--steps-per-report", "1", "--backend", "ring", "--adapter-path", str(tmp_path)]
+    done = run_allhands(*words, "--tag-output")
+    assert done.returncode == 0, done.stderr
+    lines = _by_tag(done.stdout)
+    losses = {rank: re.findall(r"step (\d)/2  loss ([\d.]+)", "\n".join(told)) for rank, told in lines.items()}
+    assert [step for step, _ in losses["0"]] == ["1", "2"]
+    assert losses["0"] == losses["1"]
+
+
+def test_hosts_by_name_are_joined_shown_and_tagged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    (tmp_path / "cluster").mkdir()
+    with namespaces(2, tmp_path / "cluster") as cluster:
+        monkeypatch.chdir(tmp_path)
+        words = ["launch", "--hosts", "node0:2,node1", "--log-dir", "logs", "--", sys.executable, program]
+        done = run_allhands(*words)
+        addresses = [cluster.nodes[name].address for name in cluster.names]
+    assert done.returncode == 0, done.stderr
+    assert _by_tag(done.stdout) == {f"{rank} node{rank // 2}": _expected(rank) for rank in range(3)}
+    told = re.search(
+        r"allhands: 3 processes, ring: 2 ranks on node0 (\S+) \(over (\S+)\), node1 (\S+) \(over", done.stderr
+    )
+    assert told, done.stderr
+    assert [told[1], told[3]] == addresses
+    assert told[2].startswith("ahb"), "not the bridge on which the computers hang"

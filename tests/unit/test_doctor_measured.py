@@ -1,0 +1,94 @@
+"""What training would send: parameters counted from the heads of files, against the model itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from computers import cluster, host
+
+from allhands.cluster import netbench
+from allhands.cluster.doctor.facts import Tree
+from allhands.cluster.doctor.measured import full_parameters, lora_parameters, measured, shapes_of, trained_parameters
+from allhands.cluster.figures import Failure, Figures, Measurement, Timing
+from allhands.cluster.hosts import Host
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError
+
+
+def made(path: Path, **options: object) -> tuple[int, int]:
+    """Trained and all parameters, as training counts them."""
+    from allhands.model.adapters import make_trainable
+    from allhands.model.load import load_model
+
+    found = make_trainable(load_model(str(path)).model, TrainConfig.model_validate(options))
+    return found.parameters, found.total_parameters
+
+
+def test_counts_are_those_of_training(tiny_model: Path) -> None:
+    shapes = shapes_of(tiny_model)
+    assert (lora_parameters(shapes), full_parameters(shapes)) == made(tiny_model)
+    assert lora_parameters(shapes, num_layers=2) == made(tiny_model, num_layers=2)[0]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights_count_their_values(tiny_model: Path, tmp_path: Path, bits: int) -> None:
+    from allhands.model.load import get_model
+
+    packed = get_model(str(tiny_model), tmp_path / "packed", quantize_bits=bits, group_size=32)
+    shapes = shapes_of(packed)
+    assert full_parameters(shapes) == full_parameters(shapes_of(tiny_model))
+    assert lora_parameters(shapes) == made(packed)[0]
+
+
+def test_experts_count_each() -> None:
+    shapes = {"model.layers.0.mlp.experts.weight": (4, 10, 6), "model.layers.0.norm.weight": (6,), "head": (9, 9)}
+    assert lora_parameters(shapes) == 4 * 8 * (10 + 6)
+
+
+def test_no_model_no_figures(tmp_path: Path) -> None:
+    assert shapes_of(tmp_path) == {}
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert shapes_of(tmp_path) == {}
+    assert trained_parameters(cluster()) == {}
+
+
+# --- the measurement ----------------------------------------------------------------------------------
+
+
+def figures(a: str, b: str, seconds: float) -> Figures:
+    """All-reduces of 4 kB in 0.1 ms, and of 1 MB in ``seconds``."""
+    timings = [Timing(4096, 9, 1e-4, 9e-5, 2e-4), Timing(1_000_000, 9, seconds, seconds, seconds)]
+    return Figures.of((a, b), 2, "ring", timings)
+
+
+HOSTS = [Host(f"node{i}", f"node{i}") for i in (1, 2, 3)]
+
+
+def test_figures_are_taken_over(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = (figures("node1", "node2", 0.002), figures("node1", "node3", 0.1))
+    answer = Measurement("ring", links[0], links, (Failure(("node3",), ("node2", "node3"), "no answer", "look"),))
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(netbench, "measure", lambda *arguments: asked.append(arguments) or answer)
+    tree = Tree(role="model", source="m", path=str(tiny_model))
+    found = measured(HOSTS, cluster(host(1, ssh=None, trees=(tree,)), host(2), backend="jaccl"), lambda words: None)
+    # A group of JACCL is not started by allhands: what can be, is measured.
+    assert [(hosts, backend) for hosts, backend, _ in asked] == [(HOSTS, "auto")]
+    assert found.slowest == ("node1", "node3")
+    # Of two ranks each link carries the bytes of the array once.
+    assert [link.bus_bytes_per_s for link in found.links] == pytest.approx([5e8, 1e7])
+    assert [link.latency_s for link in found.links] == [1e-4, 1e-4]
+    assert [(failure.hosts, failure.hint) for failure in found.failures] == [(("node3",), "look")]
+    lora, full = made(tiny_model)
+    assert found.seconds == {"LoRA": links[0].seconds(4 * lora), "full": links[0].seconds(4 * full)}
+
+
+def test_what_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> Measurement:
+        raise ConfigError("no such thing", hint="another")
+
+    monkeypatch.setattr(netbench, "measure", refuse)
+    found = measured(HOSTS, cluster(), lambda words: None)
+    assert [(failure.hosts, failure.message) for failure in found.failures] == [
+        (("node1", "node2", "node3"), "no such thing")
+    ]

@@ -1,0 +1,291 @@
+"""The probe's parts that talk to other computers, read files, and read what Linux says of its network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allhands.cluster.doctor.probes import network, reach, trees
+
+
+@contextmanager
+def listening(secret: str) -> Iterator[int]:
+    listeners = reach.Listeners(secret)
+    try:
+        yield listeners.open(["127.0.0.1"])["ports"]["127.0.0.1"]
+    finally:
+        listeners.close()
+
+
+def outcome(port: int, secret: str = "s", timeout_s: float = 2.0, ip: str = "127.0.0.1") -> str:
+    return reach.reach_fact({"ip": ip, "port": port}, secret, timeout_s)["outcome"]
+
+
+@contextmanager
+def answering(answer: bytes, hold: bool) -> Iterator[int]:
+    """A server that says ``answer`` to everybody, and then closes or says no more."""
+    done = threading.Event()
+
+    def serve() -> None:
+        with server.accept()[0] as connection:
+            connection.recv(200)
+            connection.sendall(answer)
+            if hold:
+                done.wait(20)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        done.set()
+        thread.join()
+
+
+# --- TCP ----------------------------------------------------------------------------------------------
+
+
+def test_who_knows_the_secret_is_answered_and_sees_large_packets_pass() -> None:
+    with listening("s") as port:
+        fact = reach.reach_fact({"ip": "127.0.0.1", "port": port}, "s", 5.0)
+        assert (fact["outcome"], fact["source"]) == ("ok", "127.0.0.1")
+        assert 0 < fact["ms"] < 5000
+        # Again, and from several at once.
+        assert [f["outcome"] for f in reach.reach_facts([{"ip": "127.0.0.1", "port": port}] * 8, "s", 5.0)] == [
+            "ok"
+        ] * 8
+
+
+def test_a_wrong_secret_gets_nothing() -> None:
+    with listening("s") as port:
+        assert outcome(port, "other") == "stranger"
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.settimeout(5)
+            with suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+
+
+def test_strangers_at_the_other_end() -> None:
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n", hold=False) as port:
+        assert outcome(port) == "stranger"
+    with answering(b"", hold=True) as port:
+        assert outcome(port, timeout_s=0.3) == "stranger"
+
+
+def test_small_packets_pass_and_large_ones_do_not() -> None:
+    with answering(reach.answering_word("s").encode() + b"\n" + bytes(1000), hold=True) as port:
+        assert outcome(port, timeout_s=0.3) == "stalls"
+
+
+def test_a_port_on_which_nobody_listens_refuses() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert outcome(bound.getsockname()[1]) == "refused"
+
+
+def test_a_listener_that_does_not_accept_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        port = server.getsockname()[1]
+        fillers = [socket.socket() for _ in range(4)]
+        try:
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.1", port))
+            assert outcome(port, timeout_s=0.3) == "timeout"
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+def test_an_address_of_another_computer_cannot_be_listened_on() -> None:
+    answer = reach.Listeners("s").open(["192.0.2.77"])
+    assert answer["ports"] == {}
+    assert set(answer["errors"]) == {"192.0.2.77"}
+
+
+def test_a_closed_listener_is_closed() -> None:
+    with listening("s") as port:
+        assert outcome(port) == "ok"
+    assert outcome(port) == "refused"
+
+
+def test_logins() -> None:
+    logins = [
+        {"target": "a", "argv": ["sh", "-c", "exit 0"]},
+        {"target": "b", "argv": ["sh", "-c", "echo oh no >&2; exit 255"]},
+        {"target": "c", "argv": ["sleep", "30"]},
+        {"target": "d", "argv": ["no-such-ssh"]},
+    ]
+    assert [(fact["target"], fact["code"], fact["said"]) for fact in reach.login_facts(logins, 1.0)] == [
+        ("a", 0, ""),
+        ("b", 255, "oh no\n"),
+        ("c", None, ""),
+        ("d", 127, "there is no ssh program"),
+    ]
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+def read(role: str, source: str, hashed: bool = True) -> dict[str, Any]:
+    return trees.tree_fact(role, source, hashed, lambda done: None)
+
+
+def test_files_with_their_sums(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    contents = {"config.json": b"{}", "model.safetensors": os.urandom(5 << 20), "sub/more.json": b"[]"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("README.md", ".hidden.json"):
+        (tmp_path / name).write_text("left out")
+    seen: list[int] = []
+    fact = trees.tree_fact("model", str(tmp_path), True, seen.append)
+    assert fact["path"] == str(tmp_path)
+    assert {file["name"]: (file["size"], file["sha256"]) for file in fact["files"]} == {
+        name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
+    }
+    assert seen == sorted(seen)
+    assert seen[-1] == sum(map(len, contents.values()))
+    assert all(file["sha256"] is None for file in read("model", str(tmp_path), hashed=False)["files"])
+
+
+def test_data_are_all_files_and_one_file_is_a_tree(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("x")
+    (tmp_path / "notes.md").write_text("y")
+    assert [file["name"] for file in read("data", str(tmp_path))["files"]] == ["notes.md", "train.jsonl"]
+    alone = read("data", str(tmp_path / "train.jsonl"))
+    assert [(file["name"], file["sha256"]) for file in alone["files"]] == [("", hashlib.sha256(b"x").hexdigest())]
+
+
+def test_what_is_not_here_and_what_cannot_be_read(tmp_path: Path) -> None:
+    missing = read("model", str(tmp_path / "none"))
+    assert (missing["path"], missing["error"], missing["files"]) == (None, None, [])
+    (tmp_path / "config.json").symlink_to(tmp_path / "nowhere")
+    assert read("model", str(tmp_path))["error"] == f"{tmp_path}/config.json: No such file or directory"
+
+
+def test_a_repository_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--name"
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    blob = tmp_path / "blob"
+    blob.write_text("{}")
+    (repository / "snapshots" / "abc" / "config.json").symlink_to(blob)
+    assert read("model", "owner/name")["path"] is None
+    (repository / "refs" / "main").write_text("abc")
+    assert [file["name"] for file in read("model", "owner/name")["files"]] == ["config.json"]
+    (repository / "refs" / "main").write_text("../../..")  # does not lead out of the cache
+    assert read("model", "owner/name")["path"] is None
+
+
+def test_the_demo_model_is_the_one_that_training_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from allhands.model import sources
+
+    monkeypatch.setenv("ALLHANDS_CACHE", str(tmp_path))
+    assert read("model", "demo")["path"] is None
+    name = sources._DEMO_NAME  # pyright: ignore[reportPrivateUsage]
+    (tmp_path / name).mkdir()
+    assert read("model", "demo")["path"] == str(tmp_path / name)
+
+
+# --- Linux --------------------------------------------------------------------------------------------
+
+
+def test_addresses_as_ip_prints_them() -> None:
+    text = json.dumps(
+        [
+            {"ifname": "eth0", "flags": ["BROADCAST", "UP", "LOWER_UP"], "mtu": 9000, "operstate": "UP",
+             "addr_info": [{"family": "inet", "local": "10.0.0.1", "prefixlen": 24},
+                           {"family": "inet6", "local": "fe80::1", "prefixlen": 64}]},
+            {"ifname": "wg0", "flags": ["POINTOPOINT", "UP"], "mtu": 1420, "operstate": "UNKNOWN",
+             "linkinfo": {"info_kind": "wireguard"}, "addr_info": [{"local": "10.9.0.1", "prefixlen": 32}]},
+            {"ifname": "eth1", "flags": ["UP"], "mtu": 1500, "operstate": "DOWN", "addr_info": []},
+            {},
+        ]
+    )  # fmt: skip
+    found = network.parse_ip_addr(text)
+    assert [(one["name"], one["up"], one["mtu"], len(one["addresses"])) for one in found] == [
+        ("eth0", True, 9000, 2),
+        ("wg0", True, 1420, 1),
+        ("eth1", False, 1500, 0),
+    ]
+    assert found[0]["addresses"][0] == {"ip": "10.0.0.1", "prefix": 24}
+
+
+@pytest.mark.parametrize(
+    ("name", "info", "kind"),
+    [
+        ("lo", "", "loopback"),
+        ("docker0", "bridge", "virtual"),
+        ("br-12ab", "bridge", "virtual"),
+        ("veth12ab", "veth", "virtual"),
+        ("br0x", "bridge", "bridge"),
+        ("wlan7", "", "wifi"),
+        ("wlp9s0", "", "wifi"),
+        ("enp99s0", "", "ethernet"),
+        ("eth77", "veth", "ethernet"),
+        ("thunderbolt9", "", "thunderbolt"),
+        ("tailscale0", "tun", "tunnel"),
+        ("odd0", "wireguard", "tunnel"),
+        ("dummy9", "dummy", "virtual"),
+    ],
+)
+def test_kinds_of_interfaces(name: str, info: str, kind: str) -> None:
+    assert network.linux_kind(name, info) == kind
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")
+def test_without_the_ip_program_the_kernel_is_asked() -> None:
+    (loopback,) = [one for one in network.kernels_interfaces() if one["name"] == "lo"]
+    assert loopback["addresses"] == [{"ip": "127.0.0.1", "prefix": 8}]
+    assert loopback["mtu"] == 65536
+
+
+def test_routes_as_ip_prints_them() -> None:
+    text = '[{"dst":"10.0.0.2","gateway":"10.1.0.1","dev":"eth0","prefsrc":"10.1.0.5","flags":[],"uid":0,"cache":[]}]'
+    assert network.parse_ip_route(text) == {"interface": "eth0", "gateway": "10.1.0.1"}
+    assert network.parse_ip_route("") == {}
+
+
+NFT = """table inet filter {
+\tchain input {
+\t\ttype filter hook input priority filter; policy accept;
+\t\tct state established,related accept
+%s\t}
+\tchain forward {
+\t\ttype filter hook forward priority filter; policy drop;
+\t}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ways"),
+    [
+        ("-P INPUT ACCEPT\n-P FORWARD DROP\n-P OUTPUT ACCEPT\n", []),
+        ("-P INPUT DROP\n-P FORWARD ACCEPT\n-P OUTPUT ACCEPT\n", ["in"]),
+        ("-P INPUT ACCEPT\n-A INPUT -p tcp -m tcp ! --dport 22 -j DROP\n", ["in"]),
+        ("-P INPUT ACCEPT\n-A INPUT -s 10.0.0.9/32 -j REJECT --reject-with icmp-port-unreachable\n", ["in"]),
+        ("-P INPUT ACCEPT\n-P OUTPUT DROP\n", ["out"]),
+        ("-A INPUT -j DROP\n-A OUTPUT -j REJECT\n", ["in", "out"]),
+        ("-A INPUT -p tcp -j ACCEPT\n", []),
+        ("", []),
+        (NFT % "", []),
+        (NFT % "\t\ttcp dport 1024-65535 drop\n", ["in"]),
+        (NFT.replace("input", "output") % "\t\treject with tcp reset\n", ["out"]),
+        (NFT.replace("policy accept", "policy drop") % "", ["in"]),
+    ],
+)
+def test_firewall_rules(text: str, ways: list[str]) -> None:
+    assert network.shut_ways(text) == ways
