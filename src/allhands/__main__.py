@@ -12,7 +12,7 @@ from allhands.cli.main import main  # noqa: E402
 def run() -> None:
     """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
     signal.signal(signal.SIGINT, _INTERRUPT)
-    if sys.argv[1:2] in (["data"], ["model"]):
+    if sys.argv[1:2] in (["data"], ["model"], ["cluster"]):
         # Training has handlers of its own.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

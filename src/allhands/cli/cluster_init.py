@@ -1,0 +1,210 @@
+"""``allhands cluster init``: from names of computers to a hostfile that works."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from allhands.errors import ConfigError, DistributedError
+from allhands.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from allhands.cluster.setup.outcome import Mode, Outcome, Report, Wishes
+    from allhands.cluster.setup.plan import Step
+
+_PLACE = "~/.allhands/env"
+_END = "END_OF_HOSTFILE"
+
+
+def cluster_init(
+    hosts: Annotated[str, typer.Option("--hosts", metavar="A,B,...", help="Names of the computers, as ssh has them.")],
+    hostfile: Annotated[Path, typer.Option("--hostfile", metavar="FILE", help="Hostfile to write.")] = Path(
+        "hosts.json"
+    ),
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="VERSION|PATH", help="Python for all. [this one's version]")
+    ] = None,
+    env_dir: Annotated[str, typer.Option("--env-dir", metavar="DIR", help="Place of the environments.")] = _PLACE,
+    install_key: Annotated[
+        bool, typer.Option("--install-key", help="Put your ssh key where it is refused (with ssh-copy-id).")
+    ] = False,
+    origin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="VERSION|WHEEL|DIR", help="Which allhands to install. [the one that runs here]"),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; change nothing.")] = False,
+) -> None:
+    """Make computers ready to train together, and write the hostfile.
+
+    Looks what each of them has, and asks before anything is changed: ssh keys are
+    accepted and installed, the same environment is made everywhere. What is there
+    already stays. For example: allhands cluster init --hosts localhost,node1,node2
+    """
+    mode: Mode = "dry-run" if dry_run else "yes" if yes else "ask" if sys.stdin.isatty() else "refuse"
+    raise typer.Exit(run_init(_wishes(hosts, hostfile, python, env_dir, origin, mode, install_key=install_key)))
+
+
+def run_init(wishes: Wishes) -> int:
+    """Set the computers up; returns the exit code: 0 if all of them can be used.
+
+    Raises:
+        ConfigError: something would have to be asked, and nobody is there to answer.
+        AllhandsError: nothing could be done at all.
+    """
+    from allhands.cluster.setup.flow import SetUp
+
+    report = SetUp(wishes, _Terminal(wishes.mode)).run()
+    if wishes.mode == "dry-run":
+        _print_script(report, wishes.output)
+    if wishes.mode == "refuse" and (report.shown or (report.text and not report.written and not report.up_to_date)):
+        _print_outcomes(report)
+        _refuse(report, wishes.output)
+    _print_outcomes(report)
+    if wishes.mode != "dry-run":
+        _print_end(report, wishes.output)
+    return DistributedError.exit_code if any(o.trouble and not o.pending for o in report.outcomes) else 0
+
+
+def _wishes(
+    hosts: str, output: Path, python: str | None, env_dir: str, origin: str | None, mode: Mode, *, install_key: bool
+) -> Wishes:
+    from allhands.cluster.setup import hostfile
+    from allhands.cluster.setup.outcome import Wishes, hosts_of
+    from allhands.cluster.setup.source import find_source, wheel_store
+    from allhands.cluster.setup.survey import Surveyor, wanted_from
+
+    names = [name for name, _ in hosts_of(hosts)]
+    output = output.expanduser().absolute()
+    hostfile.check_output(output)
+    if not env_dir.startswith(("/", "~/")):
+        hint = f"give an absolute path, or one below ~/ such as {_PLACE}"
+        raise ConfigError(f"{env_dir!r} is another place on every computer", where="--env-dir", hint=hint)
+    old = hostfile.read_old(output) or {"hosts": []}
+    wanted = wanted_from(find_source(origin, wheel_store()), python)
+    return Wishes(
+        names,
+        output,
+        wanted,
+        Surveyor(env_dir.rstrip("/"), Path.cwd(), (sys.executable,), wanted.python_path or ""),
+        origin,
+        mode,
+        install_key,
+        {entry["ssh"]: entry["python"] for entry in old["hosts"] if entry.get("python")},
+    )
+
+
+class _Terminal:
+    """Tells and asks on standard error."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self._lock = threading.Lock()
+
+    def begins(self, step: Step) -> None:
+        self._say(f"{step.host}: {step.why}" if step.host else step.why)
+
+    def looks(self, what: str) -> None:
+        self._say(f"looking: {what}")
+
+    def tell(self, text: str) -> None:
+        self._say(text)
+
+    def show(self, title: str, steps: Sequence[Step]) -> None:
+        if self._mode not in ("dry-run", "refuse"):
+            self._say("\n".join((title, *_lines(steps, "  "))))
+
+    def agrees(self, question: str) -> bool:
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            print(f"allhands: {text}", file=sys.stderr, flush=True)
+
+
+def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
+    """Commands to copy, each under a comment that says what it is for."""
+    from allhands.cluster.setup.plan import shown
+
+    found: list[str] = []
+    for step in steps:
+        found.append(f"{margin}# {step.host}: {step.why}" if step.host else f"{margin}# {step.why}")
+        found.append(f"{margin}{shown(step)}")
+    return found
+
+
+def _print_script(report: Report, output: Path) -> None:
+    """What would be done, as a script."""
+    for line in _lines(report.shown):
+        typer.echo(line)
+    for outcome in report.outcomes:
+        if outcome.pending:
+            typer.echo(f"# {outcome.name}: what else it lacks is known only then: run this again")
+    if report.up_to_date:
+        typer.echo(f"# {output} stays as it is")
+    elif report.text is not None:
+        if output.exists():
+            typer.echo(f"cp {shlex.quote(str(output))} {shlex.quote(f'{output}.bak')}")
+        typer.echo(f"cat > {shlex.quote(str(output))} <<'{_END}'\n{report.text}{_END}")
+
+
+def _refuse(report: Report, output: Path) -> None:
+    steps = _lines(report.shown, "  ")
+    if report.text is not None and output.exists():
+        steps.append(f"  # bring {output} up to date")
+    raise ConfigError(
+        "nothing has been changed, because there is no terminal to ask on. This would be done:\n" + "\n".join(steps),
+        where="cluster init",
+        hint="add --yes to agree to all of it, or run it in a terminal",
+    )
+
+
+def _print_outcomes(report: Report) -> None:
+    for outcome in report.outcomes:
+        if outcome.trouble is not None:
+            if not outcome.pending:
+                typer.echo(f"{outcome.name}: cannot be used: {outcome.trouble}", err=True)
+                typer.echo(f"  what to do: {outcome.hint}" if outcome.hint else "", nl=bool(outcome.hint), err=True)
+            continue
+        typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
+    if report.why and len(report.outcomes) > 1:
+        typer.echo(f"network: {report.why}", err=True)
+    if report.warning:
+        typer.echo(f"warning: {report.warning}", err=True)
+
+
+def _described(outcome: Outcome) -> str:
+    parts: list[str] = []
+    if outcome.choice is not None:
+        kind = "Wi-Fi" if outcome.choice.kind == "wifi" else outcome.choice.kind
+        parts.append(f"{outcome.choice.ip} ({outcome.choice.interface}, {kind})")
+    if facts := outcome.facts:
+        gpus = [gpu.name or gpu.kind for gpu in facts.gpus]
+        parts += [f"{facts.processor.usable} cores", format_bytes(facts.memory.total), ", ".join(gpus) or "no GPU"]
+    if outcome.python:
+        parts.append(outcome.python)
+    return "; ".join(parts)
+
+
+def _print_end(report: Report, output: Path) -> None:
+    """The hostfile, and what to do next."""
+    try:
+        name = str(output.relative_to(Path.cwd()))
+    except ValueError:
+        name = str(output)
+    name = shlex.quote(name)
+    if report.up_to_date:
+        typer.echo(f"{name} is up to date")
+    elif report.written:
+        typer.echo(f"{name} written" + (f"; the earlier one is {report.kept.name}" if report.kept else ""))
+    else:
+        typer.echo(f"{name} is not written", err=True)
+        return
+    typer.echo(f"next:\n  allhands cluster check --hostfile {name}\n  allhands train --hostfile {name} ...")

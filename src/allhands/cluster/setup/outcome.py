@@ -1,0 +1,134 @@
+"""What the person wants of set-up, who is asked, and what has become of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from allhands.cluster.doctor.facts import HostFacts
+from allhands.cluster.hosts import Host, host_from_name
+from allhands.cluster.setup.network import Choice
+from allhands.cluster.setup.plan import Step
+from allhands.cluster.setup.state import HostState, Wanted
+from allhands.cluster.setup.survey import Surveyor
+from allhands.errors import ConfigError
+
+# Ask before changes; agree to all; only show; only show, and refuse if there is anything.
+Mode = Literal["ask", "yes", "dry-run", "refuse"]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the person has asked for.
+
+    Attributes:
+        names: of the computers.
+        output: the hostfile to write.
+        install_key: whether computers that refuse the person's key shall get it.
+        wanted: what every computer shall have.
+        surveyor: how they are asked.
+        origin: where allhands comes from; see :func:`allhands.cluster.setup.source.find_source`.
+        candidates: interpreters that an earlier hostfile names, by host.
+    """
+
+    names: Sequence[str]
+    output: Path
+    wanted: Wanted
+    surveyor: Surveyor
+    origin: str | None = None
+    mode: Mode = "ask"
+    install_key: bool = False
+    candidates: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class Person(Protocol):
+    """Who is told and asked; the command line, or a test."""
+
+    def begins(self, step: Step) -> None:
+        """A step is about to be run; may be called from several threads."""
+
+    def looks(self, what: str) -> None:
+        """What is being found out now."""
+
+    def tell(self, text: str) -> None:
+        """Something that is good to know."""
+
+    def show(self, title: str, steps: Sequence[Step]) -> None:
+        """These commands would be run."""
+
+    def agrees(self, question: str) -> bool:
+        """Ask a question."""
+        ...
+
+
+@dataclass
+class Outcome:
+    """What has become of one computer.
+
+    Attributes:
+        state: as it was found; ``None``: it could not be asked.
+        python: the interpreter to use there.
+        choice: its address.
+        done: what was done.
+        trouble: why it cannot be used, and ``hint`` what to do.
+        pending: whether that is so only because nothing is done.
+    """
+
+    name: str
+    host: Host
+    state: HostState | None = None
+    python: str | None = None
+    choice: Choice | None = None
+    done: list[str] = field(default_factory=list[str])
+    trouble: str | None = None
+    hint: str = ""
+    pending: bool = False
+
+    @property
+    def facts(self) -> HostFacts | None:
+        """Hardware and network, if they are known."""
+        return self.state.facts if self.state else None
+
+    def fail(self, message: str, hint: str = "") -> None:
+        """Note why it cannot be used; the first reason counts."""
+        if self.trouble is None:
+            self.trouble, self.hint = message, hint
+
+
+@dataclass
+class Report:
+    """What has become of everything.
+
+    Attributes:
+        shown: the steps that were only shown.
+        written: the hostfile; ``kept`` is where an earlier one is now.
+        text: its content; ``None``: there is none.
+        up_to_date: whether it said the same before.
+        why: what made the addresses these, and ``warning`` what may be wrong with them.
+    """
+
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    shown: list[Step] = field(default_factory=list[Step])
+    written: Path | None = None
+    kept: Path | None = None
+    text: str | None = None
+    up_to_date: bool = False
+    why: str = ""
+    warning: str | None = None
+
+
+def hosts_of(text: str) -> list[tuple[str, Host]]:
+    """Names as the person wrote them, separated by commas, and the computers that they mean.
+
+    Raises:
+        ConfigError: one of them is no name, or stands there twice.
+    """
+    names = [name.strip() for name in text.split(",")]
+    found = [(name, host_from_name(name, "--hosts")) for name in names]
+    for one, other in itertools.combinations(found, 2):
+        if one[1].ssh == other[1].ssh:
+            raise ConfigError(f"{one[0]} and {other[0]} are the same computer", where="--hosts", hint="name it once")
+    return found

@@ -1,0 +1,262 @@
+"""Commands here and on other computers, without a terminal: built on :mod:`allhands.cluster.ssh`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from allhands.cluster import ssh
+from allhands.cluster.setup.state import Access, HostKey, Identity
+
+_QUERY_S = 15.0
+_TAIL = 4  # "-T", "--", the host, the command
+_MOST_SHOWN = 200
+_ERRORS = ("error", "\u00d7")  # pip's and uv's marks; hints follow them
+_MOST_SAID = 1 << 20
+_GRACE_S = 5.0
+_SLICE_S = 0.1
+_CHANGED = "IDENTIFICATION HAS CHANGED"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a command; ``code`` is ``None`` if it did not end in time."""
+
+    code: int | None
+    output: str = ""
+    errors: str = ""
+
+    @property
+    def last_line(self) -> str:
+        """What it said last of errors, or else at all; without anything that steers a terminal."""
+        for text in (self.errors, self.output):
+            lines = [line for line in (printable(line).strip() for line in text.splitlines()) if line]
+            errors = [line for line in lines if line.lower().startswith(_ERRORS)]
+            if lines:
+                return (errors or lines)[-1][:_MOST_SHOWN]
+        return "no answer in time" if self.code is None else f"it ended with code {self.code}"
+
+
+def printable(text: str) -> str:
+    """Without what steers a terminal."""
+    return "".join(letter for letter in text if letter.isprintable())
+
+
+def ssh_program() -> list[str]:
+    """What stands for ssh: ALLHANDS_SSH in words.
+
+    Raises:
+        ConfigError: it is not understood.
+    """
+    words = ssh.command("localhost", ())
+    return words[: words.index("BatchMode=yes") - 1]
+
+
+def on(target: str | None, argv: Sequence[str]) -> list[str]:
+    """The command line that runs ``argv`` on a computer; ``None`` is this one.
+
+    Raises:
+        ConfigError: as :func:`allhands.cluster.ssh.command`.
+    """
+    return list(argv) if target is None else ssh.command(target, argv)
+
+
+class Shell:
+    """Runs commands without a terminal, from any thread, and can end all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def ask(self, target: str | None, argv: Sequence[str], text: str = "", timeout_s: float = _QUERY_S) -> Done:
+        """Run a command that changes nothing, with ``text`` as its input, and wait for it.
+
+        Raises:
+            ConfigError: as :func:`on`, or there is no ssh.
+        """
+        with tempfile.TemporaryFile() as stream:
+            stream.write(text.encode())
+            stream.seek(0)
+            return self.run(on(target, argv), stream, timeout_s, remote=target is not None)
+
+    def run(self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool) -> Done:
+        """Run a command line and wait for it.
+
+        Args:
+            stdin: a file, ``subprocess.DEVNULL``, or ``subprocess.PIPE``: nothing, but open until the end.
+
+        Raises:
+            ConfigError: it is an ssh (``remote``), and there is none.
+        """
+        # Files and no pipes: what a command leaves behind may hold on to their ends.
+        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+            try:
+                process = self._start(argv, stdin, said, errors)
+            except OSError as error:
+                if remote:
+                    raise ssh.missing(error) from None
+                return Done(127, errors=f"{argv[0]}: {error.strerror}")
+            if process is None:
+                return Done(130, errors="interrupted")
+            try:
+                code = _code(process, timeout_s)
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+                if process.stdin is not None:
+                    process.stdin.close()
+            return Done(code, _text(said), _text(errors))
+
+    def stop(self) -> None:
+        """End what is running, here and there, and begin nothing more."""
+        with self._lock:
+            self._stopped = True
+            running = list(self._running)
+        for process in running:
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_S
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            _signal(process, signal.SIGKILL)
+
+    def _start(
+        self, argv: Sequence[str], stdin: IO[bytes] | int, said: IO[bytes], errors: IO[bytes]
+    ) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._stopped:
+                return None
+            process = subprocess.Popen(argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True)
+            self._running.add(process)
+        return process
+
+
+def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code; ``None`` if there is none in time, and then the command is ended."""
+    deadline = time.monotonic() + timeout_s
+    # In slices: another thread may reap it, too.
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(left, _SLICE_S))
+    _signal(process, signal.SIGKILL)
+    process.wait()
+    return None
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _text(stream: IO[bytes]) -> str:
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - _MOST_SAID))
+    return stream.read().decode(errors="replace")
+
+
+# --- access -------------------------------------------------------------------------------------------
+
+
+def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
+    """Whether commands can be run on a computer without a question; takes about twice ``timeout_s`` at most.
+
+    Raises:
+        ConfigError: ``target`` is no name, or there is no ssh.
+    """
+    found = ssh.trouble(target, timeout_s)
+    if found is None:
+        return Access("ok")
+    reason, settings = found.reason or "no answer in time", settings_of(shell, target)
+    words = reason.lower()
+    if "host key verification failed" in words and _CHANGED.lower() not in words:
+        keys, file = offered_keys(shell, target, timeout_s), known_hosts_of(settings)
+        if keys and file is not None:
+            return Access("unknown-key", reason, found.hint, keys, file, identity_of(settings))
+    elif "permission denied" in words or "too many authentication failures" in words:
+        return Access("denied", reason, found.hint, identity=identity_of(settings))
+    return Access("failed", reason, found.hint)
+
+
+def settings_of(shell: Shell, target: str, extra: Sequence[str] = ()) -> dict[str, list[str]]:
+    """What ssh would use for a host, by its own account: lower-case names to values.
+
+    Raises:
+        ConfigError: as :meth:`Shell.ask`.
+    """
+    words = ssh.command(target, ())
+    argv = [*words[:-_TAIL], *extra, "-G", "--", target]
+    found: dict[str, list[str]] = {}
+    for line in shell.run(argv, subprocess.DEVNULL, _QUERY_S, remote=True).output.splitlines():
+        name, _, value = line.partition(" ")
+        found.setdefault(name.lower(), []).append(value)
+    return found
+
+
+def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
+    """The person's own file of host keys; ``None``: there is none, or its name is not plain."""
+    value = (settings.get("userknownhostsfile") or [""])[0]
+    whole = Path(value).expanduser()
+    first = whole if whole.is_file() else Path((shlex.split(value) or [""])[0]).expanduser()
+    return first if first.is_absolute() and "%" not in str(first) and first != Path("/dev/null") else None
+
+
+def identity_of(settings: dict[str, list[str]]) -> Identity | None:
+    """The person's key for a host: one that exists with its public half, or the place of a new one.
+
+    ``None``: at that place is a private key whose public half is missing.
+    """
+    files = [Path(value).expanduser() for value in settings.get("identityfile", []) if "%" not in value]
+    whole = [file for file in files if file.exists() and _public(file).exists()]
+    ed25519 = [file for file in (*whole, *files) if file.name == "id_ed25519"]
+    if whole:
+        return Identity(ed25519[0] if ed25519 and ed25519[0] in whole else whole[0], True)
+    new = (ed25519 or files or [Path("~/.ssh/id_ed25519").expanduser()])[0]
+    return None if new.exists() or _public(new).exists() or not new.is_absolute() else Identity(new, False)
+
+
+def _public(file: Path) -> Path:
+    return file.with_name(f"{file.name}.pub")
+
+
+def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, ...]:
+    """The keys by which an unknown computer says that it is itself, as ssh would note them; nothing is noted.
+
+    Raises:
+        ConfigError: as :meth:`Shell.ask`.
+    """
+    with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
+        notes = Path(scratch) / "known_hosts"
+        extra = _noting_in(notes)
+        # Where the option has been taken already, as by ALLHANDS_SSH, ssh would accept the key for good.
+        if known_hosts_of(settings_of(shell, target, extra)) != notes:
+            return ()
+        words = ssh.command(target, ("true",), ssh.SshOptions(connect_timeout_s=max(1, round(timeout_s))))
+        shell.run([*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True)
+        if not notes.exists():
+            return ()
+        prints = shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output.splitlines()
+        lines = [line for line in notes.read_text().splitlines() if line.strip()]
+        return tuple(HostKey(line, printable(text)) for line, text in zip(lines, prints, strict=False))
+
+
+def _noting_in(notes: Path) -> list[str]:
+    settings = {
+        "StrictHostKeyChecking": "accept-new",
+        "UserKnownHostsFile": f'"{notes}"',
+        "HashKnownHosts": "no",
+        "UpdateHostKeys": "no",
+        # Not to log in: a key that nobody has compared yet gets to know nothing.
+        "PreferredAuthentications": "none",
+    }
+    return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

@@ -1,0 +1,106 @@
+"""Where the computers get allhands from: a release, a wheel, a checkout, or what runs here, packed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tomllib
+import zipfile
+from email.parser import HeaderParser
+from importlib.util import find_spec
+from pathlib import Path
+
+from allhands.cluster.setup.look import file_line, fingerprint
+from allhands.cluster.setup.state import Source
+from allhands.errors import ConfigError
+
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*")
+_WHEEL = re.compile(r"allhands-[A-Za-z0-9_.!+]+-[A-Za-z0-9_.]+-[A-Za-z0-9_]+-[A-Za-z0-9_]+\.whl")
+_HINT = "give a version such as 0.1.0, a wheel allhands-*.whl, or the directory of a checkout; or leave it out"
+
+
+def find_source(text: str | None, store: Path) -> Source:
+    """Return the source that ``text`` means (``--from``); without it, what this computer has itself.
+
+    Args:
+        store: the directory for wheels that are made; nothing is written here.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    if text is None:
+        return _own(store)
+    path = Path(text).expanduser()
+    if path.suffix == ".whl":
+        return _wheel(path.resolve())
+    if text and path.is_dir():
+        return _checkout(path.resolve(), store)
+    if _VERSION.fullmatch(text):
+        return Source(text)
+    raise ConfigError(f"{text!r} is no version, wheel or checkout", where="--from", hint=_HINT)
+
+
+def package_root() -> Path:
+    """The directory of the package allhands that runs here."""
+    spec = find_spec("allhands")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _own(store: Path) -> Source:
+    """A release comes from the index for every computer alike; anything else is packed as it runs here."""
+    found = importlib.metadata.distribution("allhands")
+    if found.read_text("direct_url.json") is None:
+        return Source(found.version)
+    wheel = store / f"allhands-{found.version}-py3-none-any.whl"
+    argv = (sys.executable, "-m", "allhands.cluster.setup.pack", str(wheel))
+    return Source(found.version, wheel, fingerprint(str(package_root())), argv)
+
+
+def _wheel(path: Path) -> Source:
+    if not _WHEEL.fullmatch(path.name):
+        raise ConfigError(f"{path.name} is no wheel of allhands", where="--from", hint=_HINT)
+    total = hashlib.sha256()
+    try:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            names = sorted(archive.namelist())
+            (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+            version = HeaderParser().parsestr(archive.read(metadata).decode())["Version"]
+            inner = [name for name in names if name.startswith("allhands/") and not name.endswith(("/", ".pyc"))]
+            for name in sorted(name.removeprefix("allhands/") for name in inner):
+                total.update(file_line(name, archive.read(f"allhands/{name}")))
+    except (OSError, zipfile.BadZipFile, ValueError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no wheel"
+        raise ConfigError(f"cannot be read: {reason}", where=f"--from {path}", hint=_HINT) from None
+    return Source(str(version), path, total.hexdigest(), size=size)
+
+
+def _checkout(path: Path, store: Path) -> Source:
+    try:
+        project = tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        name, version = project["name"], project["version"]
+    except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        name = version = None
+    package = path / "src" / "allhands"
+    if name != "allhands" or not isinstance(version, str) or not package.is_dir():
+        raise ConfigError("this is no checkout of allhands", where=f"--from {path}", hint=_HINT)
+    wheel = store / f"allhands-{version}-py3-none-any.whl"
+    return Source(version, wheel, fingerprint(str(package)), _builder(path, store))
+
+
+def _builder(path: Path, store: Path) -> tuple[str, ...]:
+    if find_spec("pip") is None and (uv := shutil.which("uv")):  # uv makes environments without pip
+        return (uv, "build", "--quiet", "--wheel", "--out-dir", str(store), str(path))
+    argv = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
+    return (*argv, "--wheel-dir", str(store), str(path))
+
+
+def wheel_store() -> Path:
+    """The person's own place for wheels that the shown commands make."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands" / "wheels"
