@@ -1,6 +1,7 @@
-"""Several computers on one: network namespaces with an address, an sshd and, if wanted, files of their own.
+"""Several computers on one: namespaces with an address, a host name, an sshd and, if wanted, files of their own.
 
-They hang on one bridge, at which the test's own processes have an address too. ``ALLHANDS_SSH`` leads to them.
+They hang on one bridge, at which the test's own processes have an address too. ``ALLHANDS_SSH`` leads to them, and
+they know each other by name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Node:
     """One of the computers.
 
     Attributes:
-        name: what ssh calls it.
+        name: what ssh calls it, and its host name.
         address: its own, in the network of this cluster.
         login: the script that every ssh session runs; a test may have it print things first.
         temporary: where its ssh sessions put temporary files.
@@ -63,6 +64,25 @@ class Cluster:
     def names(self) -> list[str]:
         """The names of the computers, in order."""
         return list(self.nodes)
+
+    @property
+    def network(self) -> str:
+        """The addresses of this cluster alone, as ``a.b.c.0/24``."""
+        return f"{self.address.rpartition('.')[0]}.0/24"
+
+    @property
+    def hosts_file(self) -> Path:
+        """What every computer has as ``/etc/hosts``."""
+        return self.directory / "hosts"
+
+    def call(self, name: str, alias: str) -> None:
+        """Let all computers know that computer by a further name."""
+        with self.hosts_file.open("a") as stream:
+            stream.write(f"{self.nodes[name].address} {alias}\n")
+
+    def rename(self, name: str, hostname: str) -> None:
+        """Give that computer another host name, maybe one that another computer has."""
+        self.run(name, ["sh", "-ec", 'echo "$1" > /proc/sys/kernel/hostname', "sh", hostname])
 
     def cut(self, name: str) -> None:
         """Pull the cable: packets vanish, nobody is told."""
@@ -97,7 +117,7 @@ class Cluster:
         """The command line that runs ``argv`` on that computer, without ssh."""
         sshd = self.nodes[name].sshd
         assert sshd is not None
-        return ["nsenter", "-t", str(sshd.pid), "-m", "-n", "--", *argv]
+        return ["nsenter", "-t", str(sshd.pid), "-m", "-n", "-u", "--", *argv]
 
     def run(self, name: str, argv: Sequence[str], check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command on that computer, without ssh, and wait for it."""
@@ -156,6 +176,8 @@ def namespaces(count: int, directory: Path, private: Sequence[Path] = ()) -> Ite
             node = Node(f"node{i}", f"10.77.{number}.{10 + i}", f"ahn{number}-{i}", f"ahv{number}-{i}", *files)
             nodes[node.name] = node
         config = _write_keys(directory, list(nodes.values()))
+        known = [("127.0.0.1", "localhost"), *((node.address, node.name) for node in nodes.values())]
+        (directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in known))
         cluster = Cluster(nodes, f"10.77.{number}.1", directory, f"ssh -F {shlex.quote(str(config))}")
         for node in nodes.values():
             _plug_in(node, bridge)
@@ -267,7 +289,13 @@ def _start_sshd(node: Node, directory: Path, private: Sequence[Path]) -> None:
     config = directory / f"sshd-{node.name}.conf"
     config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
     sshd = shutil.which("sshd", path=_PATH)
-    script = ["mount -t tmpfs -o mode=755 tmpfs /run/sshd"]
+    script = [
+        f"echo {node.name} > /proc/sys/kernel/hostname",
+        f"mount --bind {shlex.quote(str(directory / 'hosts'))} /etc/hosts",
+        "mount -t tmpfs -o mode=755 tmpfs /run/sshd",
+        # A new computer has none, and bash reads it for commands over ssh, too: seconds, or a lock that waits.
+        'if [ -f "$HOME/.bashrc" ]; then mount --bind /dev/null "$HOME/.bashrc"; fi',
+    ]
     Path("/run/sshd").mkdir(exist_ok=True)
     for i, path in enumerate(private):
         own = directory / f"files-{node.name}-{i}"
@@ -276,7 +304,7 @@ def _start_sshd(node: Node, directory: Path, private: Sequence[Path]) -> None:
         script.append(f"mount --bind {shlex.quote(str(own))} {shlex.quote(str(path))}")
     script.append(f"exec {sshd} -D -e -f {shlex.quote(str(config))}")
     log = directory / f"sshd-{node.name}.log"
-    enter = ["nsenter", f"--net=/run/netns/{node.namespace}", "unshare", "-m", "--propagation", "private"]
+    enter = ["nsenter", f"--net=/run/netns/{node.namespace}", "unshare", "-m", "-u", "--propagation", "private"]
     with log.open("wb") as stream:
         node.sshd = subprocess.Popen(
             [*enter, "sh", "-ec", "; ".join(script)],

@@ -11,6 +11,7 @@ from allhands.cli.check import check
 from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
 from allhands.cli.cluster_check import cluster_check
 from allhands.cli.cluster_init import cluster_init
+from allhands.cli.cluster_sync import sync
 from allhands.cli.container import SETTINGS as CONTAINER_SETTINGS
 from allhands.cli.container import container
 from allhands.cli.env import show_environment
@@ -61,6 +62,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(checkpoint, name="checkpoint")
     cluster = typer.Typer(help="Several computers: check, prepare and measure them.", no_args_is_help=True)
     cluster.command("init")(cluster_init)
+    cluster.command("sync")(sync)
     cluster.command("check")(cluster_check)
     cluster.command("bench")(bench)
     app.add_typer(cluster, name="cluster")

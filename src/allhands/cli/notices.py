@@ -36,7 +36,7 @@ class Notices:
         way_on: says how to go on after an end that was not the job's own; ``None``: there is nothing to go on from.
         stop_grace_s: how long ranks have to save and end.
         ranks_tell: whether rank 0 says itself what has become of a run that was stopped.
-        tagged: whether the output of all ranks is on the screen already.
+        tagged: whether the lines of all ranks are on the screen.
         places: whether it is told on which computers they start, and how these are reached.
     """
 
@@ -84,12 +84,9 @@ class Notices:
             say(f"{title}{event.explanation}")
             return
         killed = event.exit_code == 128 + signal.SIGKILL
-        # Rank 0's output is on the screen already.
-        if (
-            event.rank
-            and not self.tagged
-            and (lines := telling(event.log_tail[-_OF_KILLED:] if killed else event.log_tail))
-        ):
+        tail = event.log_tail[-_OF_KILLED:] if killed else event.log_tail
+        # Rank 0's output is on the screen already, by itself; among the lines of all ranks nothing is found again.
+        if (event.rank or (self.tagged and event.rank == 0)) and (lines := telling(tail)):
             print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
         say(f"{title}{event.message}")
         if event.kind != "failed":

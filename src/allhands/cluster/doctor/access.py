@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -49,6 +50,8 @@ _SAID = (
     ("network is unreachable", "unreachable"),
 )
 _SSH_FAILED = 255
+# The file, and the name in it, of a key that is not the right one any more.
+_STALE = re.compile(r"^Offending [^\n]*key in ([^\n]+):\d+\n(?:[^\n]*\n)*?Host key for (\S+) has changed", re.MULTILINE)
 
 
 def ssh_trouble(code: int | None, said: str) -> Trouble:
@@ -60,7 +63,8 @@ def ssh_trouble(code: int | None, said: str) -> Trouble:
     if code == _SSH_FAILED:
         for words, kind in _SAID:
             if any(words in line.lower() for line in lines):
-                return Trouble.model_validate({"kind": kind, "reason": last})
+                stale = _STALE.search("\n".join(lines)) if kind == "changed-key" else None
+                return Trouble.model_validate({"kind": kind, "reason": last, "stale": stale and stale.groups()})
         return Trouble(kind="other", reason=last or "ssh has failed without a word")
     if code in (126, 127):
         return Trouble(kind="no-ssh" if "no ssh program" in said else "no-python", reason=last)
@@ -89,6 +93,15 @@ def ssh_remedy(host: HostReport, kind: str) -> str:
     }.get(kind, f"ssh -v {target} true")
 
 
+def trouble_remedy(host: HostReport, trouble: Trouble) -> str:
+    """The command that helps, with what ssh itself has said about it."""
+    if trouble.stale is None:
+        return ssh_remedy(host, trouble.kind)
+    # ssh may know the computer by another name than the person, and keep its keys elsewhere.
+    forget = shlex.join(["ssh-keygen", "-f", trouble.stale[0], "-R", trouble.stale[1]])
+    return f"{forget} && ssh {shlex.quote(host.ssh or host.name)} true"
+
+
 def check_ssh(cluster: Cluster) -> list[Finding]:
     """Every computer can be asked, without a question from ssh."""
     return [
@@ -101,7 +114,7 @@ def check_ssh(cluster: Cluster) -> list[Finding]:
 def _trouble_finding(check: str, host: HostReport, trouble: Trouble) -> Finding:
     words = _WORDS[trouble.kind].format(python=host.python)
     said = f": {trouble.reason}" if trouble.reason else ""
-    return Finding(check, (host.name,), "stop", words + said, ssh_remedy(host, trouble.kind))
+    return Finding(check, (host.name,), "stop", words + said, trouble_remedy(host, trouble))
 
 
 def check_answers(cluster: Cluster) -> list[Finding]:
@@ -165,7 +178,7 @@ def _login_finding(cluster: Cluster, login: Login, trouble: Trouble) -> Finding:
     words = _WORDS[trouble.kind].format(python="")
     other = HostReport(name=login.name, ssh=login.name, addresses=target.addresses)
     message = f"from here ssh {login.name} fails: {words}{said}"
-    command = ssh_remedy(other, trouble.kind)
+    command = trouble_remedy(other, trouble)
     if trouble.kind == "auth":
         # It may have no key of its own yet.
         command = f"test -f ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519; {command}"

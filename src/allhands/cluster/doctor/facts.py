@@ -242,10 +242,14 @@ class HostFacts(Fact):
 
 
 class Trouble(Fact):
-    """Why a computer could not be asked: the kind, and the words of ssh or of its shell."""
+    """Why a computer could not be asked: the kind, and the words of ssh or of its shell.
+
+    ``stale`` is the file of known host keys, and the name in it, whose key has changed.
+    """
 
     kind: TroubleKind
     reason: str = ""
+    stale: tuple[str, str] | None = None
 
 
 class HostReport(Fact):

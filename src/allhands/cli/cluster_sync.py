@@ -1,0 +1,256 @@
+"""``allhands cluster sync``: brings model, data and configuration to every host."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.cluster.hosts import Host
+    from allhands.cluster.sync import HostState, SyncOptions, SyncState
+    from allhands.cluster.sync.run import Show
+
+_SHOWN_FILES = 8
+_TRANSPORTS = "auto|tls|tcp|ssh"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asks to be brought, as they name it."""
+
+    model: str | None
+    data: str | None
+    config: str | None
+    paths: tuple[str, ...]
+
+
+def sync(
+    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="Further files, directories.")] = None,
+    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Hosts, as JSON of mlx.launch or MPI's.")] = None,
+    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Hosts by name.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model directory, Hub repository, or 'demo'.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="Directory with training data.")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="YAML file; also the model and data that it names.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    chain: Annotated[bool, typer.Option("--chain", help="From host to host, in order. [default]")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Every host sends to two.")] = False,
+    star: Annotated[bool, typer.Option("--star", help="This computer sends to all.")] = False,
+    transport: Annotated[
+        str,
+        typer.Option("--transport", metavar=_TRANSPORTS, help="Between hosts; tcp is in clear, ssh from here only."),
+    ] = "auto",
+    delete: Annotated[str, typer.Option("--delete", metavar="no", help="Nothing is ever deleted elsewhere.")] = "no",
+) -> None:
+    """Bring model, data and configuration to every host.
+
+    Only what differs is sent, from host to host; what was cut off goes on.
+    """
+    if delete != "no":
+        hint = "files that are only there stay there: remove them by hand"
+        raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
+    named = {"chain": chain, "tree": tree, "star": star}
+    options = _options([name for name, chosen in named.items() if chosen], transport, dry_run)
+    wanted = Wanted(model, data, config, tuple(paths or ()))
+    raise typer.Exit(run_sync(wanted, _hosts(hostfile, hosts), options, as_json=as_json))
+
+
+def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
+    from allhands.blas import cache_dir
+    from allhands.cluster.sync import SyncOptions, Transport
+
+    if len(topologies) > 1:
+        where = " ".join(f"--{name}" for name in topologies)
+        raise ConfigError("these exclude each other", where=where, hint="give one of them, or none")
+    if transport not in get_args(Transport):
+        hint = f"use {_TRANSPORTS.replace('|', ', ')}"
+        raise ConfigError(f"{transport!r} is not a transport", where="--transport", hint=hint)
+    topology: Any = topologies[0] if topologies else "chain"
+    chosen: Any = transport
+    return SyncOptions(topology, chosen, dry_run, cache_dir() / "sync-hashes.json")
+
+
+def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
+    from allhands.cluster.hosts import host_from_name, read_hostfile
+
+    if (hostfile is None) == (names is None):
+        hint = "give --hostfile FILE, or --hosts a,b,c"
+        raise ConfigError("name the hosts in one way", where="--hostfile, --hosts", hint=hint)
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    found = [host_from_name(name.strip(), "--hosts") for name in (names or "").split(",") if name.strip()]
+    return tuple({host.ssh: host for host in found}.values())
+
+
+def run_sync(wanted: Wanted, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
+    """Bring what is wanted to these hosts and say what was done; returns the exit code.
+
+    Raises:
+        AllhandsError: nothing could be brought anywhere.
+    """
+    from allhands.cli.notices import say
+    from allhands.cluster.sync import make_plan, synchronise
+
+    plan = make_plan(_words(wanted))
+    with _progress(shown=sys.stderr.isatty() and not as_json and not options.dry_run) as show:
+        state = synchronise(plan, hosts, options, show)
+    if as_json:
+        typer.echo(json.dumps(as_record(state, options.dry_run), indent=1))
+    else:
+        for line in report_lines(state, options.dry_run):
+            typer.echo(line)
+    for error in state.errors:
+        say(f"error: {error}")
+    return state.exit_code
+
+
+def _words(wanted: Wanted) -> list[str]:
+    """The paths of what is wanted; what the configuration names counts where no flag says something else."""
+    from allhands.config import read_yaml
+
+    words = list(wanted.paths)
+    model, data = wanted.model, wanted.data
+    if wanted.config is not None:
+        content = read_yaml(wanted.config)
+        words.append(wanted.config)
+        model = model or content.get("model")
+        named = content.get("data")
+        if data is None and isinstance(named, str) and Path(named).expanduser().exists():
+            data = named
+    if model is not None:
+        words.append(_model_path(str(model)))
+    if data is not None and data != "demo":  # that is part of allhands
+        words.append(data)
+    return words
+
+
+def _model_path(source: str) -> str:
+    """A directory as it is named; anything else as the place in the cache where it is found by its name."""
+    if source != "demo" and Path(source).expanduser().is_dir():
+        return source
+    from allhands.cli.notices import say
+    from allhands.model.sources import resolve
+
+    return str(resolve(source, report=say).absolute())
+
+
+# --- what is told -------------------------------------------------------------------------------------
+
+
+def report_lines(state: SyncState, dry_run: bool) -> list[str]:
+    """What was done, in words."""
+    from allhands.formatting import format_bytes
+
+    head = f"{len(state.sizes)} files, {format_bytes(state.total)}"
+    lines = [f"note: {note}" for note in state.notes] + [head]
+    for host in state.hosts:
+        lines.append(f"{host.name}: {_outcome(host, dry_run)}")
+        if dry_run:
+            names = [state.names[file] for file in host.lacking[:_SHOWN_FILES]]
+            more = len(host.lacking) - len(names)
+            lines += [f"  {name}" for name in names] + [f"  and {more} more"] * bool(more)
+    return lines
+
+
+def _outcome(host: HostState, dry_run: bool) -> str:
+    from allhands.formatting import format_bytes, format_duration
+
+    files = f"{len(host.lacking)} file{'s' * (len(host.lacking) != 1)}"
+    if host.state == "failed":
+        kept = f"; {format_bytes(host.received)} received, which are kept" if host.received else ""
+        return f"failed{kept}"
+    if not host.lacking:
+        return "has everything already"
+    if dry_run:
+        return f"lacks {files}; {format_bytes(host.needed)} would be sent"
+    if host.done_s is None:
+        return "not finished"
+    origin = f" from {host.parent}" if host.received and host.parent else ""
+    return f"{files}, {format_bytes(host.received)} received{origin}, done after {format_duration(host.done_s)}"
+
+
+def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
+    """What was done, for machines; bytes and seconds."""
+    hosts = [
+        {
+            "name": host.name,
+            "state": host.state,
+            "files": [state.names[file] for file in host.lacking],
+            "bytes_needed": host.needed,
+            "bytes_received": host.received,
+            "bytes_sent": host.sent,
+            "from": host.parent,
+            "seconds": host.done_s,
+            "error": None if host.error is None else str(host.error),
+        }
+        for host in state.hosts
+    ]
+    return {
+        "dry_run": dry_run,
+        "files": len(state.sizes),
+        "bytes": state.total,
+        "bytes_sent": state.sent,
+        "seconds": state.seconds,
+        "hosts": hosts,
+        "changed_while_sent": state.withdrawn,
+        "notes": state.notes,
+        "exit_code": state.exit_code,
+    }
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Generator[Show, None, None]:
+    """A bar for every host and one for all, for as long as the block runs."""
+    if not shown:
+        yield lambda state: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        yield _Bars(bars).show
+
+
+class _Bars:
+    """The bars; a host's bar is what it reads of its own until that is known, then what it receives."""
+
+    def __init__(self, bars: Any) -> None:
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+
+    def show(self, state: SyncState) -> None:
+        """Bring all bars up to date."""
+        for host in state.hosts:
+            if host.state in ("connecting", "looking"):
+                self._set(host.name, f"{host.name} {host.state}", host.read, state.total)
+            else:
+                word = host.state if host.state != "receiving" else ""
+                self._set(host.name, f"{host.name} {word}".strip(), host.received, host.needed)
+        known = [host for host in state.hosts if host.state in ("receiving", "done")]
+        if not state.sizes:
+            self._set("", "reading here", state.hashed, None)
+        else:
+            self._set("", "all", sum(host.received for host in known), sum(host.needed for host in known))
+
+    def _set(self, key: str, text: str, done: int, total: int | None) -> None:
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(text, total=total)
+        self._bars.update(self._tasks[key], description=text, completed=done, total=total)

@@ -1,0 +1,185 @@
+"""What is brought, under which names, and from whom each host gets it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from allhands.cluster.hosts import Host
+from allhands.cluster.sync.blocks import is_partial
+from allhands.cluster.sync.worker import base_directory
+from allhands.errors import ConfigError, DataError
+
+Topology = Literal["chain", "tree", "star"]
+Transport = Literal["auto", "tls", "tcp", "ssh"]
+# Of the ranks' environment: what decides where their caches are.
+_PLACES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "ALLHANDS_CACHE")
+
+
+@dataclass(frozen=True)
+class Root:
+    """A directory with the same meaning on every host.
+
+    Attributes:
+        base: ``"absolute"``; ``"cwd"``, the host's working directory; ``"home"``; ``"hub"`` or ``"cache"``, the caches
+            of the Hub and of allhands.
+        at: the path below it, or the absolute one.
+    """
+
+    base: str
+    at: str
+
+    def on(self, host: Host) -> dict[str, Any]:
+        """What the host is told, which makes a path of it."""
+        found: dict[str, Any] = {"base": self.base, "at": self.at}
+        if self.base == "cwd":
+            found |= {"cwd": host.cwd or os.getcwd(), "required": host.cwd is not None}
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file here, and what it is called elsewhere."""
+
+    path: Path
+    root: Root
+    parts: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for the same place, by whichever root it is named."""
+        return self.root.base, os.path.normpath(os.path.join(self.root.at, *self.parts))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be brought.
+
+    Attributes:
+        roots: of the files.
+        files: in the order in which they are sent.
+        notes: what was left out, and why.
+    """
+
+    roots: tuple[Root, ...]
+    files: tuple[Found, ...]
+    notes: tuple[str, ...]
+
+
+def make_plan(words: Sequence[str]) -> Plan:
+    """List the files of these paths, each a file or a directory.
+
+    A path is found on every host under the words that name it here: a relative one in the host's working directory,
+    one with ``~`` in its home, an absolute one in the same place; what lies in the cache of the Hub or of allhands,
+    in that cache there. Links are followed: what they lead to is brought in their place.
+
+    Raises:
+        ConfigError: there is no such path.
+        DataError: something cannot be read.
+    """
+    notes: list[str] = []
+    found: dict[tuple[str, str], Found] = {}
+    for word in words:
+        for file in _found(word, notes):
+            found.setdefault(file.key, file)
+    if not found:
+        raise ConfigError("there is nothing to bring", hint="give --model, --data, --config, or paths with files")
+    files = tuple(sorted(found.values(), key=lambda file: file.key))
+    notes += _alike(files)
+    return Plan(tuple(dict.fromkeys(file.root for file in files)), files, tuple(notes))
+
+
+def _found(word: str, notes: list[str]) -> Iterator[Found]:
+    path = Path(os.path.abspath(Path(word).expanduser()))
+    if not path.exists():
+        raise ConfigError("there is no such file or directory", where=word, hint="check the path")
+    base, at = _place(word, path)
+    first, *rest = Path(at).parts if base == "hub" else ("",)
+    if rest[:1] == ["snapshots"] and len(rest) > 1:
+        yield from _snapshot(path, Root("hub", first), tuple(rest), notes)
+    elif path.is_dir():
+        for inner, parts in _below(path, notes):
+            yield Found(inner, Root(base, at), parts)
+    else:
+        yield Found(path, Root(base, os.path.dirname(at)), (path.name,))
+
+
+def _place(word: str, path: Path) -> tuple[str, str]:
+    if word.startswith("~/") or word == "~":
+        return "home", word[2:]
+    if not os.path.isabs(word):
+        return "cwd", os.path.normpath(word)
+    for base in ("hub", "cache"):
+        directory = Path(base_directory(base, os.environ))
+        if path != directory and path.is_relative_to(directory):
+            return base, str(path.relative_to(directory))
+    return "absolute", str(path)
+
+
+def _snapshot(path: Path, root: Root, below: tuple[str, ...], notes: list[str]) -> Iterator[Found]:
+    """A snapshot in the Hub's cache, as plain files, and the names by which the Hub's client finds it."""
+    inner = _below(path, notes) if path.is_dir() else iter([(path, ())])
+    for file, parts in inner:
+        yield Found(file, root, (*below, *parts))
+    refs = Path(base_directory("hub", os.environ)) / root.at / "refs"
+    for ref, parts in _below(refs, notes) if refs.is_dir() else ():
+        if ref.read_text(errors="replace").strip() == below[1]:
+            yield Found(ref, root, ("refs", *parts))
+
+
+def _below(
+    directory: Path, notes: list[str], above: tuple[tuple[int, int], ...] = ()
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The files below a directory, by name; links are followed, but not in circles."""
+    try:
+        status = directory.stat()
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(directory), hint="check its rights") from None
+    own = (status.st_dev, status.st_ino)
+    if own in above:
+        notes.append(f"{directory} leads back to a directory above it: left out")
+        return
+    for entry in entries:
+        path = directory / entry.name
+        if entry.is_dir():
+            for inner, parts in _below(path, notes, (*above, own)):
+                yield inner, (entry.name, *parts)
+        elif not entry.is_file():
+            notes.append(f"{path} is {'a link to nothing' if entry.is_symlink() else 'no regular file'}: left out")
+        elif not is_partial(entry.name):
+            yield path, (entry.name,)
+
+
+def _alike(files: Sequence[Found]) -> list[str]:
+    """Names that are one and the same on a file system that ignores case, as a Mac's does."""
+    seen: dict[tuple[str, str], Found] = {}
+    notes: list[str] = []
+    for file in files:
+        other = seen.setdefault((file.key[0], file.key[1].casefold()), file)
+        if other is not file:
+            notes.append(f"{other.path} and {file.path} differ in case only: on a Mac one replaces the other")
+    return notes
+
+
+def environment_of(host: Host) -> dict[str, str]:
+    """The variables that decide where the caches of this host's ranks are, as far as allhands sets them."""
+    here = {"ALLHANDS_CACHE": os.environ["ALLHANDS_CACHE"]} if os.environ.get("ALLHANDS_CACHE") else {}
+    chosen: Mapping[str, str] = host.envs
+    return here | {name: chosen[name] for name in _PLACES if name in chosen}
+
+
+def parents(count: int, topology: Topology) -> list[int | None]:
+    """From whom each of ``count`` hosts gets its blocks; ``None`` is this computer.
+
+    A chain sends everything once over every link, so that it takes as long as one transfer. In a tree nobody is
+    further than a few hops away, but everybody sends to two. In a star this computer sends to all.
+    """
+    if topology == "chain":
+        return [number - 1 if number else None for number in range(count)]
+    if topology == "tree":
+        return [number // 2 - 1 if number >= 2 else None for number in range(count)]
+    return [None] * count
