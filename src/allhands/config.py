@@ -229,7 +229,7 @@ class TrainConfig(_Strict):
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: str | None = Field(None, description="YAML file with these options; flags win over it.")
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
-    backend: Literal["auto", "ring", "mpi", "nccl"] = Field("auto", description="Who moves the bytes.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | None = Field(
         None, description="Relative speed of each rank (JSON): its share of every batch, in tokens. [equal]"

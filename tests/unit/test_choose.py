@@ -53,7 +53,7 @@ TABLE: dict[str, tuple[list[HostFacts], str]] = {
     "two with GPUs": ([GPUS, replace(GPUS, name="gpu2")], "nccl"),
     "one of two with GPUs": ([GPUS, FAR], "ring"),
     "one that has not been asked": ([GPUS, UNKNOWN], "ring"),
-    "Macs with RDMA": ([MAC, replace(MAC, name="mac2")], "ring"),
+    "Macs with RDMA": ([MAC, replace(MAC, name="mac2")], "jaccl"),
 }
 
 
@@ -72,7 +72,6 @@ def test_table(row: str) -> None:
         ([MAC, replace(MAC, rdma=False, name="mac2")], "jaccl", "names no RDMA devices of mac2"),
         ([MAC, replace(LINUX, rdma=True)], "jaccl", "one: not known to be a Mac"),
         ([MAC, replace(MAC, name="mac2", num_ranks=2)], "jaccl", "one rank a Mac"),
-        ([MAC, replace(MAC, name="mac2")], "jaccl", "mlx.launch --backend jaccl"),
         ([LINUX, UNKNOWN], "mpi", "no Open MPI 5 found on quiet"),
         ([LINUX, replace(FAR, mpi="5.0.3")], "mpi", "one has 5.0.11, far has 5.0.3"),
         ([replace(LINUX, mpi="4.1.4")], "mpi", "4.1.4 is too old"),

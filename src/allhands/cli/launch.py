@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 _PYTHONS = ("python", "python3")
 _LOOK_S = 10.0
-_BACKENDS = ("auto", "ring", "mpi", "nccl")
+_BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.errors import ConfigError
 from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
 
-Backend = Literal["ring", "mpi", "nccl"]
+Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Job:
     directory: Path
     log_dir: Path
     num_ranks: int | None = None
-    backend: Literal["auto", "ring", "mpi", "nccl"] = "auto"
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = "auto"
     cores_per_rank: int | None = None
     hostfile: str | None = None
     min_ranks: int | None = None
@@ -116,12 +116,18 @@ def _check_backend(job: Job, size: int) -> None:
 
     if job.hostfile is not None:
         asked = hostfile_backend(job.hostfile) if job.backend == "auto" else job.backend
-        if asked not in (None, "ring", "nccl"):
+        if asked not in (None, "ring", "nccl", "jaccl"):
             raise ConfigError(
                 f"{asked} cannot be started on the computers of a hostfile",
                 where=f"--backend {asked}" if job.backend != "auto" else job.hostfile,
                 hint="use --backend ring, or nccl where every rank has a GPU",
             )
+    elif job.backend == "jaccl":
+        raise ConfigError(
+            "JACCL joins several Macs with RDMA over Thunderbolt",
+            where="--backend jaccl",
+            hint="name them with --hostfile, as mlx.distributed_config writes it",
+        )
     elif job.backend == "mpi":
         require_mpi()
     elif job.backend == "nccl" and (gpus := nvidia_gpus()) < size:
@@ -227,7 +233,7 @@ def _choose_backend(job: Job) -> Backend:
         # Sums of three ranks or more would be taken in another order, and the last bits would differ.
         choice = replace(choice, backend=cast(Backend, before), reason="the run that is gone on from used it")
     job.explain(explain(choice))
-    return cast(Backend, choice.backend)
+    return choice.backend
 
 
 def _backend_before(job: Job) -> str | None:

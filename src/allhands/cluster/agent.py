@@ -148,6 +148,7 @@ class Agent:
             stop_grace_s=hello["stop_grace_s"],
             weights=weights,
             tag_output=hello["tag_output"],
+            rdma=hello["rdma"],
         )
 
     def _reserve(self, address: str) -> list[int]:

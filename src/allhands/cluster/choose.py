@@ -151,8 +151,7 @@ def _jaccl(facts: Facts) -> Candidate:
         return Candidate("jaccl", False, f"{', '.join(other)}: not known to be a Mac")
     if any(host.num_ranks > 1 for host in facts.hosts):
         return Candidate("jaccl", False, "it takes one rank a Mac")
-    # The supervisor does not start such ranks.
-    return Candidate("jaccl", False, "RDMA over Thunderbolt is there: start with mlx.launch --backend jaccl")
+    return Candidate("jaccl", True, "RDMA over Thunderbolt")
 
 
 def _mpi(facts: Facts) -> Candidate:

@@ -113,6 +113,8 @@ def hostfile_backend(path: str | Path) -> str | None:
     backend: Any = content.get("backend") if isinstance(content, dict) else None
     if backend is not None and backend not in _BACKENDS:
         _refuse(f"{path}", f"backend is {_shown(backend)}", "use ring, mpi, nccl or jaccl")
+    # Whether the cables make a ring or more is seen from the devices.
+    backend = "jaccl" if backend == "jaccl-ring" else backend
     return None if backend in (None, "", "any") else cast(str, backend)
 
 

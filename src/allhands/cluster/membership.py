@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -204,7 +204,19 @@ class HostfileMembers:
             if count := min(host.slots, left):
                 places.append(Place(host.name, count, host))
                 left -= count
-        return tuple(places)
+        return self._with_devices(places)
+
+    def _with_devices(self, places: Sequence[Place]) -> tuple[Place, ...]:
+        """Their RDMA devices for each other: the hostfile names those for all its computers, in its order."""
+        order = {host.name: index for index, host in enumerate(self._hosts)}
+        chosen = [order[place.name] for place in places]
+        if any(place.host is None or len(place.host.rdma) != len(order) for place in places):
+            return tuple(places)
+        return tuple(
+            replace(place, host=replace(host, rdma=tuple(host.rdma[index] for index in chosen)))
+            for place in places
+            if (host := place.host)
+        )
 
     def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:
         """What to wait for, or to tell, where the newest checkpoint ever heard of is not at hand."""

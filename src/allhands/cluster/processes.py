@@ -395,9 +395,21 @@ def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[s
     if spec.backend == "nccl":
         address, _, port = peers[0].rpartition(":")
         return {"MLX_WORLD_SIZE": str(spec.num_processes), "NCCL_HOST_IP": address, "NCCL_PORT": port}
+    if spec.backend == "jaccl":
+        assert spec.rdma is not None
+        devices = run_dir / "rdma-devices.json"
+        devices.write_text(json.dumps(spec.rdma), encoding="utf-8")
+        # Without fast synchronisation the GPU waits longer for an exchange than that takes.
+        found = {"MLX_IBV_DEVICES": str(devices), "MLX_JACCL_COORDINATOR": peers[0], "MLX_METAL_FAST_SYNCH": "1"}
+        return found if _is_mesh(spec.rdma) else {**found, "MLX_JACCL_RING": "1"}
     hostfile = run_dir / "ring-hosts.json"
     hostfile.write_text(json.dumps([[peer] for peer in peers]), encoding="utf-8")
     return {"MLX_HOSTFILE": str(hostfile)}
+
+
+def _is_mesh(rdma: Sequence[Sequence[Any]]) -> bool:
+    """Whether every computer has a cable to every other one; otherwise they form a ring."""
+    return all(device is not None for i, row in enumerate(rdma) for j, device in enumerate(row) if i != j)
 
 
 def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, str]:

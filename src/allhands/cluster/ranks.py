@@ -37,12 +37,13 @@ class LaunchSpec:
         places: in the order of their ranks; empty: all on this computer.
         hang_timeout_s: time without a beat that is a hang; ``None`` adapts to the measured steps.
         weights: relative speed of every rank, if they differ.
+        rdma: for JACCL, of each computer its devices by which it reaches the others, in their order.
         tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
     """
 
     command: Sequence[str]
     num_processes: int
-    backend: Literal["ring", "mpi", "nccl"]
+    backend: Literal["ring", "mpi", "nccl", "jaccl"]
     log_dir: Path
     cores_per_rank: int | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -53,6 +54,7 @@ class LaunchSpec:
     places: tuple[Place, ...] = ()
     weights: tuple[float, ...] | None = None
     tag_output: bool = False
+    rdma: Sequence[Sequence[Any]] | None = None
 
 
 @dataclass(frozen=True)

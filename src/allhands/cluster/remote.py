@@ -319,9 +319,31 @@ def _check(spec: LaunchSpec) -> None:
             where="--backend mpi",
             hint="use --backend ring, or leave --backend out",
         )
+    if spec.backend == "jaccl":
+        check_devices(spec.places)
     total = sum(place.num_ranks for place in spec.places)
     if total != spec.num_processes or any(place.num_ranks < 1 for place in spec.places):
         raise ConfigError(f"{spec.num_processes} ranks, but places for {total}", where="--hostfile")
+
+
+def check_devices(places: Sequence[Place]) -> None:
+    """Refuse computers that JACCL cannot join: each needs one rank, and a device for each of its neighbours.
+
+    Raises:
+        ConfigError: one lacks that.
+    """
+    count = len(places)
+    for index, place in enumerate(places):
+        devices = place.host.rdma if place.host else ()
+        neighbours = {(index - 1) % count, (index + 1) % count} - {index}
+        if place.num_ranks != 1 or len(devices) != count or any(devices[other] is None for other in neighbours):
+            raise ConfigError(
+                f"host {place.name} cannot take part in RDMA: it needs one slot, and in the hostfile a list of "
+                f"{count} devices, null for itself",
+                where="--backend jaccl",
+                hint="have the hostfile written by mlx.distributed_config --over thunderbolt --backend jaccl, "
+                "or use --backend ring",
+            )
 
 
 def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
@@ -340,6 +362,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "stop_grace_s": spec.stop_grace_s,
         "weights": spec.weights,
         "tag_output": spec.tag_output,
+        "rdma": [place.host.rdma if place.host else () for place in spec.places] if spec.backend == "jaccl" else None,
         "address": address,
     }
 

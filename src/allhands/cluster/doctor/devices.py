@@ -7,7 +7,7 @@ import shlex
 from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, new_hostfile, on, usual
 
-FEWEST_FILES, FEW_FILES = 256, 1024
+FEWEST_FILES, FEW_FILES, ENOUGH_FILES = 256, 1024, 4096
 LEAST_LOCKED = 64 << 20
 OLDEST_MPI = (5,)
 _SETUP = (
@@ -177,16 +177,27 @@ def check_limits(cluster: Cluster) -> list[Finding]:
         if files is not None and files < FEW_FILES:
             severity: Severity = "warn" if files < FEWEST_FILES else "note"
             message = f"a process may have {files} files open (ulimit -n)"
-            remedy = on(
-                host, "echo 'ulimit -n 4096' >> ~/.zshenv" if facts.mac else "echo 'ulimit -n 4096' >> ~/.bashrc"
-            )
-            findings.append(Finding("limits", (host.name,), severity, message, remedy))
+            findings.append(Finding("limits", (host.name,), severity, message, _more_files(host, facts)))
         if facts.rdma.devices and facts.mac is None and locked is not None and locked < LEAST_LOCKED:
             message = f"a process may lock {locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
-            line = f"{facts.system.user} - memlock unlimited"
-            remedy = on(host, f"echo {shlex.quote(line)} | sudo tee -a /etc/security/limits.conf")
-            findings.append(Finding("limits", (host.name,), "warn", message, remedy))
+            findings.append(
+                Finding("limits", (host.name,), "warn", message, _set_limit(host, facts, "memlock unlimited"))
+            )
     return findings
+
+
+def _more_files(host: HostReport, facts: HostFacts) -> str:
+    most = facts.limits.most_files
+    if facts.mac is None and most is not None and most < ENOUGH_FILES:
+        return _set_limit(host, facts, f"nofile {ENOUGH_FILES}")
+    profile = "~/.zshenv" if facts.mac else "~/.bashrc"
+    return on(host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {profile}")
+
+
+def _set_limit(host: HostReport, facts: HostFacts, limit: str) -> str:
+    """What only an administrator may raise; it counts from the next login on."""
+    line = f"{facts.system.user} - {limit}"
+    return on(host, f"echo {shlex.quote(line)} | sudo tee -a /etc/security/limits.conf")
 
 
 def check_sleep(cluster: Cluster) -> list[Finding]:

@@ -118,9 +118,10 @@ class Gpu(Fact):
 
 
 class Limits(Fact):
-    """``None``: no limit."""
+    """``None``: no limit; ``files`` may be raised to ``most_files`` by anybody."""
 
     files: int | None = None
+    most_files: int | None = None
     locked: int | None = None
 
 

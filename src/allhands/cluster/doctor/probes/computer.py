@@ -137,13 +137,14 @@ def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
 
 
 def limit_facts() -> dict[str, Any]:
-    """Open files and locked memory that a process may have; ``None`` is no limit."""
+    """Open files and locked memory that a process has, and open files that it may have; ``None`` is no limit."""
 
-    def of(kind: int) -> int | None:
-        soft = resource.getrlimit(kind)[0]
-        return None if soft == resource.RLIM_INFINITY else soft
+    def of(kind: int, which: int) -> int | None:
+        limit = resource.getrlimit(kind)[which]
+        return None if limit == resource.RLIM_INFINITY else limit
 
-    return {"files": of(resource.RLIMIT_NOFILE), "locked": of(resource.RLIMIT_MEMLOCK)}
+    files = resource.RLIMIT_NOFILE
+    return {"files": of(files, 0), "most_files": of(files, 1), "locked": of(resource.RLIMIT_MEMLOCK, 0)}
 
 
 def variable_facts() -> list[str]:
