@@ -161,7 +161,7 @@ def hurt(wound):
     elif wound == "code75":
         os._exit(75)
 with worker.install(launch, os.environ) as context:
-    (here / f"facts-{launch.rank}.json").write_text(json.dumps(facts()))
+    (here / f"facts-{launch.rank}.json").write_text(json.dumps(facts(), default=str))
     script, *words = scripts[launch.rank].split()
     if script not in ("silent", "busy", "mlx", "bind"):
         context.mark_started()
