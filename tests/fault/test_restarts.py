@@ -33,10 +33,12 @@ from allhands.cluster.membership import LocalMembers
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 directory, ranks, options = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 class Growing(LocalMembers):
+    given = 0
     def roster(self):
-        return LocalMembers(ranks + (directory / "more").exists()).roster()
+        self.given = ranks + (directory / "more").exists()
+        return LocalMembers(self.given).roster()
     def changed(self, current):
-        return "there is room" if (directory / "more").exists() else None
+        return "there is room" if self.given == ranks and (directory / "more").exists() else None
 command = [sys.executable, str(directory / "worker.py"), str(directory)]
 spec = LaunchSpec(command, ranks, "ring", directory / "logs")
 members = Growing(ranks) if options.pop("growing", False) else None

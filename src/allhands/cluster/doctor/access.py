@@ -160,13 +160,18 @@ def check_shell(cluster: Cluster) -> list[Finding]:
 
 def check_ssh_between(cluster: Cluster) -> list[Finding]:
     """Every computer can reach every other over ssh: for mpirun on one of them, and for copying along a chain."""
-    # Where no connection passes at all that is told with the ports.
+    # Where no connection passes at all that is told with the ports, and where large packets get lost, with those.
     cut = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome not in ("ok", "stalls")}
+    stalled = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome == "stalls"}
+
+    def is_told(login: Login, kind: str) -> bool:
+        ways = {(login.source, login.target), (login.target, login.source)}
+        return bool(kind in _CUT and ways & cut) or (kind == "timeout" and bool(ways & stalled))
+
     return [
         _login_finding(cluster, login, login.trouble)
         for login in cluster.logins
-        if login.trouble is not None
-        and not (login.trouble.kind in _CUT and {(login.source, login.target), (login.target, login.source)} & cut)
+        if login.trouble is not None and not is_told(login, login.trouble.kind)
     ]
 
 

@@ -250,6 +250,8 @@ def _slower_way(
     """That the two talk over Wi-Fi, or a slower cable, while a better one joins them."""
     (first, facts), (second, others) = one, other
     ip = second.addresses[0]
+    if ip in second.bind_errors:  # it is nobody's, or another computer's, which is told with the addresses
+        return None
     way = used(facts, ip)
     end = others.interface_of(ip) or way
     if way is None or end is None:

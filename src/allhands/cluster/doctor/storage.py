@@ -118,8 +118,9 @@ def _room_for_copies(cluster: Cluster, host: HostReport) -> list[Finding]:
 def check_model(cluster: Cluster) -> list[Finding]:
     """Every computer has the same model."""
     findings = _check_trees(cluster, "model", cluster.model)
+    told = {name for finding in findings for name in finding.hosts}
     for host, tree in _copies(cluster, "model"):
-        if tree.path is not None and tree.error is None and not any(f.name == "config.json" for f in tree.files):
+        if host.name not in told and tree.path is not None and tree.error is None and not any(f.name == "config.json" for f in tree.files):
             message = f"{tree.path} is no model directory: it has no config.json"
             findings.append(Finding("model", (host.name,), "stop", message, _sync(cluster, "model")))
     return findings

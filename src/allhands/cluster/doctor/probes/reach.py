@@ -16,6 +16,8 @@ from allhands.cluster.doctor.probes.tools import finished, program_environment
 
 # Enough for many full-size packets, so that a path on which only small ones pass is found.
 LARGE_BYTES = 1 << 18
+LONG_MS = 2.0  # there and back; what takes longer is asked again
+_ROUNDS = 5
 _MOST_LINE = 200
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
@@ -123,9 +125,25 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
             fact["ms"] = min(fact["ms"], round(1000 * (time.monotonic() - began), 3))
             stage = "large"
             receive_exactly(connection, LARGE_BYTES)
+        if fact["ms"] > LONG_MS:
+            fact["ms"] = min(fact["ms"], least_connect_ms(target, timeout_s))
     except OSError as error:
         fact.update(outcome=outcome_of(error, stage), detail=error.strerror or str(error))
     return fact
+
+
+def least_connect_ms(target: dict[str, Any], timeout_s: float) -> float:
+    """The shortest time of a few connections, in ms: that of a computer that is busy varies, that of a cable does not.
+
+    Raises:
+        OSError: one fails.
+    """
+    times: list[float] = []
+    for _ in range(_ROUNDS):
+        began = time.monotonic()
+        socket.create_connection((target["ip"], target["port"]), timeout_s).close()
+        times.append(time.monotonic() - began)
+    return round(1000 * min(times), 3)
 
 
 def receive_exactly(connection: socket.socket, size: int) -> None:
