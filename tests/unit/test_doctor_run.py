@@ -114,7 +114,7 @@ def test_what_looks_like_an_answer_is_none_without_the_token() -> None:
 )
 def test_a_computer_that_is_lost_midway(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
-    cluster, findings = asked("good1", name, "good2", data=str(tmp_path / "train.jsonl"), timeout_s=2.0)
+    cluster, findings = asked("good1", name, "good2", data=str(tmp_path / "train.jsonl"), timeout_s=5.0)
     assert found(findings, "answers") == [("answers", (name,))]
     assert words in next(f.message for f in findings if f.check == "answers")
     assert cluster.host(name).facts is not None

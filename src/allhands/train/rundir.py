@@ -108,7 +108,7 @@ def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:
 def _numbered_adapters(directory: Path, beyond: int = -1) -> list[Path]:
     """The adapters of batches after ``beyond``."""
     found = [(path, _NUMBERED_ADAPTER.fullmatch(path.name)) for path in entries(directory)]
-    return [path for path, match in found if match and int(match[1]) > beyond]
+    return [path for path, match in found if match and int(match[1]) > beyond and path.is_file()]
 
 
 def _with_number(name: str, number: int) -> str:

@@ -120,7 +120,9 @@ def check_model(cluster: Cluster) -> list[Finding]:
     findings = _check_trees(cluster, "model", cluster.model)
     told = {name for finding in findings for name in finding.hosts}
     for host, tree in _copies(cluster, "model"):
-        if host.name not in told and tree.path is not None and tree.error is None and not any(f.name == "config.json" for f in tree.files):
+        if host.name in told or tree.path is None or tree.error is not None:
+            continue
+        if not any(file.name == "config.json" for file in tree.files):
             message = f"{tree.path} is no model directory: it has no config.json"
             findings.append(Finding("model", (host.name,), "stop", message, _sync(cluster, "model")))
     return findings
