@@ -55,8 +55,8 @@ def _silence(ranks: _Ranks, most: float = 2000.0) -> float:
 @pytest.mark.parametrize(
     ("durations", "limit"),
     [
-        ([0.1] * 5, 5.0),  # the least
-        ([2.0] * 5, 5.0),
+        ([0.1] * 5, 4.0),  # the least
+        ([2.0] * 5, 4.2),
         ([4.0] * 5, 8.2),  # twice the step: 4 s of work and a tenth for the exchange
         ([4.0, 7.5, 4.0], 15.2),  # the longest of the latest
         ([4.0, 7.5, *[4.0] * 50], 9.12),  # long ago: a little more than it took
@@ -74,9 +74,9 @@ def test_the_deadline_follows_the_steps(durations: list[float], limit: float) ->
 @pytest.mark.parametrize(
     ("phase", "limits", "limit"),
     [
-        ("load", Limits(), 5.0),
-        ("compute", Limits(), 5.0),
-        ("update", Limits(), 5.0),
+        ("load", Limits(), 4.0),
+        ("compute", Limits(), 4.0),
+        ("update", Limits(), 4.0),
         ("validate", Limits(), 10.0),
         ("save", Limits(), 600.0),
         ("first", Limits(start_s=40.0), 40.0),
@@ -86,7 +86,7 @@ def test_the_deadline_follows_the_steps(durations: list[float], limit: float) ->
         ("validate", Limits(hang_timeout_s=2.0), 10.0),
         ("validate", Limits(hang_timeout_s=30.0), 30.0),
         ("first", Limits(start_s=40.0, hang_timeout_s=2.0), 40.0),
-        ("compute", Limits(slack=2.0), 10.0),
+        ("compute", Limits(slack=2.0), 8.0),
         ("compute", Limits(hang_timeout_s=2.0, slack=4.0), 8.0),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_long_validation_or_save_does_not_slacken_the_steps() -> None:
             assert ranks.passes(9.0) is None
     for rank in range(2):
         ranks.says(rank, "compute", 4)
-    assert _silence(ranks) == pytest.approx(5.0, abs=0.25)
+    assert _silence(ranks) == pytest.approx(4.0, abs=0.25)
     # But the next validation may take its time.
     ranks.says(0, "validate", 4)
     ranks.says(1, "reduce", 4)
@@ -157,7 +157,7 @@ def test_who_is_to_blame(said: list[tuple[str, int]], culprit: int) -> None:
     assert stall is not None
     assert stall.rank == culprit
     assert stall.mutual == all(phase == "reduce" for phase, _ in said)
-    assert stall.seconds == pytest.approx(5.0, abs=0.25)
+    assert stall.seconds == pytest.approx(4.0, abs=0.25)
 
 
 def test_a_slow_exchange_is_measured_from_when_all_have_come_to_it() -> None:
@@ -165,13 +165,13 @@ def test_a_slow_exchange_is_measured_from_when_all_have_come_to_it() -> None:
     ranks.steps([0.5] * 3)
     ranks.says(0, "reduce", 3)
     ranks.says(1, "compute", 3)
-    assert ranks.passes(4.0) is None
+    assert ranks.passes(3.5) is None
     ranks.says(1, "reduce", 3)
     assert ranks.passes(4.0) is None  # what the exchange took
     for rank in range(2):
         ranks.says(rank, "reduce", 4)
     # The step of rank 1, its work and the exchange, was the longest.
-    assert _silence(ranks) == pytest.approx(16.0, abs=0.4)
+    assert _silence(ranks) == pytest.approx(15.0, abs=0.4)
 
 
 def test_those_that_have_ended_are_not_waited_for() -> None:
@@ -214,7 +214,7 @@ def test_beats_within_a_phase_count() -> None:
     ranks.steps([0.5] * 3)
     for _ in range(10):
         ranks.says(0, "compute", 3)
-        assert ranks.passes(4.0) is None
+        assert ranks.passes(3.5) is None
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
@@ -224,8 +224,8 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
         ranks.says(rank, "compute", 3)
     assert ranks.passes(2.0) is None
     ranks.now += 3600.0
-    # 2 s had passed before the pause; what is left are 3 s.
-    assert _silence(ranks) == pytest.approx(3.0, abs=0.25)
+    # 2 s had passed before the pause; what is left are 2 s.
+    assert _silence(ranks) == pytest.approx(2.0, abs=0.25)
 
 
 def test_a_pause_is_no_measure_of_a_step() -> None:
@@ -236,7 +236,7 @@ def test_a_pause_is_no_measure_of_a_step() -> None:
     ranks.now += 3600.0
     assert ranks.passes(0.5) is None
     ranks.says(0, "compute", 4)
-    assert _silence(ranks) == pytest.approx(5.0, abs=0.25)
+    assert _silence(ranks) == pytest.approx(4.0, abs=0.25)
 
 
 def test_pauses() -> None:
@@ -258,22 +258,22 @@ def test_data_that_have_been_on_their_way_for_long_are_waited_for_the_less() -> 
     ranks.says(1, "load", 5)
     ranks.passes(TICK)
     ranks.says(1, "load", 5, waited_s=2.0)  # two batches were ready when the next one hung
-    assert _silence(ranks) == pytest.approx(3.0, abs=2 * TICK)
+    assert _silence(ranks) == pytest.approx(2.0, abs=2 * TICK)
 
 
 def test_a_long_way_of_data_is_no_longer_a_step() -> None:
     """What is measured is what the training waited, not what was done beside it."""
     ranks = _Ranks(1)
     for step in range(5):
-        ranks.says(0, "load", step, waited_s=4.0)
+        ranks.says(0, "load", step, waited_s=3.0)
         assert ranks.passes(0.5) is None
         ranks.says(0, "compute", step)
         assert ranks.passes(1.0) is None
     ranks.says(0, "compute", 5)
-    assert _silence(ranks) == pytest.approx(5.0, abs=2 * TICK)
+    assert _silence(ranks) == pytest.approx(4.0, abs=2 * TICK)
 
 
-@pytest.mark.parametrize(("exchanges", "limit"), [(0, 30.0), (1, 5.0)])
+@pytest.mark.parametrize(("exchanges", "limit"), [(0, 30.0), (1, 4.0)])
 def test_the_first_exchange_may_have_to_connect(exchanges: int, limit: float) -> None:
     ranks = _Ranks(2)
     for step in range(exchanges + 1):

@@ -30,7 +30,7 @@ _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so t
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
 _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is nothing to save
 _LOOK_S = 0.5  # between two looks at whether a process is stopped
-_STOPPED_S = 5.0  # for a process to be stopped; less may be a person looking at it
+_STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
 _PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
 # How ranks end that were told to stop: having saved, or before they could.

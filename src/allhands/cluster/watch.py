@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks
 
-_LEAST_S = 5.0
+_LEAST_S = 4.0
 _LEAST_VALIDATE_S = 10.0
 _LEAST_FIRST_EXCHANGE_S = 30.0  # connections and kernels may have to be made for it
 _SAVE_S = 600.0
