@@ -181,6 +181,8 @@ def _mpirun(ranks: int) -> list[str]:
     found = find_mpi()
     assert found is not None
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    # By itself it kills ranks a second after Ctrl-C, which on a busy computer is too soon to have saved.
+    root += ["--prtemca", "odls_base_sigkill_timeout", "30"]
     return [str(found.mpirun), *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
 
 
