@@ -51,7 +51,7 @@ def checkpoints(directory: Path) -> dict[int, str]:
 @pytest.mark.long
 def test_a_second_run_into_a_directory_is_refused(trial: Trial) -> None:
     """Supervised or not, and also by a rank that was told of the claim of another supervisor, on another directory."""
-    trial.plan({"rank": 1, "step": 2, "kind": "slow", "seconds": 30})
+    trial.plan({"rank": 0, "step": 2, "kind": "slow", "seconds": 30})
     first = trial.start(ranks=2)
     trial.wait_for_fired()
     for ranks, env in ((1, {}), (2, {}), (1, {"ALLHANDS_CLAIMED": "here:1:1"})):
@@ -166,4 +166,4 @@ def test_a_frozen_process_is_found_whatever_it_was_doing() -> None:
             assert (fault["kind"], fault["rank"]) == ("hang", 0)
             assert fault["phase"] == (None if phase == "nothing" else phase)
             assert "(the process is stopped)" in fault["message"]
-            assert 5.0 <= fault["detected_s"] < 8.0  # computed on shared cores, where a look may come late
+            assert 4.0 <= fault["detected_s"] < 8.0  # computed on shared cores, where a look may come late

@@ -41,10 +41,10 @@ def train(flags: dict[str, Any]) -> int:
     launch = recognise_here()
     with _rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"))
+        if not (config.train or config.test):
+            config = config.model_copy(update={"train": True})  # as the command is called
         _check_launch(config, launch)
         _check_rehearsal(config, launch)
-    if launch.launcher == "single" and not (config.train or config.test):
-        raise ConfigError("nothing to do", hint="add --train, --test or both")
     if launch.launcher == "single" and config.hosts:
         config = _with_hostfile(config)
     if launch.launcher == "single":
@@ -209,13 +209,14 @@ def work(config: TrainConfig, launch: Launch) -> int:
 def _leave(launch: Launch) -> None:
     """End an error-free rank without a clean-up that can hang when ranks end apart.
 
-    Under a foreign mpirun the ordinary end is needed: it takes a rank that skips MPI's finalizer for a failure.
+    Where MPI was started by others (mpirun, or srun with PMIx) the ordinary end is needed: they take a rank that
+    skips MPI's finalizer for a failure, and kill the rest.
     """
     publish(os.environ)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if launch.launcher != "openmpi":
+    if launch.backend != "mpi" or launch.launcher == "allhands":
         os._exit(0)
 
 

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
             _write(output, f"{request['mark']}{json.dumps(result)}\n".encode())
     sys.stderr.flush()
     # As training does: MLX's back-ends may hang in an ordinary end; a foreign mpirun needs one.
-    if launch.launcher != "openmpi":
+    if launch.backend != "mpi" or launch.launcher == "allhands":
         os._exit(0)
 
 

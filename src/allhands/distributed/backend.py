@@ -110,11 +110,20 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     communicator = MlxGroup(group, backend)
-    present = communicator.all_sum(mx.ones((1,), dtype=mx.int32))
-    mx.eval(present)
-    if present.item() != size:
-        raise DistributedError(f"{size} processes were promised, {present.item()} answered the first sum")
+    _check_first_sum(communicator)
     return communicator
+
+
+def _check_first_sum(communicator: Communicator) -> None:
+    """Every rank's own part must be in the sum, and nothing else.
+
+    A sum of ones would not do: on computers with the same host name Open MPI gives each rank its own part twice.
+    """
+    ranks = mx.repeat(mx.arange(1, communicator.size + 1)[:, None], _CHECKED, axis=1)
+    total = communicator.all_sum(mx.where(ranks == communicator.rank + 1, ranks, 0))
+    if not mx.array_equal(total, ranks):
+        hint = _SAME_NAME if communicator.backend == "mpi" else _HINTS[communicator.backend]
+        raise DistributedError(f"the first sum over {communicator.size} processes is wrong", hint=hint)
 
 
 def _initialise(backend: str, size: int) -> Any:
@@ -125,6 +134,8 @@ def _initialise(backend: str, size: int) -> Any:
         raise DistributedError(problem, hint=_HINTS[backend]) from None
 
 
+_CHECKED = 256  # numbers a rank
+_SAME_NAME = "give every computer a host name of its own (see `hostname`): Open MPI takes equal names for one computer"
 _HINTS = {
     "ring": "check that every host of the hostfile answers at its address and that the ports are free",
     "mpi": "install Open MPI (pip install 'allhands[mpi]') and start with mpirun, or use --backend ring",
