@@ -59,7 +59,7 @@ def test_a_second_run_into_a_directory_is_refused(trial: Trial) -> None:
         Job(*arguments, env={"TMPDIR": str(trial.temporary), **env}).fails(5, TAKEN, str(trial.out))
     first.signal(signal.SIGINT, signal.SIGINT)
     assert first.finish() == 130
-    trial.run("--max-restarts", "0", ranks=1, iters=2)  # nothing of a claim outlives its run
+    trial.run("--max-restarts", "0", ranks=1, iters=3)  # nothing of a claim outlives its run
 
 
 @pytest.mark.long
