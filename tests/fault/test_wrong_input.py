@@ -187,7 +187,6 @@ def test_training(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ("train --model model --data data", 2, ["--train", "--test"]),
         ("train --test --model model --data data --adapter-path missing", 2, ["--adapter-path", "missing"]),
         ("generate --model model --adapter-path missing --prompt a", 4, ["missing", "no such directory"]),
         ("generate --model wider --adapter-path out --prompt a", 4, ["does not fit", "(32, 8)", "(64, 8)"]),

@@ -155,9 +155,9 @@ def test_wrong_values_of_our_own_checks_are_code_2_too(capsys: pytest.CaptureFix
     code, _, err = run_main(capsys, "train", "--train", "--learning-rate", "0")
     assert code == 2
     assert err.startswith("allhands: error: --learning-rate: ")
-    code, _, err = run_main(capsys, "train")
+    code, _, err = run_main(capsys, "train", "--batch-size", "0")
     assert code == 2
-    assert "--train, --test or both" in err
+    assert err.startswith("allhands: error: --batch-size: ")
 
 
 def test_the_command_may_run_twice_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:

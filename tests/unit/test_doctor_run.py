@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from allhands.cluster.doctor import run
+from allhands.cluster import probe
+from allhands.cluster.doctor import run, session
 from allhands.cluster.doctor.facts import Cluster
 from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.run import CheckOptions, diagnose
@@ -102,6 +103,23 @@ def test_each_fault_is_told_of_its_host_and_holds_up_no_other() -> None:
 
 
 @pytest.mark.usefixtures("remote")
+def test_the_probe_is_composed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, most = threading.Semaphore(1), []
+    compose = probe.program
+
+    def program() -> str:
+        most.append(busy.acquire(blocking=False))
+        time.sleep(0.2)
+        busy.release()
+        return compose()
+
+    session._program.cache_clear()
+    monkeypatch.setattr(probe, "program", program)
+    assert found(asked("good1", "good2", "good3")[1]) == []
+    assert most == [True]
+
+
+@pytest.mark.usefixtures("remote")
 def test_what_looks_like_an_answer_is_none_without_the_token() -> None:
     cluster, _ = asked("babbles")
     assert cluster.host("babbles").facts is not None
@@ -110,7 +128,7 @@ def test_what_looks_like_an_answer_is_none_without_the_token() -> None:
 
 @pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize(
-    ("name", "words"), [("breaks", "reading its files, the connection broke"), ("hangs", "no answer for 2 s")]
+    ("name", "words"), [("breaks", "reading its files, the connection broke"), ("hangs", "no answer for 5 s")]
 )
 def test_a_computer_that_is_lost_midway(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -320,7 +321,8 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     )
     if launch.launcher == "openmpi":
         die_with_parent()  # started by mpirun itself, without our guard
-    faulthandler.enable()
+    with suppress(RuntimeError, io.UnsupportedOperation):  # no standard error to write to
+        faulthandler.enable()
     sys.excepthook = lambda kind, error, trace: context.fail(error)
     if run_dir and log_dir:
         _trace_on_signal(Path(log_dir, f"rank-{launch.rank}.log"))

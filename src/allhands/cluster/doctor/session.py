@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -25,6 +26,7 @@ _MOST_SAID = 1 << 14
 _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
+_composing = threading.Lock()  # Python 3.11 cannot parse in two threads at once
 
 
 class Untold(Exception):
@@ -153,7 +155,8 @@ class Session:
 
     def _send_program(self) -> None:
         """In a thread: an ssh that is still connecting takes only so much."""
-        text = probe.program()
+        with _composing:
+            text = _program()
         self._send(f"{self._token} {len(text)}\n{text}")
 
     def _send(self, text: str) -> bool:
@@ -206,6 +209,11 @@ class Session:
         self._said.seek(0, os.SEEK_END)
         self._said.seek(max(0, self._said.tell() - _MOST_SAID))
         return self._said.read().decode(errors="replace")
+
+
+@functools.cache
+def _program() -> str:
+    return probe.program()
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
