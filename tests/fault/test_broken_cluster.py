@@ -30,7 +30,19 @@ def test_a_healthy_cluster(sick: Broken) -> None:
     assert (answer.code, answer.content["stops"]) == (0, False)
     assert answer.told == sick.usual
     asked = {"ssh", "ssh-between", "shell", "answers", "python", "allhands", "versions", "clock", "same-computer"}
-    asked |= {"directory", "variables", "model", "data", "address", "ports", "packets", "latency", "route", "mtu"}
+    asked |= {
+        "names",
+        "directory",
+        "variables",
+        "model",
+        "data",
+        "address",
+        "ports",
+        "packets",
+        "latency",
+        "route",
+        "mtu",
+    }
     assert asked <= set(answer.content["well"])
 
 

@@ -255,8 +255,19 @@ def test_one_computer_under_two_names() -> None:
     assert (finding.check, finding.severity, finding.hosts) == ("same-computer", "warn", ("node2", "node1"))
 
 
+@pytest.mark.parametrize("names", [("lab", "lab"), ("Lab", "lab"), ("lab.local", "LAB.local")])
+def test_two_computers_that_call_themselves_the_same(names: tuple[str, str]) -> None:
+    ill = cluster(
+        *(host(i, facts(i, system={**facts(i).system.model_dump(), "hostname": n})) for i, n in enumerate(names, 1))
+    )
+    finding = only(ill)
+    assert (finding.check, finding.severity, finding.hosts) == ("names", "warn", ("node2", "node1"))
+    assert "add up wrongly" in finding.message
+    assert finding.remedy == "ssh -t node2 'sudo hostnamectl set-hostname lab-2'"
+
+
 def test_containers_of_one_computer_are_several() -> None:
-    ids = {**facts(1).system.model_dump(), "network_id": "net:[2]"}
+    ids = {**facts(1).system.model_dump(), "network_id": "net:[2]", "hostname": "pod-2"}
     assert told(cluster(host(1), host(2, facts(2, system=ids)))) == []
 
 

@@ -314,6 +314,24 @@ def check_same(cluster: Cluster) -> list[Finding]:
     return findings
 
 
+def check_names(cluster: Cluster) -> list[Finding]:
+    """No two computers call themselves the same: MPI would take them for one, and its sums would be wrong."""
+    seen: dict[str, str] = {}
+    findings: list[Finding] = []
+    several = {name for f in check_same(cluster) for name in f.hosts[:1]}
+    for host, facts in cluster.answered():
+        name = facts.system.hostname.lower()
+        if not name or host.name in several:
+            continue
+        first = seen.setdefault(name, host.name)
+        if first != host.name:
+            message = f"it calls itself {name}, as {first} does: MPI would take the two for one, and add up wrongly"
+            new = shlex.quote(f"{name.partition('.')[0]}-2")
+            command = f"sudo scutil --set HostName {new}" if on_mac(host) else f"sudo hostnamectl set-hostname {new}"
+            findings.append(Finding("names", (host.name, first), "warn", message, on(host, command)))
+    return findings
+
+
 def check_directory(cluster: Cluster) -> list[Finding]:
     """The directory to work in can be entered."""
     findings: list[Finding] = []
@@ -364,6 +382,7 @@ CHECKS = (
     Check("versions", "versions", check_versions),
     Check("clock", "clocks", check_clock),
     Check("same-computer", "each is another computer", check_same),
+    Check("names", "names of their own", check_names),
     Check("directory", "working directory", check_directory),
     Check("variables", "environment", check_variables),
     Check("ssh-between", "ssh between them", check_ssh_between, lambda cluster: bool(cluster.logins), _all_logins),
