@@ -187,6 +187,12 @@ class Broken:
         for namespace, address in ends:
             _do(f"ip -n {namespace} address add {address}/24 dev {device}")
             _do(f"ip -n {namespace} link set {device} up")
+        for namespace, _ in ends:
+            # The kernel tells of a change once a second; until then the interface counts as down.
+            deadline = time.monotonic() + 5
+            while "state UP" not in _do(f"ip -n {namespace} link show {device}"):
+                assert time.monotonic() < deadline, f"{device} stays down"
+                time.sleep(0.05)
         return ends[0][1], ends[1][1]
 
     def small_disk(self, name: str, place: Path, megabytes: int, used: int) -> None:
@@ -324,7 +330,8 @@ def _conversation(terminal: int) -> str:
     raise AssertionError(f"the command does not end: {shown}")
 
 
-def _do(command: str) -> None:
+def _do(command: str) -> str:
     argv = shlex.split(command)
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    subprocess.run(argv, check=True, capture_output=True, timeout=30, env={**os.environ, "PATH": path})
+    env = {**os.environ, "PATH": path}
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=30, env=env).stdout
