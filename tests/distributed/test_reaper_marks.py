@@ -101,7 +101,7 @@ def test_daemons_end_with_the_job(start: Callable[..., Job], then: str, code: in
 )
 def test_daemons_end_when_the_supervisor_is_killed(start: Callable[..., Job], number: int, backend: str) -> None:
     """By ``kill -9``, or with its terminal."""
-    job = start("wait", "wait", files={"worker.py": _RANK}, backend=backend)
+    job = start("wait", "wait", files={"worker.py": _RANK}, backend=backend, stop_grace_s=1.0)
     found = daemons(job, 2)
     assert len(found) == 2
     assert not gone(found[0])

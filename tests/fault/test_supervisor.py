@@ -201,6 +201,15 @@ def test_ranks_that_do_not_stop_in_time_are_killed(start: Callable[..., Job]) ->
     assert job.finish(timeout=5) == 143
 
 
+def test_a_rank_that_stands_still_is_not_waited_for_when_all_are_told_to_stop(start: Callable[..., Job]) -> None:
+    job = start("stop", "save 20")  # with a minute to save
+    job.wait_for("started")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(timeout=10) == 143
+    (event,) = job.events("cancelling")
+    assert event["message"].startswith("rank 0 stands still")
+
+
 def _alone(tmp_path: Path, script: str, **env: str) -> subprocess.Popen[str]:
     """A worker without supervisor and guard."""
     (tmp_path / "worker.py").write_text(WORKER)

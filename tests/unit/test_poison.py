@@ -156,7 +156,7 @@ def test_bad_weights_are_told_without_looking_at_examples(path: Path) -> None:
     layer.lora_b = layer.lora_b.at[0, 0].add(float("inf"))
     with pytest.raises(NumericsError, match="the loss is nan; the weights are not finite"):
         trainer.step([batch(windows, 0, 1, 2)])
-    assert trainer.beats == ["compute", "reduce", "reduce"]
+    assert trainer.beats == ["compute", "reduce"]
 
 
 class Corrupting(Alone):
@@ -203,15 +203,17 @@ def test_every_phase_is_told(path: Path, form: str) -> None:
     trainer = Trainer(path, non_finite="skip", **FORMS[form])
     good = [batch(windows, 0, 1), batch(windows, 2)]
     new = "first" if form == "compiled" else "compute"
+    # In a graph all that follows is handed out with the last micro-batch, and waited for in its phase.
+    sums, update = (["reduce"], ["update"]) if form == "eager" else ([], [])
     trainer.step(good)
-    assert trainer.beats == [new, new, "reduce", "update"]
+    assert trainer.beats == [new, new, *sums, *update]
     trainer.beats.clear()
     trainer.step(good)
-    assert trainer.beats == ["compute", "compute", "reduce", "update"]
+    assert trainer.beats == ["compute", "compute", *sums, *update]
     trainer.beats.clear()
     trainer.step([batch(windows, 0, 1), batch(windows, 5, 6)])
     # Four examples are looked at one by one.
-    assert trainer.beats == ["compute", new, "reduce", *["compute"] * 4, "reduce"]
+    assert trainer.beats == ["compute", new, *sums, *["compute"] * 4, "reduce"]
 
 
 # --- several ranks ------------------------------------------------------------------------------------

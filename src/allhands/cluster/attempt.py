@@ -194,7 +194,18 @@ class Attempt:
         # A rank that is not running yet is told as soon as it is.
         self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
         grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
-        return self._age(now, self._stop_began) < grace
+        return self._age(now, self._stop_began) < grace and not self._stands_still(now)
+
+    def _stands_still(self, now: float) -> bool:
+        """Whether a rank that has been told to stop was itself stopped (SIGSTOP): without it nothing will be saved."""
+        if not self._all_started:
+            return False
+        marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
+        stall = self._frozen(now, marks, self._living())
+        if stall is not None:
+            text = f"rank {stall.rank} stands still (the process is stopped), so that nothing more can be saved"
+            self._events(SupervisorEvent("cancelling", text))
+        return stall is not None
 
     def _begin_stop(self, now: float, number: int) -> None:
         self._stop_signal, self._stop_began = number, now

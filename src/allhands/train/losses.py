@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from allhands.blas import available_cores
+from allhands.model.fused import kernels
 
 CHUNK_ROWS = 256
+_GPU_CHUNK_BYTES = 1 << 29
 # Rows that one numpy pass handles at a time: 16 x 49,152 x 4 bytes stay in a core's L2 cache.
 _BLOCK_ROWS = 16
 
@@ -51,7 +53,8 @@ def linear_cross_entropy(
         Scalar float32, differentiable in ``hidden`` and, with ``train_weight``, in ``weight``.
     """
     if not with_grad:
-        return sum((_chunk_in_graph(*part)[0] for part in _chunks(hidden, weight, targets)), mx.zeros(()))
+        losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, _graph_rows(weight)))
+        return sum((each.sum() for each in losses), mx.zeros(()))
 
     # The forward pass makes the gradients too, outside of what is differentiated: its inputs are stopped.
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
@@ -84,7 +87,7 @@ def eager_linear_cross_entropy(
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
     grad_weight = mx.zeros(weight.shape, dtype=mx.float32) if train_weight and with_grad else None
-    for rows, matrix, wanted in _chunks(hidden, weight, targets):
+    for rows, matrix, wanted in _chunks(hidden, weight, targets, CHUNK_ROWS):
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
         if with_grad:
@@ -96,10 +99,20 @@ def eager_linear_cross_entropy(
     return total, mx.concatenate(grads) if grads else None, grad_weight
 
 
-def _chunks(hidden: mx.array, weight: mx.array, targets: mx.array) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
-    for start in range(0, hidden.shape[0], CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
+def _chunks(
+    hidden: mx.array, weight: mx.array, targets: mx.array, size: int
+) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+    for start in range(0, hidden.shape[0], size):
+        rows = slice(start, start + size)
         yield hidden[rows], weight, targets[rows]
+
+
+def _graph_rows(weight: mx.array) -> int:
+    """Rows of a chunk on a GPU: products so large that they run at full speed, logits of half a gigabyte at most."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return CHUNK_ROWS
+    rows = _GPU_CHUNK_BYTES // (weight.shape[0] * weight.dtype.size)
+    return max(CHUNK_ROWS, rows // CHUNK_ROWS * CHUNK_ROWS)
 
 
 def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool) -> tuple[mx.array, ...]:
@@ -107,7 +120,10 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
     grad_weight = mx.zeros(weight.shape, dtype=mx.float32)
-    for rows, matrix, wanted in _chunks(hidden, weight, targets):
+    for rows, matrix, wanted in _chunks(hidden, weight, targets, _graph_rows(weight)):
+        if grads:
+            # One after the other: the evaluator would make the logits of several chunks ahead.
+            rows = cast("mx.array", mx.depends(rows, [grads[-1]]))
         value, grad_logits = _chunk_in_graph(rows, matrix, wanted)
         total = total + value
         grads.append(grad_logits @ matrix)
@@ -117,8 +133,18 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
     return (*first, grad_weight) if train_weight else first
 
 
+def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
+    """(N,) float32, 0 for padding."""
+    each = mx.fast.cross_entropy((hidden @ weight.T).astype(mx.float32), mx.maximum(targets, 0))
+    return mx.where(targets >= 0, each, 0.0)
+
+
 def _chunk_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    logits = (hidden @ weight.T).astype(mx.float32)
+    logits = hidden @ weight.T
+    if kernels.available() and kernels.suits(logits):
+        losses, gradient = kernels.cross_entropy(logits, targets)
+        return losses.sum(), gradient
+    logits = logits.astype(mx.float32)
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
     counts = (targets >= 0)[:, None]
     picked = mx.take_along_axis(logits, mx.maximum(targets, 0)[:, None], axis=-1)

@@ -12,13 +12,64 @@ from mlx_lm.tuner.utils import build_schedule
 
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
+from allhands.model.fused import kernels
 from allhands.trees import flatten
 
 Schedule = Callable[[mx.array], mx.array] | float
 
+
+class KernelAdam(optim.Adam):
+    """Adam whose update of an array is one kernel on an NVIDIA GPU, computed in float32 whatever the array's type."""
+
+    _decay = 0.0
+
+    def apply_where(self, finite: mx.array, factor: mx.array, gradients: Any, weights: Any) -> Any:
+        """The weights after the update by ``factor`` times ``gradients``, or as they are if not ``finite``.
+
+        The optimizer's state follows. Where the kernel does not fit, MLX's own operations compute the same.
+        """
+        before = tree_map(lambda x: x, self.state)
+        for name, schedule in self._schedulers.items():
+            self.state[name] = schedule(self.step)
+        self.state["step"] = self.step + 1
+        rate = self.learning_rate.astype(mx.float32)
+        (b1, b2), step = self.betas, self.step.astype(mx.float32)
+        shrunk = 1.0 - rate * self._decay
+        root = mx.array(1.0)
+        if self.bias_correction:
+            rate, root = rate / (1.0 - b1**step), mx.rsqrt(1.0 - b2**step)
+        values = [factor, finite, rate, b1, b2, self.eps, shrunk, root]
+        scalars = mx.stack([mx.array(value).astype(mx.float32) for value in values])
+
+        def update(gradient: mx.array, weight: mx.array, state: Any) -> mx.array:
+            types = {gradient.dtype, weight.dtype, state["m"].dtype}
+            if len(types) == 1 and weight.size % kernels.width(weight.dtype) == 0:
+                new, state["m"], state["v"] = kernels.adam(gradient, weight, (state["m"], state["v"]), scalars)
+                return new
+            scaled = (gradient.astype(mx.float32) * factor).astype(gradient.dtype)
+            old = dict(state)
+            new = self.apply_single(scaled, weight, state)
+            for name in old:
+                state[name] = mx.where(finite, state[name], old[name])
+            return mx.where(finite, new, weight)
+
+        new = tree_map(update, gradients, weights, self.state)
+        for name in ("step", *self._schedulers):
+            self.state[name] = mx.where(finite, self.state[name], before[name])
+        return new
+
+
+class KernelAdamW(KernelAdam, optim.AdamW):
+    """:class:`KernelAdam` with decoupled weight decay."""
+
+    @property
+    def _decay(self) -> float:
+        return self.weight_decay
+
+
 _CLASSES: dict[str, Callable[..., optim.Optimizer]] = {
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
+    "adam": KernelAdam,
+    "adamw": KernelAdamW,
     "muon": optim.Muon,
     "sgd": optim.SGD,
     "adafactor": optim.Adafactor,

@@ -25,6 +25,7 @@ from allhands.model.split import SplitModel, split
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
+from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, numbers, unflatten
 
 # (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients). Where there
@@ -239,6 +240,7 @@ class TrainStep:
         self._window_name = "packed row" if packed else "training example"
         self._beat = beat
         self._rehearse = rehearse
+        self._graph = None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled)
 
     def __call__(self, micro_batches: Sequence[MicroBatch], *, stop: bool = False) -> StepResult:
         """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
@@ -255,43 +257,64 @@ class TrainStep:
             grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
         computed = time.perf_counter()
         mine = [loss, *(float(n) for n in _counts(micro_batches)), float(stop)]
-        sums, (loss_sum, num_targets, num_tokens, votes) = self._reduce(grads, mine)
+        sums, totals = self._reduce(grads, mine)
+        del grads
         reduced = time.perf_counter()
+        update = self._update_by_hand if self._graph is None else self._update_in_graph
+        result = update(sums, totals, StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed))
+        if problem := _not_finite(result):
+            # Every rank has the same sums and comes here. What is thrown away makes room for the search.
+            del sums
+            return self._refuse(result, problem, micro_batches)
+        return result
+
+    def _update_by_hand(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
+        """Look at the numbers, then update the model if all are finite."""
+        num_targets = numbers(totals)[1]
         # The one division: by the trained tokens of all micro-batches and all ranks.
         mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
         if self._after_backward is not None:
             self._after_backward(mean)
         clipped, norm = clip(mean, self._max_grad_norm)
-        result = StepResult(
-            loss_sum,
-            int(num_targets),
-            int(num_tokens),
-            number(norm),
-            int(votes),
-            computed - started,
-            reduced - computed,
-        )
-        if problem := _not_finite(result):
-            # Every rank has the same sums and comes here. What is to be thrown away makes room for the search.
-            del grads, sums, mean, clipped
-            return self._refuse(result, problem, micro_batches)
-        self._beat("update")
-        self._rehearse("update")
-        self._optimizer.update(self._model, clipped)
-        mx.eval(self._model.trainable_parameters(), self._optimizer.state)
+        result = _filled(timed, totals, norm)
+        if not _not_finite(result):
+            self._beat("update")
+            self._rehearse("update")
+            self._optimizer.update(self._model, clipped)
+            mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return result
+
+    def _update_in_graph(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
+        """Update the model if all numbers are finite, then look at them: on one rank the first wait of a step."""
+        assert self._graph is not None
+        if self._after_backward is not None:
+            # Besides, and only as far as somebody looks at it.
+            divisor = mx.maximum(totals[1], 1.0)
+            self._after_backward(unflatten([(name, (g / divisor).astype(g.dtype)) for name, g in sums]))
+        if self._communicator.size > 1:
+            self._beat("update")
+        self._rehearse("update")
+        begun = time.perf_counter()
+        norm = self._graph(sums, totals[0], totals[1])
+        mx.eval(norm, totals, self._model.trainable_parameters(), self._optimizer.state)
+        # On one rank this includes the passes themselves.
+        waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
+        return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
         total, grads = mx.zeros(()), None
-        for batch in micro_batches:
+        # Alone, what follows the last one's backward pass is handed out together with it.
+        lazy_end = self._graph is not None and self._communicator.size == 1
+        for number_of, batch in enumerate(micro_batches, 1):
             self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
             self.shapes.add(batch.shape)
             loss, new = self._gradient(*self._arguments(batch))
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
             total, grads = total + loss, new
-            mx.eval(total, grads)
+            if not (lazy_end and number_of == len(micro_batches)):
+                mx.eval(total, grads)
         if grads is None:
             grads = tree_map(mx.zeros_like, self._model.trainable_parameters())
         return total, flatten(grads)
@@ -305,13 +328,14 @@ class TrainStep:
 
     def _reduce(
         self, grads: list[tuple[str, mx.array]], scalars: list[float | mx.array]
-    ) -> tuple[list[tuple[str, mx.array]], list[float]]:
-        """Both summed over all ranks."""
+    ) -> tuple[list[tuple[str, mx.array]], mx.array]:
+        """Both summed over all ranks; the scalars as one array."""
         arrays = [grad for _, grad in grads]
         sums, totals = sum_over_ranks(self._communicator, arrays, scalars, bucket_bytes=self._bucket_bytes)
-        self._beat("reduce")
-        mx.eval(sums, totals)
-        return [(name, total) for (name, _), total in zip(grads, sums, strict=True)], numbers(totals)
+        if self._graph is None or self._communicator.size > 1:
+            self._beat("reduce")
+            mx.eval(sums, totals)
+        return [(name, total) for (name, _), total in zip(grads, sums, strict=True)], totals
 
     def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Find out why, and either leave the update out or raise."""
@@ -334,6 +358,19 @@ _HINT = (
     "the update was not applied: look at the examples named, lower --learning-rate, add --max-grad-norm 1 or "
     "--warmup-steps, or leave such updates out: --non-finite skip"
 )
+
+
+def _filled(timed: StepResult, totals: mx.array, norm: mx.array) -> StepResult:
+    """``timed`` with the numbers of the step: sums of loss, trained tokens, tokens and votes."""
+    loss_sum, num_targets, num_tokens, votes = numbers(totals)
+    return replace(
+        timed,
+        loss_sum=loss_sum,
+        num_targets=int(num_targets),
+        num_tokens=int(num_tokens),
+        grad_norm=number(norm),
+        stop_votes=int(votes),
+    )
 
 
 def _counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:

@@ -1,0 +1,169 @@
+"""One measurement of ``gpu.py`` on MLX: a training step of ours, or that of ``mlx_lm.lora``, on random tokens.
+
+    python benchmarks/gpu_mlx.py '{"peer": "allhands", "work": {...}, "steps": 20}'
+
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+WARM_UP = 3
+
+
+def build(work: dict[str, Any]) -> Any:
+    """The model in bfloat16 or 4 bits, with random weights."""
+    mx.random.seed(0)
+    model = Model(
+        ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **work["shape"]})
+    )
+    # A layer at a time, so that the float32 of the whole is never there.
+    for module in [*model.layers, model]:
+        module.set_dtype(mx.bfloat16)
+        mx.eval(module.parameters())
+    if work["bits"]:
+        nn.quantize(model, group_size=64, bits=work["bits"])
+    model.freeze()
+    if work["rank"]:
+        linear_to_lora_layers(model, work["layers"], {"rank": work["rank"], "scale": 20.0, "dropout": 0.0})
+    else:
+        model.unfreeze()
+    mx.eval(model.parameters())
+    return model
+
+
+def theirs(model: Any, optimizer: optim.Optimizer, ids: mx.array) -> Any:
+    """The step of mlx_lm.tuner.trainer.train: its loss, and one compiled function."""
+    lengths = mx.array([[0, ids.shape[1] - 1]] * ids.shape[0])
+
+    def loss_of(model: Any, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(inputs)
+        steps = mx.arange(1, targets.shape[1] + 1)
+        mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+        ce = nn.losses.cross_entropy(logits, targets) * mask
+        ntoks = mask.sum()
+        return ce.astype(mx.float32).sum() / ntoks, ntoks
+
+    state = [model.state, optimizer.state, mx.random.state]
+    gradient = nn.value_and_grad(model, loss_of)
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(batch: mx.array) -> mx.array:
+        (loss, _), grads = gradient(model, batch, lengths)
+        optimizer.update(model, grads)
+        return loss
+
+    def run() -> float:
+        loss = step(ids)
+        mx.eval(state, loss)
+        return float(loss.item())
+
+    return run
+
+
+def ours(model: Any, ids: mx.array, *, compiled: bool) -> Any:
+    """The step of ``allhands train`` with its preparation."""
+    from allhands.accelerator import detect
+    from allhands.data.loader import MicroBatch
+    from allhands.distributed.backend import Alone
+    from allhands.model.embedding import make_deterministic
+    from allhands.model.fused.blocks import fuse
+    from allhands.train.optim import KernelAdamW
+    from allhands.train.step import TrainStep
+
+    accelerator = detect()
+    optimizer = KernelAdamW(learning_rate=1e-5)
+    make_deterministic(model)
+    if accelerator.kind == "cuda":
+        fuse(model, ids.shape[1])
+    model.train()
+    values = np.array(ids, dtype=np.int32)
+    rows, length = values.shape[0], values.shape[1] - 1
+    batch = MicroBatch(
+        inputs=values[:, :-1],
+        positions=np.arange(rows * length, dtype=np.int32),
+        targets=values[:, 1:].reshape(-1),
+        num_tokens=rows * length,
+        examples=np.arange(rows, dtype=np.int32),
+    )
+    step = TrainStep(model, optimizer, Alone(), eager=accelerator.eager, compiled=compiled)
+
+    def run() -> float:
+        result = step([batch])
+        return result.loss_sum / result.num_targets
+
+    return run
+
+
+def main() -> None:
+    """Measure what the first argument describes."""
+    asked = json.loads(sys.argv[1])
+    work = asked["work"]
+    model = build(work)
+    optimizer = optim.AdamW(learning_rate=1e-5)
+    ids = mx.random.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), key=mx.random.key(1))
+    mx.eval(ids)
+    if asked["peer"] == "mlx_lm":
+        run = theirs(model, optimizer, ids)
+    else:
+        run = ours(model, ids, compiled=asked["peer"] == "allhands")
+    times, losses = [], []
+    for number in range(WARM_UP + asked["steps"]):
+        if number == 1:
+            mx.reset_peak_memory()
+        began = time.perf_counter()
+        losses.append(run())
+        times.append(time.perf_counter() - began)
+        if number == WARM_UP and asked.get("profile"):
+            import torch
+
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler.__enter__()
+    if asked.get("profile"):
+        profiler.__exit__(None, None, None)
+        show_profile(profiler, asked["steps"] - 1)
+    steady = sorted(times[WARM_UP:])
+    tokens = work["batch"] * work["length"]
+    result = {
+        "tokens_per_s": tokens / statistics.median(steady),
+        "step_s": {"median": statistics.median(steady), "best": steady[0], "worst": steady[-1]},
+        "peak_bytes": mx.get_peak_memory(),
+        "first_step_s": times[0],
+        "losses": [losses[0], losses[-1]],
+        "trained": sum(v.size for _, v in tree_flatten(model.trainable_parameters())),
+    }
+    print(json.dumps(result), flush=True)
+
+
+def show_profile(profiler: Any, steps: int) -> None:
+    """The kernels by their time, from CUPTI, which sees those of MLX too."""
+    rows: dict[str, list[float]] = {}
+    for event in profiler.events():
+        row = rows.setdefault(event.name[:100], [0, 0.0])
+        row[0] += 1
+        row[1] += event.device_time
+    total = sum(row[1] for row in rows.values()) / steps / 1e3
+    print(
+        f"kernels {total:.1f} ms a step, {sum(row[0] for row in rows.values()) / steps:.0f} launches", file=sys.stderr
+    )
+    for name, (count, spent) in sorted(rows.items(), key=lambda item: -item[1][1])[:26]:
+        print(f"{spent / steps / 1e3:8.2f} ms {count / steps:6.0f} x  {name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Attention and feed-forward blocks of mlx_lm's models in their fast forms, for training on NVIDIA GPUs.
+
+As elsewhere in this package only instances change, by a subclass of their own class; the names and values of parameters
+stay, and what is not computed as a probe expects is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tuner.lora import LoRALinear
+
+from allhands.model.documents import Row
+from allhands.model.fused import ops
+from allhands.model.fused.linear import DenseQuantizedLinear, Group, TrainedLinear, TypedLoRALinear, base_of
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+_PROBE_TOKENS = 256  # enough for the forms that are for many
+_CLOSE = 0.03  # of the largest value: the rounding of half precision, several times over
+# Some architectures clip, which small inputs do not reach. Large ones make attention a choice, which rounding turns.
+_MLP_INPUTS, _ATTENTION_INPUTS = (1.0, 300.0), (1.0, 10.0)
+
+
+def fuse(model: nn.Module, longest: int) -> int:
+    """Let ``model``, of which it is settled what is trained, compute in fast forms.
+
+    Args:
+        longest: tokens of a row, at most.
+
+    Returns:
+        Blocks (attention or feed-forward) that now do.
+    """
+    for module in model.modules():
+        if (kind := _layer_kind(module)) is not None:
+            module.__class__ = kind
+    changed = 0
+    tables: list[mx.array] = []
+    for module in model.modules():
+        names = set(module.children())
+        if names == _MLP:
+            changed += _substitute(module, _FusedMlp, _join_mlp, _MLP_INPUTS)
+        elif names == _ATTENTION and hasattr(module, "n_kv_heads"):
+            join = partial(_join_attention, longest=longest, tables=tables)
+            changed += _substitute(module, _FusedAttention, join, _ATTENTION_INPUTS)
+    return changed
+
+
+def _layer_kind(module: Any) -> Any:
+    if type(module) is nn.QuantizedLinear:
+        return DenseQuantizedLinear
+    if type(module) is LoRALinear:
+        return TypedLoRALinear
+    trained = "weight" in module.trainable_parameters() if type(module) in (nn.Linear, nn.RMSNorm) else False
+    if trained:
+        return TrainedLinear if isinstance(module, nn.Linear) else _TrainedNorm
+    return None
+
+
+class _TrainedNorm(nn.RMSNorm):
+    def __call__(self, x: mx.array) -> mx.array:
+        return ops.rms_norm(x, self["weight"], self.eps)
+
+
+class _FusedMlp:
+    """Gate and up as one product, and their SwiGLU in one pass, forward and backward."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        group: Group = self._group
+        if not group.usable:
+            return super().__call__(x)  # type: ignore[misc]
+        y = ops.swiglu(group(x.reshape(-1, x.shape[-1])))
+        return self.down_proj(y.reshape(*x.shape[:-1], -1))
+
+
+class _FusedAttention:
+    """Queries, keys and values as one product, turned in one pass."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        group: Group = self._group
+        batch, length, _ = x.shape
+        if not group.usable or not (cache is None or isinstance(cache, Row)) or length > self._turns.shape[0]:
+            return super().__call__(x, mask, cache)  # type: ignore[misc]
+        heads = self.n_heads + 2 * self.n_kv_heads
+        rows = group(x.reshape(batch * length, -1)).reshape(batch, length, heads, -1)
+        q, k, v = ops.rope_split(rows, self._turns, self.n_heads, self.n_kv_heads)
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def _join_mlp(module: Any) -> bool:
+    layers = [module.gate_proj, module.up_proj]
+    if not Group.fits(layers):
+        return False
+    module._group = Group(layers)
+    return True
+
+
+def _join_attention(module: Any, longest: int, tables: list[mx.array]) -> bool:
+    layers = [module.q_proj, module.k_proj, module.v_proj]
+    features = base_of(module.k_proj).weight.shape[0] // module.n_kv_heads
+    if not Group.fits(layers) or features % 2:
+        return False
+    # The rotation itself, asked of the model in the layout that it uses: whatever its base and scaling are.
+    ones = mx.concatenate([mx.ones((features // 2,)), mx.zeros((features // 2,))])
+    rows = mx.tile(ones, (1, max(longest, _PROBE_TOKENS), module.n_heads, 1))
+    turned = module.rope(mx.contiguous(rows).transpose(0, 2, 1, 3))
+    table = mx.stack(list(mx.split(turned[0, 0].astype(mx.float32), 2, axis=-1)), axis=-1)
+    mx.eval(table)
+    # One for all layers that turn alike, so that it stays in the cache.
+    same = next((known for known in tables if mx.array_equal(known, table)), None)
+    if same is None:
+        tables.append(table)
+    module._turns = table if same is None else same
+    module._group = Group(layers)
+    return True
+
+
+def _substitute(module: Any, form: type, join: Callable[[Any], bool], sizes: Sequence[float]) -> bool:
+    """Give ``module`` the fast form, if it then computes the same of inputs of these ``sizes``."""
+    kind = type(module)
+    expected = _answers(module, sizes)
+    if expected is None or not join(module):
+        return False
+    module.__class__ = type(kind.__name__, (form, kind), {})
+    if all(_agree(a, b) for a, b in zip(expected, _answers(module, sizes) or [], strict=True)):
+        return True
+    module.__class__ = kind
+    return False
+
+
+def _answers(module: Any, sizes: Sequence[float]) -> list[mx.array] | None:
+    base = base_of(next(child for name, child in module.children().items() if name.endswith(("q_proj", "gate_proj"))))
+    quantised = isinstance(base, nn.QuantizedLinear)
+    features = base.weight.shape[1] * 32 // base.bits if quantised else base.weight.shape[1]
+    dtype = base.scales.dtype if quantised else base.weight.dtype
+    probe = mx.sin(mx.arange(_PROBE_TOKENS * features, dtype=mx.float32)).reshape(1, _PROBE_TOKENS, features)
+    training = module.training
+    module.eval()  # dropout would make two passes differ
+    try:
+        answers = [module((factor * probe).astype(dtype)) for factor in sizes]
+        mx.eval(answers)
+        return answers
+    except (TypeError, ValueError, AttributeError):
+        return None
+    finally:
+        module.train(training)
+
+
+def _agree(expected: mx.array, actual: mx.array) -> bool:
+    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
+    return bool((mx.abs(expected - actual).max() <= _CLOSE * mx.abs(expected).max() + 1e-6).item())

@@ -1,0 +1,195 @@
+"""Linear layers for training on a GPU: quantised ones multiplied densely, adapters in the compute type, several as one.
+
+MLX multiplies by quantised weights at a sixth of the dense rate when there are many tokens, and computes LoRA in the
+float32 of its weights. Here the dense weight is made at each use and never kept, adapters are computed in the type of
+their input with their float32 weights as masters, and layers that share an input are one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tuner.lora import LoRALinear
+
+from allhands.model.fastmath import with_vjp
+from allhands.model.fused import kernels, ops
+
+# A quantised weight is made dense from so many tokens on; below, MLX's quantised product is faster.
+DENSE_FROM_TOKENS = 200
+
+
+def dequantize(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str
+) -> mx.array:
+    """As :func:`mlx.core.dequantize`, with the kernel where it fits."""
+    fits = mode == "affine" and bits == 4 and biases is not None and scales.dtype != mx.float32
+    if fits and kernels.available():
+        assert biases is not None
+        return kernels.dequantize(weight, scales, biases, group_size)
+    return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
+
+
+class DenseQuantizedLinear(nn.QuantizedLinear):
+    """A frozen quantised layer that multiplies by its dequantised weight when there are many tokens."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.size // x.shape[-1] < DENSE_FROM_TOKENS or x.dtype != self.scales.dtype:
+            return super().__call__(x)
+        y = ops.product_with(lambda: _dequantized(self))(x)
+        return y + self.bias if "bias" in self else y
+
+
+def _dequantized(layer: Any) -> mx.array:
+    return dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+
+
+class TrainedLinear(nn.Linear):
+    """A dense layer that is trained itself, with :func:`ops.trained_product`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.dtype != self.weight.dtype:
+            return super().__call__(x)
+        y = ops.trained_product(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], -1)
+        return y + self.bias if "bias" in self else y
+
+
+class TypedLoRALinear(LoRALinear):
+    """A LoRA layer that is computed in the type of its input; its own weights stay float32."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows = x.reshape(-1, x.shape[-1])
+        if _drops(self):
+            return self.linear(x) + _update(self, self.dropout(x))
+        product = _Product([self])
+        return product(rows).reshape(*x.shape[:-1], -1)
+
+
+def _update(layer: Any, x: mx.array) -> mx.array:
+    return (x @ layer.lora_a.astype(x.dtype)) @ (layer.scale * layer.lora_b).astype(x.dtype)
+
+
+def _drops(layer: Any) -> bool:
+    return isinstance(layer, LoRALinear) and layer.training and type(layer.dropout) is not nn.Dropout
+
+
+def base_of(layer: Any) -> Any:
+    """The layer below an adapter, or the layer itself."""
+    return layer.linear if isinstance(layer, LoRALinear) else layer
+
+
+class _Product:
+    """Layers of one input as one product: (N, K) -> (N, sum of their outputs).
+
+    Their adapters are one as well: the first factors side by side, the second ones along a diagonal.
+    """
+
+    def __init__(self, layers: Sequence[Any], frozen: Any = None) -> None:
+        """Of ``layers``; ``frozen`` are their weights together, as :func:`join` made them."""
+        self._layers = layers
+        self._frozen = frozen
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bases = [base_of(layer) for layer in self._layers]
+        adapters = [layer if isinstance(layer, LoRALinear) else None for layer in self._layers]
+        if any("weight" in base.trainable_parameters() for base in bases):
+            y = ops.trained_product(x, _together([base.weight for base in bases]))
+        elif any(adapters):
+            widths = [base.weight.shape[0] for base in bases]
+            y = _adapted(x, self._dense(bases), *_factors(adapters, widths, x.dtype))
+        else:
+            y = ops.product_with(self._dense(bases))(x)
+        if any("bias" in base for base in bases):
+            y = y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=x.dtype)) for base in bases])
+        return y
+
+    def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
+        joined = self._frozen if self._frozen is not None else bases[0]
+        return (lambda: _dequantized(joined)) if isinstance(joined, nn.QuantizedLinear) else lambda: joined.weight
+
+
+def _together(arrays: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate(list(arrays)) if len(arrays) > 1 else arrays[0]
+
+
+def _factors(adapters: Sequence[Any], widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """(K, R) and (R, N): all adapters' factors as those of one."""
+    first = [adapter.lora_a for adapter in adapters if adapter is not None]
+    second: list[mx.array] = []
+    at = 0
+    for adapter, width in zip(adapters, widths, strict=True):
+        if adapter is not None:
+            second.append(mx.pad(adapter.scale * adapter.lora_b, [(0, 0), (at, sum(widths) - at - width)]))
+        at += width
+    a = mx.concatenate(first, axis=1) if len(first) > 1 else first[0]
+    return a.astype(dtype), _together(second).astype(dtype)
+
+
+def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
+    """``x @ (dense().T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
+
+    def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        inner = x @ a
+        return mx.addmm(x @ dense().T, inner, b), inner
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        (x, a, b), cotangent = primals, cotangents[0]
+        inner = cotangent @ b.T
+        return mx.addmm(cotangent @ dense(), inner, a.T), x.T @ inner, outputs[1].T @ cotangent
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x, a, b)[0]
+
+
+class Group:
+    """Layers of one input that are computed as one; see :class:`_Product`."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those."""
+        self.layers = list(layers)
+        self._product = _Product(self.layers, _join([base_of(layer) for layer in layers]))
+
+    @staticmethod
+    def fits(layers: Sequence[Any]) -> bool:
+        """Whether ``layers`` are of one kind, all trained or all frozen, so that they can be one."""
+        bases = [base_of(layer) for layer in layers]
+        kinds = {type(base) for base in bases}
+        if not all(type(layer) in (TypedLoRALinear, type(base)) for layer, base in zip(layers, bases, strict=True)):
+            return False
+        if kinds == {DenseQuantizedLinear}:
+            forms = {(base.bits, base.group_size, base.mode, base.scales.dtype) for base in bases}
+            return len(forms) == 1 and bases[0].mode == "affine"
+        trained = {"weight" in base.trainable_parameters() for base in bases}
+        return kinds <= {nn.Linear, TrainedLinear} and len(trained) == 1 and len({b.weight.dtype for b in bases}) == 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether no layer drops anything now: dropout is each layer's own."""
+        return not any(_drops(layer) for layer in self.layers)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._product(x)
+
+
+def _join(bases: Sequence[Any]) -> Any:
+    """A layer with the weights of frozen ``bases`` one below the other, of which theirs become views; else ``None``."""
+    if any("weight" in base.trainable_parameters() for base in bases):
+        return None
+    joined: Any = nn.Module()
+    if isinstance(bases[0], nn.QuantizedLinear):
+        joined = nn.QuantizedLinear(64, 1, bias=False, group_size=bases[0].group_size, bits=bases[0].bits)
+    for name in ("weight", "scales", "biases"):
+        if name not in bases[0]:
+            continue
+        whole = mx.concatenate([base[name] for base in bases])
+        mx.eval(whole)
+        at = 0
+        for base in bases:
+            rows = base[name].shape[0]
+            base[name] = whole[at : at + rows]
+            mx.eval(base[name])
+            at += rows
+        joined[name] = whole
+    return joined

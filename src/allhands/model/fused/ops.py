@@ -1,0 +1,104 @@
+"""Differentiable operations on the kernels, each with the plain form that it stands for.
+
+The plain forms are what other devices compute, and what the tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from allhands.model.fastmath import with_vjp
+from allhands.model.fused import kernels
+
+
+def swiglu(x: mx.array) -> mx.array:
+    """``silu(gate) * up`` for rows of gate beside up: (..., 2 F) -> (..., F)."""
+    features = x.shape[-1] // 2
+    if not (kernels.available() and x.dtype.size and features % kernels.width(x.dtype) == 0 and kernels.suits(x)):
+        return plain_swiglu(x)
+    return _swiglu(x.reshape(-1, 2 * features)).reshape(*x.shape[:-1], features)
+
+
+@mx.compile
+def plain_swiglu(x: mx.array) -> mx.array:
+    """:func:`swiglu` in MLX's own operations."""
+    gate, up = mx.split(x, 2, axis=-1)
+    return nn.silu(gate) * up
+
+
+_swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x, cotangent))
+
+
+def rope_split(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries and keys turned by their places, and values, of rows in which they stand side by side.
+
+    Args:
+        x: (B, T, H + 2 KV, D).
+        turns: (T or more, D / 2, 2) float32 cosine and sine for each place and pair (i, i + D / 2) of features.
+
+    Returns:
+        (B, H, T, D) and twice (B, KV, T, D).
+    """
+    features = x.shape[-1]
+    if kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0:
+        return _fused_rope(x, turns, num_heads, num_kv_heads)
+    return _parted(plain_rope(x, turns, num_heads + num_kv_heads), num_heads, num_kv_heads)
+
+
+def plain_rope(x: mx.array, turns: mx.array, num_turned: int) -> mx.array:
+    """(B, T, heads, D) with the first ``num_turned`` heads turned, in MLX's own operations."""
+    cosines, sines = turns[: x.shape[1], None, :, 0], turns[: x.shape[1], None, :, 1]
+    first, second = mx.split(x[:, :, :num_turned].astype(mx.float32), 2, axis=-1)
+    turned = mx.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+    return mx.concatenate([turned.astype(x.dtype), x[:, :, num_turned:]], axis=2)
+
+
+def _parted(x: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    x = x.transpose(0, 2, 1, 3)
+    both = num_heads + num_kv_heads
+    return x[:, :num_heads], x[:, num_heads:both], x[:, both:]
+
+
+def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    def forward(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        return _parted(kernels.rope(x, turns, num_heads, num_kv_heads), num_heads, num_kv_heads)
+
+    def backward(_x: mx.array, cotangents: tuple[mx.array, ...], _y: Any) -> mx.array:
+        q, k, v = (cotangent.transpose(0, 2, 1, 3) for cotangent in cotangents)
+        return kernels.rope_vjp(q, k, v, turns)
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """:func:`mlx.core.fast.rms_norm` with a gradient in ``weight`` of our own: (..., D), (D,) -> (..., D)."""
+    if not (kernels.available() and kernels.suits(x) and x.dtype == weight.dtype):
+        return mx.fast.rms_norm(x, weight, eps)
+
+    def backward(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        dx, dw = kernels.rms_norm_vjp(*primals, cotangent, eps)
+        return dx, dw.astype(weight.dtype)
+
+    function = with_vjp(lambda x, weight: mx.fast.rms_norm(x, weight, eps), backward)
+    return function(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
+
+
+def product_with(dense: Callable[[], mx.array]) -> Callable[[mx.array], mx.array]:
+    """``x @ dense().T`` for a frozen weight that is made anew for the backward pass instead of being kept."""
+    return with_vjp(lambda x: x @ dense().T, lambda _x, cotangent, _y: cotangent @ dense())
+
+
+def trained_product(x: mx.array, weight: mx.array) -> mx.array:
+    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it.
+
+    MLX's own comes transposed. (N, K), (M, K) -> (N, M).
+    """
+    return _trained_product(x, weight)
+
+
+_trained_product = with_vjp(lambda x, weight: x @ weight.T, lambda primals, c, _: (c @ primals[1], c.T @ primals[0]))

@@ -1,0 +1,218 @@
+"""Fast forms of blocks against the plain ones: values and gradients, and each kernel where there is a GPU for it.
+
+Without an NVIDIA GPU the forms are computed by MLX's own operations; with one the kernels are run, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
+from tiny import write_model
+
+from allhands.model.documents import caches_for
+from allhands.model.fused import kernels, ops
+from allhands.model.fused.blocks import fuse
+from allhands.trees import flatten
+
+ROWS, LENGTH = 3, 96
+
+
+def relative(actual: mx.array, expected: mx.array) -> float:
+    actual, expected = actual.astype(mx.float32), expected.astype(mx.float32)
+    return float((mx.linalg.norm(actual - expected) / mx.maximum(mx.linalg.norm(expected), 1e-12)).item())
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("fused")
+    return {
+        "dense": write_model(root / "dense", layers=2, hidden=64),
+        "quantised": write_model(root / "quantised", layers=2, hidden=64, bits=4),
+    }
+
+
+def model_for(paths: dict[str, Path], method: str, dtype: mx.Dtype) -> Any:
+    model, *_ = load(str(paths["quantised" if method == "qlora" else "dense"]))
+    model.set_dtype(dtype)
+    model.freeze()
+    mx.random.seed(3)
+    if method == "full":
+        model.unfreeze()
+    elif method == "last":
+        model.layers[-1].unfreeze()
+    else:
+        keys = {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]} if method == "some" else {}
+        linear_to_lora_layers(model, 1 if method == "some" else 2, {"rank": 4, "scale": 5.0, "dropout": 0.0, **keys})
+        # Untrained adapters give nothing, and their first factors no gradient.
+        for name, value in flatten(model.trainable_parameters()):
+            if name.endswith("lora_b"):
+                model.load_weights([(name, mx.random.normal(value.shape) * 0.1)], strict=False)
+    mx.eval(model.parameters())
+    return model
+
+
+def loss_and_gradients(model: Any, *, documents: bool) -> tuple[mx.array, dict[str, mx.array]]:
+    ids = mx.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) * 7 % 90
+    numbers = mx.broadcast_to(mx.arange(LENGTH - 1) // 37, (ROWS, LENGTH - 1))
+    more = {"cache": caches_for(len(model.layers), numbers)} if documents else {}
+
+    def loss(model: Any) -> mx.array:
+        logits = model(ids[:, :-1], **more)
+        return nn.losses.cross_entropy(logits.astype(mx.float32), ids[:, 1:]).mean()
+
+    model.train()
+    value, gradients = nn.value_and_grad(model, loss)(model)
+    mx.eval(value, gradients)
+    return value, dict(flatten(gradients))
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("method", ["lora", "some", "qlora", "full", "last"])
+def test_a_model_in_fast_forms_computes_the_same(paths: dict[str, Path], method: str, documents: bool) -> None:
+    plain, fast = (model_for(paths, method, mx.float32) for _ in range(2))
+    assert fuse(fast, LENGTH) == 4
+    names = [name for name, _ in flatten(plain.parameters())]
+    assert [name for name, _ in flatten(fast.parameters())] == names
+    expected, gradients = loss_and_gradients(plain, documents=documents)
+    actual, found = loss_and_gradients(fast, documents=documents)
+    assert abs(actual.item() - expected.item()) < 2e-5 * abs(expected.item())
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert mx.abs(gradient).max().item() > 0, name
+        assert relative(found[name], gradient) < 2e-4, name
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_in_half_precision_the_difference_is_its_rounding(paths: dict[str, Path], method: str) -> None:
+    exact, plain, fast = (model_for(paths, method, dtype) for dtype in (mx.float32, mx.bfloat16, mx.bfloat16))
+    if method != "full":
+        for model in (plain, fast):  # masters stay float32
+            for name, value in flatten(model.trainable_parameters()):
+                model.load_weights([(name, value.astype(mx.float32))], strict=False)
+    # On a CPU MLX's rotation rounds the places themselves to half precision, and the probe sees that.
+    assert fuse(fast, LENGTH) == (4 if kernels.available() else 2)
+    _, reference = loss_and_gradients(exact, documents=False)
+    _, expected = loss_and_gradients(plain, documents=False)
+    _, found = loss_and_gradients(fast, documents=False)
+    for name, gradient in reference.items():
+        if method != "full":
+            assert found[name].dtype == mx.float32
+        assert relative(found[name], gradient) < 2 * relative(expected[name], gradient) + 0.01, name
+
+
+def test_what_computes_otherwise_is_left_alone(paths: dict[str, Path]) -> None:
+    model = model_for(paths, "lora", mx.float32)
+    mlp, attention = model.layers[0].mlp, model.layers[1].self_attn
+
+    class Clipped(type(mlp)):
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.down_proj(nn.silu(mx.clip(self.gate_proj(x), -4, 4)) * self.up_proj(x))
+
+    class Capped(type(attention)):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            return 0.5 * super().__call__(x, mask, cache)
+
+    mlp.__class__, attention.__class__ = Clipped, Capped
+    assert fuse(model, LENGTH) == 2
+    assert (type(mlp), type(attention)) == (Clipped, Capped)
+
+
+def test_rows_longer_than_the_table_are_computed_in_the_plain_form(paths: dict[str, Path]) -> None:
+    plain, fast = (model_for(paths, "lora", mx.float32) for _ in range(2))
+    fuse(fast, 16)
+    ids = mx.arange(300)[None] % 90
+    assert relative(fast(ids), plain(ids)) < 1e-5
+
+
+needs_gpu = pytest.mark.skipif(not kernels.available(), reason="needs an NVIDIA GPU")
+TYPES = [mx.bfloat16, mx.float16, mx.float32]
+CLOSE = {mx.bfloat16: 8e-3, mx.float16: 1e-3, mx.float32: 2e-6}
+
+
+def normal(*shape: int, dtype: mx.Dtype, scale: float = 1.0) -> mx.array:
+    return (mx.random.normal(shape) * scale).astype(dtype)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_kernel_dequantize(dtype: mx.Dtype, group: int) -> None:
+    weight, scales, biases = mx.quantize(normal(77, 384, dtype=dtype), group_size=group, bits=4)
+    expected = mx.dequantize(weight, scales, biases, group_size=group, bits=4)
+    assert relative(kernels.dequantize(weight, scales, biases, group), expected) < CLOSE[dtype]
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernel_swiglu(dtype: mx.Dtype) -> None:
+    x, cotangent = normal(37, 2 * 104, dtype=dtype, scale=3), normal(37, 104, dtype=dtype)
+    (expected,), (gradient,) = mx.vjp(ops.plain_swiglu, [x.astype(mx.float32)], [cotangent.astype(mx.float32)])
+    (actual,), (found,) = mx.vjp(ops.swiglu, [x], [cotangent])
+    assert relative(actual, expected) < CLOSE[dtype]
+    assert relative(found, gradient) < CLOSE[dtype]
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 64), (9, 3, 32), (2, 2, 128)])
+def test_kernel_rope(dtype: mx.Dtype, heads: int, kv_heads: int, features: int) -> None:
+    x = normal(2, 19, heads + 2 * kv_heads, features, dtype=dtype)
+    angles = mx.random.uniform(0, 6, (23, features // 2))
+    turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
+    mx.eval(turns)
+    cotangents = [normal(2, n, 19, features, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+
+    def plain(x: mx.array) -> list[mx.array]:
+        y = ops.plain_rope(x, turns, heads + kv_heads).transpose(0, 2, 1, 3)
+        return [y[:, :heads], y[:, heads : heads + kv_heads], y[:, heads + kv_heads :]]
+
+    wide = [c.astype(mx.float32) for c in cotangents]
+    expected, (gradient,) = mx.vjp(plain, [x.astype(mx.float32)], wide)
+    actual, (found,) = mx.vjp(lambda x: list(ops.rope_split(x, turns, heads, kv_heads)), [x], cotangents)
+    for one, other in zip(actual, expected, strict=True):
+        assert relative(one, other) < CLOSE[dtype]
+    assert relative(found, gradient) < CLOSE[dtype]
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [8, 1000, 50_000])
+def test_kernel_cross_entropy(dtype: mx.Dtype, vocabulary: int) -> None:
+    logits = normal(13, vocabulary, dtype=dtype, scale=4)
+    targets = mx.random.randint(0, vocabulary, (13,))
+    targets[3] = -1
+
+    def plain(x: mx.array) -> mx.array:
+        each = nn.losses.cross_entropy(x, mx.maximum(targets, 0))
+        return mx.where(targets < 0, 0, each)
+
+    (expected,), (gradient,) = mx.vjp(plain, [logits.astype(mx.float32)], [mx.ones(13)])
+    loss, found = kernels.cross_entropy(logits, targets)
+    assert relative(loss, expected) < 1e-5
+    assert relative(found, gradient) < CLOSE[dtype]
+    assert mx.abs(found[3]).max().item() == 0
+    poisoned = mx.where(mx.arange(vocabulary) == 2, mx.array(float("nan"), dtype=dtype), logits)
+    assert bool(mx.isnan(kernels.cross_entropy(poisoned, targets)[0][0]).item())
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "features"), [(1, 64), (530, 576), (1061, 2048), (9, 5120)])
+def test_kernel_rms_norm(dtype: mx.Dtype, rows: int, features: int) -> None:
+    x, weight, cotangent = (normal(*s, dtype=dtype) for s in ((rows, features), (features,), (rows, features)))
+    wide = [a.astype(mx.float32) for a in (x, weight, cotangent)]
+    _, gradients = mx.vjp(lambda x, w: mx.fast.rms_norm(x, w, 1e-5), wide[:2], wide[2:])
+    _, found = mx.vjp(lambda x, w: ops.rms_norm(x, w, 1e-5), [x, weight], [cotangent])
+    for one, other in zip(found, gradients, strict=True):
+        assert relative(one, other) < CLOSE[dtype] * 2
