@@ -29,7 +29,7 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 10 minutes)
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 25 minutes)
 	$(BIN)/python -m pytest -m long
 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
@@ -44,7 +44,7 @@ format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## LoRA on this CPU beside mlx_lm and PyTorch + PEFT (about 10 minutes)
+bench: $(STAMP) ## LoRA on this CPU beside mlx_lm and PyTorch + PEFT (about 25 minutes)
 	$(BIN)/python benchmarks/cpu_lora.py
 
 clean: ## remove what the other targets made, the environment included

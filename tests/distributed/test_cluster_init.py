@@ -180,6 +180,7 @@ def forget(made: Computers, name: str, instead: str = "") -> str:
     return line
 
 
+@pytest.mark.long
 def test_an_unknown_host_key(
     ready: Computers, answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +296,7 @@ def test_a_computer_that_knows_only_a_password(
         assert len(authorised.read_text().splitlines()) == 1
 
 
+@pytest.mark.long
 def test_an_earlier_hostfile(
     ready: Computers, answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,7 +238,7 @@ def test_ssh_is_killed(cluster: Cluster, places: tuple[Place, ...], start: Start
     wait_for(lambda: len(ranks.exits()) == 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cable_is_pulled(cluster: Cluster, places: tuple[Place, ...], start: Start) -> None:
     ranks = start(places, "deaf")
     wait_for_start(ranks, 4)

@@ -245,7 +245,13 @@ def test_a_killed_launcher_leaves_no_process(runs: Runs, tmp_path: Path, backend
     [
         ("kill", "ring", 137, ["rank 1 was killed by SIGKILL"]),
         ("elsewhere", "ring", 3, ["data: the data folder does not exist", "rank-1.log"]),
-        pytest.param("hang", "mpi", 7, ["rank 1 did not finish starting within 10 s", "rank-1.log"], marks=_needs_mpi),
+        pytest.param(
+            "hang",
+            "mpi",
+            7,
+            ["rank 1 did not finish starting within 10 s", "rank-1.log"],
+            marks=[_needs_mpi, pytest.mark.long],
+        ),
     ],
 )
 def test_a_rank_that_cannot_start(
@@ -336,6 +342,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_stays_full_is_an_error_at_the_end(runs: Runs, small_disk: Path) -> None:
     out = small_disk / "out"
     job = runs.start("-n", "2", "--save-every", "2", iters=8, out=out)
@@ -357,6 +364,7 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end(runs: Runs, small_disk: P
     assert newest.step == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stopped_while_not_a_byte_can_be_written(runs: Runs, small_disk: Path, backend: str) -> None:
     """Neither the logs nor the file that says why a rank has ended have room beside the adapter."""

@@ -193,7 +193,7 @@ def vertex(port: int, node: int, nodes: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_vertex_replicas_of_two_ranks_are_one_training(tmp_path: Path, containers: Callable[..., Any]) -> None:
     bucket = tmp_path / "gcs/bucket"
     write_model(bucket / "model")
@@ -214,6 +214,7 @@ def test_two_vertex_replicas_of_two_ranks_are_one_training(tmp_path: Path, conta
     assert len(several) == 8
 
 
+@pytest.mark.long
 def test_a_vertex_job_goes_on_from_its_bucket(tmp_path: Path, containers: Callable[..., Any]) -> None:
     bucket = tmp_path / "gcs/bucket"
     write_model(bucket / "model")

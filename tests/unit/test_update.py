@@ -1,0 +1,179 @@
+"""The update as one graph against MLX's optimizers, one array at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import allhands  # noqa: F401 - before MLX, for its BLAS
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+
+from allhands.model.fused import kernels
+from allhands.train.optim import KernelAdam, KernelAdamW, clip
+from allhands.train.update import GraphUpdate
+from allhands.trees import flatten, number, unflatten
+
+TOKENS = 37.0
+Schedule = Callable[[mx.array], mx.array]
+WARM_UP: Schedule = optim.linear_schedule(1e-3, 1e-2, 5)
+OURS: dict[str, Callable[[], optim.Optimizer]] = {
+    "adam": lambda: KernelAdam(WARM_UP),
+    "adam-corrected": lambda: KernelAdam(1e-2, bias_correction=True),
+    "adamw": lambda: KernelAdamW(WARM_UP, weight_decay=0.3),
+    "sgd": lambda: optim.SGD(1e-2, momentum=0.9),
+    "muon": lambda: optim.Muon(1e-2),
+    "adafactor": lambda: optim.Adafactor(1e-2, relative_step=False),
+}
+MLX: dict[str, Callable[[], optim.Optimizer]] = {
+    **OURS,
+    "adam": lambda: optim.Adam(WARM_UP),
+    "adam-corrected": lambda: optim.Adam(1e-2, bias_correction=True),
+    "adamw": lambda: optim.AdamW(WARM_UP, weight_decay=0.3),
+}
+
+
+def network(dtype: mx.Dtype = mx.float32) -> Any:
+    mx.random.seed(4)
+    model = nn.Sequential(nn.Linear(24, 33), nn.Linear(33, 8, bias=False))
+    model.layers[0].freeze(keys="bias")
+    model.set_dtype(dtype)
+    return model
+
+
+def gradients(step: int) -> list[tuple[str, mx.array]]:
+    """Sums over the tokens; of another size in every step."""
+    weights = flatten(network().trainable_parameters())
+    return [
+        (name, mx.random.normal(w.shape, key=mx.random.key(10 * step + i)) * TOKENS * (step + 1))
+        for i, (name, w) in enumerate(weights)
+    ]
+
+
+def arrays(model: Any, optimizer: optim.Optimizer) -> dict[str, np.ndarray[Any, Any]]:
+    trees = {"model": model.parameters(), "optimizer": optimizer.state}
+    return {name: np.array(value) for name, value in flatten(trees)}
+
+
+def by_hand(model: Any, optimizer: optim.Optimizer, steps: range, max_norm: float | None) -> list[float]:
+    norms = []
+    for step in steps:
+        mean, norm = clip(unflatten([(name, g / TOKENS) for name, g in gradients(step)]), max_norm)
+        optimizer.update(model, mean)
+        norms.append(number(norm))
+    return norms
+
+
+def in_graph(update: GraphUpdate, steps: range) -> list[float]:
+    return [number(update(gradients(step), mx.array(1.0), mx.array(TOKENS))) for step in steps]
+
+
+def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=2e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["lazy", "compiled"])
+@pytest.mark.parametrize("name", OURS)
+def test_weights_state_and_norms_are_those_of_mlx(name: str, compiled: bool, max_norm: float | None) -> None:
+    expected_model, expected_optimizer, model, optimizer = network(), MLX[name](), network(), OURS[name]()
+    norms = by_hand(expected_model, expected_optimizer, range(4), max_norm)
+    update = GraphUpdate(model, optimizer, max_norm, compiled=compiled)
+    assert in_graph(update, range(4)) == pytest.approx(norms, rel=1e-5)
+    assert_close(arrays(model, optimizer), arrays(expected_model, expected_optimizer))
+    assert not (np.array(model.layers[1].weight) == np.array(network().layers[1].weight)).any()
+    assert (np.array(model.layers[0].bias) == np.array(network().layers[0].bias)).all()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_restored_state_goes_on_to_the_same_bits(name: str) -> None:
+    whole, optimizer = network(), OURS[name]()
+    update = GraphUpdate(whole, optimizer, 1.0, compiled=True)
+    in_graph(update, range(2))
+    kept = arrays(whole, optimizer)
+    in_graph(update, range(2, 4))
+    resumed, other = network(), OURS[name]()
+    resumed.load_weights([(n.removeprefix("model."), mx.array(v)) for n, v in kept.items() if n.startswith("model.")])
+    other.state = unflatten(
+        [(n.removeprefix("optimizer."), mx.array(v)) for n, v in kept.items() if n.startswith("optimizer.")]
+    )
+    in_graph(GraphUpdate(resumed, other, 1.0, compiled=True), range(2, 4))
+    expected = arrays(whole, optimizer)
+    for key, value in arrays(resumed, other).items():
+        assert value.tobytes() == expected[key].tobytes(), key
+
+
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+@pytest.mark.parametrize("name", OURS)
+def test_nothing_changes_if_a_number_is_not_finite(name: str, where: str) -> None:
+    model, optimizer = network(), OURS[name]()
+    update = GraphUpdate(model, optimizer, 1.0, compiled=True)
+    in_graph(update, range(2))
+    before = arrays(model, optimizer)
+    sums = gradients(2)
+    if where == "gradient":
+        sums[1] = (sums[1][0], sums[1][1].at[0].add(float("nan")))
+    norm = update(sums, mx.array(float("inf") if where == "loss" else 1.0), mx.array(TOKENS))
+    assert np.isfinite(number(norm)) == (where == "loss")
+    after = arrays(model, optimizer)
+    for key, value in before.items():
+        assert after[key].tobytes() == value.tobytes(), key
+    in_graph(update, range(3, 4))
+    assert (arrays(model, optimizer)["model.layers.1.weight"] != before["model.layers.1.weight"]).all()
+
+
+def test_weights_that_somebody_else_has_set_are_used() -> None:
+    model, optimizer = network(), optim.SGD(1.0)
+    update = GraphUpdate(model, optimizer, None, compiled=True)
+    in_graph(update, range(1))
+    model.layers[1].weight = mx.zeros_like(model.layers[1].weight)
+    in_graph(update, range(1, 2))
+    expected = -np.array(dict(gradients(1))["layers.1.weight"]) / TOKENS
+    np.testing.assert_allclose(np.array(model.layers[1].weight), expected, rtol=1e-6)
+
+
+def test_an_empty_step_divides_by_no_zero() -> None:
+    model, optimizer = network(), optim.SGD(1.0)
+    before = arrays(model, optimizer)
+    zeros = [(name, mx.zeros_like(g)) for name, g in gradients(0)]
+    assert number(GraphUpdate(model, optimizer, None, compiled=False)(zeros, mx.array(0.0), mx.array(0.0))) == 0
+    assert (arrays(model, optimizer)["model.layers.1.weight"] == before["model.layers.1.weight"]).all()
+
+
+needs_gpu = pytest.mark.skipif(not kernels.available(), reason="needs an NVIDIA GPU")
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_kernel_adam(dtype: mx.Dtype) -> None:
+    gradient, weight = (mx.random.normal((129, 64)).astype(dtype) for _ in range(2))
+    first, second = (mx.random.uniform(0.1, 1, (129, 64)).astype(dtype) for _ in range(2))
+    scalars = mx.array([0.5, 1.0, 1e-2, 0.9, 0.999, 1e-8, 0.99, 1.0])
+    g, w, m, v = (a.astype(mx.float32) for a in (gradient * 0.5, weight, first, second))
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    expected = (w * 0.99 - 1e-2 * m / (mx.sqrt(v) + 1e-8), m, v)
+    found = kernels.adam(gradient, weight, (first, second), scalars)
+    for one, other in zip(found, expected, strict=True):
+        assert mx.allclose(one.astype(mx.float32), other, rtol=1e-2 if dtype == mx.bfloat16 else 1e-5, atol=1e-5)
+    scalars[1] = 0.0
+    for one, other in zip(
+        kernels.adam(gradient, weight, (first, second), scalars), (weight, first, second), strict=True
+    ):
+        assert mx.array_equal(one, other)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [8, 4096, 3_000_000])
+def test_kernel_sum_of_squares(size: int) -> None:
+    x = mx.random.normal((size,)).astype(mx.bfloat16)
+    expected = np.square(np.array(x.astype(mx.float32)).astype(np.float64)).sum()
+    assert number(kernels.sum_of_squares(x)) == pytest.approx(expected, rel=1e-5)
