@@ -1,0 +1,202 @@
+"""How fast a training step is on this computer's GPU: allhands, mlx_lm, PyTorch with and without torch.compile.
+
+    python benchmarks/gpu.py --python mlx=python3,torch=python3
+
+Everybody computes the same work (a Llama of the same shape with random weights, as many random tokens, bfloat16, AdamW),
+one after the other, each in a process of its own. See README.md in this directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    peer_list,
+    positive,
+    run_benchmark,
+    run_measured,
+    say,
+    versions,
+)
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("allhands", "mlx", "mlx-cuda-13", "mlx-lm", "torch", "transformers", "peft", "numpy")
+PEERS = ("allhands", "allhands-lazy", "mlx_lm", "torch", "torch-compiled")
+TITLES = {
+    "allhands": "allhands",
+    "allhands-lazy": "allhands, --compile off",
+    "mlx_lm": "mlx_lm",
+    "torch": "PyTorch (+ PEFT), eager",
+    "torch-compiled": "PyTorch (+ PEFT), torch.compile",
+}
+MISTRAL = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+LLAMA = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+SMOL = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+TINY = {**SMOL, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "vocab_size": 512}
+# bits: 4 for a quantised model (PyTorch gets it in bfloat16: it cannot read MLX's); rank: of LoRA, 0 for full training.
+WORKS: dict[str, dict[str, Any]] = {
+    "qlora": {"shape": MISTRAL, "bits": 4, "rank": 8, "layers": 8, "batch": 4, "length": 512},
+    "lora": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1024},
+    "full": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 8, "length": 1024},
+    "smol": {"shape": SMOL, "bits": 0, "rank": 0, "layers": 30, "batch": 32, "length": 512},
+    "tiny": {"shape": TINY, "bits": 0, "rank": 4, "layers": 2, "batch": 2, "length": 64},  # to try the script itself
+}
+WORK_TITLES = {
+    "qlora": "QLoRA: Mistral-7B shape, 4 bits, rank 8 on the last 8 layers, 4 x 512 tokens",
+    "lora": "LoRA: 1.24B Llama shape, rank 8 on all layers, 8 x 1024",
+    "full": "full: 1.24B Llama shape, 8 x 1024",
+    "smol": "full: 135M SmolLM shape, 32 x 512",
+    "tiny": "a try",
+}
+
+
+def pythons(text: str) -> dict[str, str]:
+    """Which Python has MLX and allhands, and which has PyTorch: ``mlx=PATH,torch=PATH``."""
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if not found.keys() <= {"mlx", "torch"} or not all(found.values()):
+        raise argparse.ArgumentTypeError("give mlx=PATH,torch=PATH")
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ("qlora", "lora", "full", "smol")
+    parser.add_argument(
+        "--works", type=partial(peer_list, tuple(WORKS)), default=default, help="comma-separated, of: %(default)s, tiny"
+    )
+    parser.add_argument(
+        "--peers", type=partial(peer_list, PEERS), default=PEERS, help="comma-separated, of: %(default)s"
+    )
+    parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
+    parser.add_argument("--steps", type=positive, default=20, help="that count (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="show the kernels that take longest (needs PyTorch)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer at one work")
+    parser.add_argument("--scratch", type=Path, help="a directory for logs")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-DATE.json")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """All works by all peers."""
+    found: dict[str, dict[str, Any]] = {}
+    for work in options.works:
+        for peer in options.peers:
+            say(f"{work}: {TITLES[peer]}")
+            asked = {"peer": peer, "work": WORKS[work], "steps": options.steps, "profile": options.profile}
+            kind = "torch" if peer.startswith("torch") else "mlx"
+            python = options.python.get(kind, sys.executable)
+            log = directory / f"{work}-{peer}.log"
+            command = [python, str(HERE / f"gpu_{kind}.py"), json.dumps(asked)]
+            try:
+                run_measured(command, log, clean_environ(PYTHONPATH=python_path()), options.timeout)
+                found.setdefault(work, {})[peer] = json.loads(log.read_text().splitlines()[-1])
+            except BenchmarkError as error:
+                say(f"  {error}")
+                found.setdefault(work, {})[peer] = {"error": str(error).splitlines()[-1]}
+            if options.profile:
+                say(log.read_text())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": git_commit(),
+        "machine": {**facts, "gpu": gpu()},
+        "versions": {
+            kind: versions(Path(options.python.get(kind, sys.executable)), PACKAGES) for kind in ("mlx", "torch")
+        },
+        "steps": options.steps,
+        "works": {work: WORKS[work] for work in options.works},
+        "results": found,
+    }
+
+
+def python_path() -> str:
+    """This project's own source, and what the person's PYTHONPATH has."""
+    import os
+
+    return os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def gpu() -> str:
+    """The name of the first GPU."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "none"
+
+
+def report(record: dict[str, Any]) -> str:
+    """A table a work."""
+    lines = [f"{record['machine']['gpu']}; median of {record['steps']} steps", ""]
+    for work, peers in record["results"].items():
+        lines += [
+            WORK_TITLES[work],
+            "",
+            "| | tokens/s | step (best to worst) | peak memory | first step | loss, first and last |",
+        ]
+        lines.append("|---|---:|---:|---:|---:|---:|")
+        for peer, found in peers.items():
+            if "error" in found:
+                lines.append(f"| {TITLES[peer]} | {found['error'][:60]} | | | | |")
+                continue
+            step = {name: f"{1e3 * value:.1f}" for name, value in found["step_s"].items()}
+            lines.append(
+                f"| {TITLES[peer]} | {found['tokens_per_s']:,.0f} "
+                f"| {step['median']} ms ({step['best']} to {step['worst']}) "
+                f"| {found['peak_bytes'] / 1e9:.1f} GB | {found['first_step_s']:.1f} s "
+                f"| {found['losses'][0]:.3f}, {found['losses'][1]:.3f} |"
+            )
+        ours = peers.get("allhands", {}).get("tokens_per_s")
+        if ours:
+            ratios = [
+                f"{ours / other['tokens_per_s']:.2f} times {TITLES[name]}"
+                for name, other in peers.items()
+                if name != "allhands" and "tokens_per_s" in other
+            ]
+            lines += ["", f"allhands is {', '.join(ratios)}" if ratios else ""]
+        lines.append("")
+    lines.append(
+        "; ".join(
+            f"{kind}: " + ", ".join(f"{n} {v}" for n, v in found.items()) for kind, found in record["versions"].items()
+        )
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark("gpu", parse(), measure, report))

@@ -1,0 +1,90 @@
+"""One measurement of ``gpu.py`` on PyTorch, with PEFT for adapters, eager or by torch.compile.
+
+    python benchmarks/gpu_torch.py '{"peer": "torch", "work": {...}, "steps": 20}'
+
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+WARM_UP = 3
+
+
+def build(work: dict[str, Any], device: str) -> Any:
+    """The model in bfloat16 with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **work["shape"], rms_norm_eps=1e-5, rope_theta=10000.0, attn_implementation="sdpa", use_cache=False
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if work["rank"]:
+        from peft import LoraConfig, get_peft_model
+
+        blocks = work["shape"]["num_hidden_layers"]
+        lora = LoraConfig(
+            r=work["rank"],
+            lora_alpha=20 * work["rank"],
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            layers_to_transform=list(range(blocks - work["layers"], blocks)),
+        )
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    return model.train()
+
+
+def main() -> None:
+    """Measure what the first argument describes."""
+    asked = json.loads(sys.argv[1])
+    work = asked["work"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(work, device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.01, fused=device == "cuda")
+    called = torch.compile(model) if asked["peer"] == "torch-compiled" else model
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), generator=generator).to(
+        device
+    )
+
+    def run() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        logits = called(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.item()  # waits for all of it
+
+    times, losses = [], []
+    for number in range(WARM_UP + asked["steps"]):
+        if number == 1 and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        losses.append(run())
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    steady = sorted(times[WARM_UP:])
+    result = {
+        "tokens_per_s": work["batch"] * work["length"] / statistics.median(steady),
+        "step_s": {"median": statistics.median(steady), "best": steady[0], "worst": steady[-1]},
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+        "first_step_s": times[0],
+        "losses": [losses[0], losses[-1]],
+        "trained": sum(p.numel() for p in trained),
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
