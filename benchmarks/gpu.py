@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --python mlx=python3,torch=python3
 
-Everybody computes the same work (a Llama of the same shape with random weights, as many random tokens, bfloat16, AdamW),
+Everybody computes the same work (a Llama of one shape with random weights, as many random tokens, bfloat16, AdamW),
 one after the other, each in a process of its own. See README.md in this directory.
 """
 
