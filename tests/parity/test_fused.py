@@ -17,7 +17,7 @@ from tiny import write_model
 
 from allhands.model.documents import caches_for
 from allhands.model.fused import kernels, ops
-from allhands.model.fused.blocks import fuse
+from allhands.model.fused.blocks import count_fused, fuse
 from allhands.trees import flatten
 
 ROWS, LENGTH = 3, 96
@@ -76,7 +76,7 @@ def loss_and_gradients(model: Any, *, documents: bool) -> tuple[mx.array, dict[s
 @pytest.mark.parametrize("method", ["lora", "some", "qlora", "full", "last"])
 def test_a_model_in_fast_forms_computes_the_same(paths: dict[str, Path], method: str, documents: bool) -> None:
     plain, fast = (model_for(paths, method, mx.float32) for _ in range(2))
-    assert fuse(fast, LENGTH) == 4
+    assert (count_fused(plain), fuse(fast, LENGTH), count_fused(fast)) == (0, 4, 4)
     names = [name for name, _ in flatten(plain.parameters())]
     assert [name for name, _ in flatten(fast.parameters())] == names
     expected, gradients = loss_and_gradients(plain, documents=documents)

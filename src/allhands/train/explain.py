@@ -9,6 +9,7 @@ from allhands.blas import preload_blas
 from allhands.config import TrainConfig
 from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
+from allhands.model.fused.blocks import count_fused
 from allhands.model.split import split
 
 
@@ -28,6 +29,7 @@ def choices(
         "backend": _backend(config, communicator),
         "micro-batches": _sizing(config, sizing),
         "step": _step(accelerator, config, compiled),
+        "blocks": _blocks(model),
         "loss": _loss(model),
         "all-reduce": f"calls of about {config.bucket_mb:g} MB",
     }
@@ -58,6 +60,11 @@ def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
     if accelerator.eager and config.compile != "on":
         return "eager (best on this processor)"
     return "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
+
+
+def _blocks(model: Any) -> str:
+    fused = count_fused(model)
+    return f"{fused} in fast forms for this GPU" if fused else "as the model's own"
 
 
 def _loss(model: Any) -> str:

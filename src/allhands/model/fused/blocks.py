@@ -50,6 +50,11 @@ def fuse(model: nn.Module, longest: int) -> int:
     return changed
 
 
+def count_fused(model: nn.Module) -> int:
+    """Blocks of ``model`` that compute in fast forms."""
+    return sum(isinstance(module, _FusedMlp | _FusedAttention) for module in model.modules())
+
+
 def _layer_kind(module: Any) -> Any:
     if type(module) is nn.QuantizedLinear:
         return DenseQuantizedLinear
