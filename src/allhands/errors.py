@@ -74,13 +74,13 @@ class PeerLostError(DistributedError):
 
 
 class CheckpointError(AllhandsError):
-    """A checkpoint that is missing, damaged, or of a run with other settings."""
+    """A checkpoint that is missing or damaged."""
 
     exit_code = 9
 
 
 class Interrupted(AllhandsError):
-    """Stopped by Ctrl-C or a termination signal, after what was trained had been saved."""
+    """Stopped by Ctrl-C, after what was trained had been saved."""
 
     exit_code = 130
 

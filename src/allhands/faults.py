@@ -328,7 +328,8 @@ def _misplaced(values: dict[str, Any]) -> str | None:
 
 
 def _wrong(path: Path, problem: str) -> ConfigError:
-    return ConfigError(f"the schedule of failures {problem}", where=f"{VARIABLE}={path}", hint=_HINT)
+    joint = ", " if problem.startswith("entry") else " "
+    return ConfigError(f"the schedule of failures{joint}{problem}", where=f"{VARIABLE}={path}", hint=_HINT)
 
 
 # --- what happens -------------------------------------------------------------------------------------------

@@ -160,9 +160,10 @@ def _name_restarts(axes: Axes, places: Floats) -> None:
     axes.set_title(axes.get_title(), pad=18)
     low, high = axes.get_xlim()
     room, last = _RESTART_ROOM * (high - low), -np.inf
-    for x in np.unique(places):
+    for x, count in zip(*np.unique(places, return_counts=True), strict=True):
         if x - last >= room:
-            axes.text(float(x), 1.01, "restart", ha="center", va="bottom", fontsize=8, color=GREY, **_on_axis(axes))
+            words = "restart" if count == 1 else f"{count} restarts"
+            axes.text(float(x), 1.01, words, ha="center", va="bottom", fontsize=8, color=GREY, **_on_axis(axes))
             last = x
 
 

@@ -105,7 +105,7 @@ def test_a_skipped_update_leaves_no_trace(path: Path, form: str, dropout: float)
     assert (first.skipped, first.culprits) == ("", ())
     before = one.state()
     assert before["optimizer.step"] == 1
-    skipped = one.step(bad, stop=True)
+    skipped = one.step(bad, stop=lambda: True)
     assert (skipped.skipped, skipped.culprits) == ("the loss is nan", (5,))
     assert (skipped.loss_sum, skipped.num_targets, skipped.stop_votes) == (0.0, 0, 1)
     assert skipped.num_tokens == sum(b.num_tokens for b in bad)

@@ -110,11 +110,22 @@ def test_before_anything_is_measured_a_step_has_the_time_of_a_start() -> None:
 
 
 def test_the_first_step_stands_in_for_steps_not_yet_seen() -> None:
-    """With the time to compile, so that it is a little more than those that follow."""
+    """Twice, although it had to compile: how much steps differ is not known yet."""
     ranks = _Ranks(1)
     ranks.says(0, "first", 0)
     assert ranks.passes(20.0) is None
     ranks.says(0, "compute", 1)
+    assert _silence(ranks) == pytest.approx(40.0, abs=0.25)
+
+
+def test_later_a_long_first_step_is_no_measure() -> None:
+    ranks = _Ranks(1)
+    ranks.says(0, "first", 0)
+    assert ranks.passes(20.0) is None
+    for step in range(1, 5):
+        ranks.says(0, "compute", step)
+        assert ranks.passes(6.0) is None
+    ranks.says(0, "compute", 5)
     assert _silence(ranks) == pytest.approx(24.0, abs=0.25)
 
 

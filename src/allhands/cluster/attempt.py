@@ -385,6 +385,8 @@ class Attempt:
             what += " (the process is stopped)"
         elif stall.mutual:
             what += " (all ranks wait for each other: is the network cut?)"
+        elif self._spec.hang_timeout_s is None:
+            what += " (if it was only slow: --hang-timeout-s allows more)"
         return self._fault("hang", rank, DistributedError.exit_code, what, stall.seconds)
 
     def _is_stopped(self, rank: int) -> bool:

@@ -19,6 +19,7 @@ _SAVE_S = 600.0
 _RECENT_STEPS = 50
 _FACTOR = 2.0  # over the longest recent step
 _EVER_FACTOR = 1.2  # over the longest step of all: a long batch may come again after many short ones
+_FEW_STEPS, _FEW_FACTOR = 3, 2.0  # as long as so few are known, how much they differ is not
 _LATE_S = 1.0  # between two looks; more means that this process or the computer was asleep
 
 
@@ -105,7 +106,8 @@ class StepTimes:
         if not self._longest:
             return None
         recent = max(self._recent.values(), default=0.0)
-        return max(_LEAST_S, _FACTOR * recent, _EVER_FACTOR * self._longest)
+        ever = _FEW_FACTOR if len(self._recent) < _FEW_STEPS else _EVER_FACTOR
+        return max(_LEAST_S, _FACTOR * recent, ever * self._longest)
 
 
 class ProgressWatch:

@@ -165,6 +165,7 @@ def banner(started: RunStarted) -> list[str]:
     cores = (
         f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
     )
+    backend = f" ({started.backend})" if started.num_ranks > 1 else ""
     epochs = started.total_steps * started.batch_size / max(started.num_train_examples, 1)
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
     resumed = [f"resumed     from step {started.step}"] if started.step else []
@@ -173,7 +174,7 @@ def banner(started: RunStarted) -> list[str]:
         f"model       {started.model}",
         f"method      {started.method}",
         f"parameters  {trained} trained of {total} ({share:.3g} %)",
-        f"ranks       {started.num_ranks} ({started.backend}){cores}",
+        f"ranks       {started.num_ranks}{backend}{cores}",
         f"batch size  {started.batch_size} samples a step over all ranks",
         f"steps       {started.total_steps} on {started.num_train_examples} examples ({epochs:.1f} epochs)",
         *resumed,

@@ -108,7 +108,7 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
         if _crossed(before, state.iteration, config.steps_per_report) or done:
             _report(parts, state, started)
-        if result.stop_votes:
+        if result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()):
             raise Interrupted("stopped")
         stale = state.validation_due and _validate(parts, state, started)
         if _crossed(before, state.iteration, config.save_every) or done or stale:
@@ -190,7 +190,7 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     end = min(state.iteration + parts.config.grad_accumulation_steps, parts.total)
     micro_batches = [batch for i in range(state.iteration, end) for batch in parts.load(i)]
     loaded = time.perf_counter()
-    result = parts.step(micro_batches, stop=bool(parts.stop_requested()))
+    result = parts.step(micro_batches, stop=parts.stop_requested)
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
     state.trained_tokens += result.num_targets
@@ -321,6 +321,9 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
     for failure in failures:
         parts.sink.emit(Warned(state.iteration, _not_saved(failure)))
     if final is not None:
+        final.hint = (
+            f"{final.hint}; then the same command with --resume goes on from the last checkpoint, if there is one"
+        )
         raise final
     return reports
 

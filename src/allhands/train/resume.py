@@ -87,7 +87,8 @@ def check_contents(checkpoint: Checkpoint, model: str, data: Mapping[str, str | 
             hint="name the data that the run began with; or begin a new run from these weights with "
             f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
         )
-    if state["data"].get("valid") != data.get("valid"):
+    before, now = state["data"].get("valid"), data.get("valid")
+    if before is not None and now is not None and before != now:
         return ["the validation data have changed: losses before and after cannot be compared"]
     return []
 

@@ -242,11 +242,14 @@ class TrainStep:
         self._rehearse = rehearse
         self._graph = None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled)
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], *, stop: bool = False) -> StepResult:
+    def __call__(
+        self, micro_batches: Sequence[MicroBatch], *, stop: Callable[[], object] = lambda: False
+    ) -> StepResult:
         """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
 
         Args:
-            stop: this rank has been asked to stop; all ranks learn of it in :attr:`StepResult.stop_votes`.
+            stop: whether this rank has been asked to stop, asked once it has computed; all ranks learn of it in
+                :attr:`StepResult.stop_votes`.
 
         Raises:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
@@ -256,7 +259,7 @@ class TrainStep:
         if self._rehearse("reduce") == "nan":
             grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
         computed = time.perf_counter()
-        mine = [loss, *(float(n) for n in _counts(micro_batches)), float(stop)]
+        mine = [loss, *(float(n) for n in _counts(micro_batches)), float(bool(stop()))]
         sums, totals = self._reduce(grads, mine)
         del grads
         reduced = time.perf_counter()
