@@ -139,7 +139,7 @@ def test_a_host_that_nobody_knows(tmp_path: Path) -> None:
         "allhands: error: not started: 2 of at least 3 ranks are there, no-such-name.invalid does not answer "
         "(ssh: Could not resolve hostname no-such-name.invalid: "
     )
-    assert hint == "  what to do: correct the name in the hostfile, or give its address in ~/.ssh/config"
+    assert hint == "  what to do: correct the name, or give its address in ~/.ssh/config"
 
 
 @pytest.fixture

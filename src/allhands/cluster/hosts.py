@@ -81,7 +81,10 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
         StorageError: it cannot be written.
     """
     lines: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in names.split(","))):
+    words = [part.strip() for part in names.split(",")]
+    if any(words) and not all(words):
+        _refuse(where, "a name is missing beside a comma", "write --hosts node1,node2")
+    for word in filter(None, words):
         bare, colon, slots = word.rpartition(":")
         # An IPv6 address has colons of its own.
         counted = bool(colon) and slots.isdigit() and ("]" in bare or ":" not in bare)

@@ -30,7 +30,7 @@ _AFTER_CHANGE = (
 )
 # In OpenSSH's words: why it failed, whether that lasts, and what to do.
 _KNOWN = (
-    ("could not resolve hostname", True, "correct the name in the hostfile, or give its address in ~/.ssh/config"),
+    ("could not resolve hostname", True, "correct the name, or give its address in ~/.ssh/config"),
     ("host key verification failed", True, "run `ssh {host} true` once by hand, and accept its key if it is right"),
     ("permission denied", True, "put your public key there (ssh-copy-id {host})"),
     ("too many authentication failures", True, "name the key to use for {host} in ~/.ssh/config (IdentityFile)"),

@@ -7,11 +7,12 @@ So the group's size is compared with what the launcher promised, and what each b
 
 from __future__ import annotations
 
+import socket
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from allhands.errors import DistributedError
+from allhands.errors import ConfigError, DistributedError
 
 # Operations that each of MLX 0.32's back-ends really has (the others throw when called).
 CAPABILITIES: dict[str, frozenset[str]] = {
@@ -101,7 +102,8 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
         rank: this process's number as the launcher has it.
 
     Raises:
-        DistributedError: no such back-end here, no connection, or a group of the wrong size.
+        ConfigError: this MLX is built without the back-end.
+        DistributedError: no connection, or a group of the wrong size.
     """
     if backend == "none":
         if size != 1:
@@ -127,6 +129,12 @@ def _check_first_sum(communicator: Communicator) -> None:
 
 
 def _initialise(backend: str, size: int) -> Any:
+    if backend in _BUILDS and not mx.distributed.is_available(backend):
+        raise ConfigError(
+            f"MLX on {socket.gethostname()} is a build without {backend}",
+            where=f"--backend {backend}",
+            hint=f"leave --backend out, so that one is chosen that works; {backend} is in {_BUILDS[backend]}",
+        )
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:
@@ -134,6 +142,7 @@ def _initialise(backend: str, size: int) -> Any:
         raise DistributedError(problem, hint=_HINTS[backend]) from None
 
 
+_BUILDS = {"nccl": "MLX for NVIDIA GPUs (pip install 'mlx[cuda13]')", "jaccl": "MLX for macOS"}
 _CHECKED = 256  # numbers a rank
 _SAME_NAME = "give every computer a host name of its own (see `hostname`): Open MPI takes equal names for one computer"
 _HINTS = {
