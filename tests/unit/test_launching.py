@@ -141,6 +141,14 @@ def test_progress_is_no_explanation(err: Err, code: int) -> None:
     assert "last lines of rank 1:\n  Current thread 0x1:\n    File" in err()
 
 
+def test_the_outer_end_of_a_stack_says_nothing(err: Err) -> None:
+    frames = tuple(f'  File "/a/{i}.py", line {i} in call' for i in range(20))
+    show(of_training(), failed(7, "rank 1 made no progress", *frames))
+    assert "last lines" not in err()
+    show(of_training(), failed(7, "rank 1 made no progress", *frames, "Current thread 0x1:", frames[0]))
+    assert "last lines of rank 1:\n  Current thread 0x1:\n    File" in err()
+
+
 def test_of_a_killed_rank_only_the_very_last_lines(err: Err) -> None:
     show(of_a_program(), failed(137, "rank 1 has failed", "one", "two", "three", "four"))
     assert "last lines of rank 1:\n  two\n  three\n  four\n" in err()

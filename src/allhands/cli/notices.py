@@ -15,6 +15,7 @@ from allhands.cluster.supervisor import SupervisorEvent
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_KILLED = 3  # last lines of a rank that was killed: who is killed says nothing about it
 # What the log of every healthy rank is full of: see metrics.console.
+_FRAME = re.compile(r'  File ".*", line \d+ in .*')
 _OWN_LINES = re.compile(
     r"step \d+(/\d+)?  (loss|validation loss|saved) .*|(finished|interrupted|stopped early) at step \d+  .*"
     r"|attempt \d+: .*|note: .*|\s*"
@@ -121,8 +122,11 @@ class Notices:
 
 
 def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """The lines of a rank's log from the first one on that may say something; none, if all of them tell of progress."""
-    return tuple(dropwhile(_OWN_LINES.fullmatch, lines))
+    """The lines of a rank's log from the first one on that may say something; none, if all of them tell of progress.
+
+    The outer end of a stack whose inner one is cut off does not: the log has all of it.
+    """
+    return tuple(dropwhile(lambda line: _OWN_LINES.fullmatch(line) or _FRAME.fullmatch(line), lines))
 
 
 def _leave_the_line() -> None:
