@@ -144,7 +144,17 @@ class TrainConfig(_Strict):
     # Keys that say where and how to run, not what is computed: ranks may differ in them.
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {
-            *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "hosts", "num_ranks"),
+            *(
+                "config",
+                "adapter_path",
+                "cores_per_rank",
+                "log_level",
+                "profile",
+                "resume",
+                "hostfile",
+                "hosts",
+                "num_ranks",
+            ),
             *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s", "tag_output"),
         }
     )
@@ -248,6 +258,7 @@ class TrainConfig(_Strict):
     stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
     tag_output: bool = Field(False, description="Show the lines of all ranks, each with its rank before it.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
+    profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
 
     @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
     @classmethod

@@ -201,7 +201,9 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
     assert "chosen:" not in quiet
     _, text = trained(tiny_model, tiny_data, tmp_path / "verbose", log_level="verbose", micro_batch_tokens=300)
     lines = dict(line.removeprefix("chosen: ").split(": ", 1) for line in text.splitlines() if "chosen: " in line)
-    assert list(lines) == ["device", "matrix products", "backend", "micro-batches", "step", "loss", "all-reduce"]
+    names = ["device", "matrix products", "backend", "micro-batches", "step", "blocks", "loss", "all-reduce"]
+    assert list(lines) == names
+    assert lines["blocks"] == "as the model's own"
     assert lines["backend"] == "none (one process)"
     assert lines["micro-batches"].startswith("at most 300 tokens (asked for)")
     assert lines["loss"] == "chunked over the vocabulary, at the trained tokens only"

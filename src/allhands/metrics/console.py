@@ -41,13 +41,17 @@ class ConsoleSink:
         console: where to print; rich handles ``NO_COLOR`` and the width.
         total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
+        profile: whether to show what the time of a step goes into.
 
     Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
     away during the run, the console is set to quiet and the run goes on.
     """
 
-    def __init__(self, console: Console, total_steps: int = 0, is_terminal: bool | None = None) -> None:
+    def __init__(
+        self, console: Console, total_steps: int = 0, is_terminal: bool | None = None, *, profile: bool = False
+    ) -> None:
         self._console = console
+        self._profile = profile
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._live_wanted = terminal if is_terminal is None else is_terminal
         self._live: Live | None = None
@@ -86,6 +90,8 @@ class ConsoleSink:
             case TrainReport():
                 self._board.train, self._board.left_s = event, self._left_s(event)
                 self._print(train_line(event, self._board.total, self._board.left_s))
+                if self._profile:
+                    self._print(profile_line(event))
             case ValidReport():
                 self._board.valid = event
                 self._board.best = event if event.best else self._board.best or event
@@ -187,6 +193,19 @@ def train_line(report: TrainReport, total_steps: int, left_s: float) -> str:
     peak, left = format_memory(report.peak_memory_bytes), format_duration(left_s)
     loss = f"loss {report.loss:.3f}  lr {report.learning_rate:.1e}"
     return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}  peak {peak}  left {left}{_waiting(report)}"
+
+
+def profile_line(report: TrainReport) -> str:
+    """What the time of a step goes into, on rank 0."""
+    parts = {
+        "compute": report.compute_s,
+        "communication": report.comm_s,
+        "data": report.data_wait_s,
+    }
+    parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
+    whole = report.step_time_s or 1.0
+    told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
+    return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}"
 
 
 def _waiting(report: TrainReport) -> str:

@@ -40,7 +40,10 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Training since the last report; times are seconds, ``comm_s`` and ``data_wait_s`` are per step.
+    """Training since the last report; times are seconds, and those of rank 0 in a step the mean over its steps.
+
+    Of ``step_time_s``, ``compute_s`` is forward and backward (on one rank of a GPU the update, too), ``comm_s`` the
+    exchange of gradients with the wait for slower ranks, ``data_wait_s`` the wait for data, and the rest the update.
 
     ``loss`` is the mean over the tokens trained since the last report, ``tokens_per_s`` counts all
     tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s`` counts
@@ -61,6 +64,7 @@ class TrainReport:
     elapsed_s: float
     peak_memory_bytes: tuple[int, ...]
     epoch: float
+    compute_s: float = 0.0  # earlier versions did not write it
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,7 @@ def _report(parts: LoopParts, state: LoopState, started: float) -> None:
         step_time_s=window.time_s / window.steps,
         data_wait_s=window.wait_s / window.steps,
         comm_s=window.comm_s / window.steps,
+        compute_s=window.compute_s / window.steps,
         elapsed_s=time.perf_counter() - started,
         peak_memory_bytes=_peak_per_rank(parts),
         epoch=state.iteration / parts.order.batches_per_epoch,

@@ -365,7 +365,7 @@ class _Run:
                 sinks += start_trackers(names, self.config.project_name, self.directory, values)
             self._say(notes)
             if self.surroundings.console is not None:
-                sinks.append(ConsoleSink(self.surroundings.console))
+                sinks.append(ConsoleSink(self.surroundings.console, profile=self.config.profile))
             yield stack.enter_context(Sinks(sinks))
 
     def _say(self, lines: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ class Window:
     time_s: float = 0.0
     wait_s: float = 0.0
     comm_s: float = 0.0
+    compute_s: float = 0.0
     grad_norm: float = 0.0
 
     def add(self, result: StepResult, time_s: float, wait_s: float) -> None:
@@ -40,6 +41,7 @@ class Window:
         self.time_s += time_s
         self.wait_s += wait_s
         self.comm_s += result.comm_s
+        self.compute_s += result.compute_s
         self.steps += 1
         if result.skipped:
             return
