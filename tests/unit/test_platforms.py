@@ -194,6 +194,7 @@ _WRONG: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
     "Indexed Job without a size": (_job(0), {}, "nothing says how many pods"),
     "Indexed Job, index too large": (_job(3, **_SIZED), {}, "JOB_COMPLETION_INDEX=3, ALLHANDS_NUM_NODES=3"),
     "Indexed Job without names": (_job(1, NUM_NODES="2"), {}, "names of the other pods"),
+    "StatefulSet, odd size": ({"ALLHANDS_NUM_NODES": "abc", "HOSTNAME": "web"}, {}, "ALLHANDS_NUM_NODES"),
     "StatefulSet without a number": (_SIZED | {"HOSTNAME": "web"}, {}, "ends in no number"),
     "odd grace": (_job(1, **_SIZED, ALLHANDS_GRACE_S="soon"), {}, "ALLHANDS_GRACE_S=soon"),
 }

@@ -275,7 +275,7 @@ def indexed_job(given: Given) -> Launch | None:
             )
     elif "ALLHANDS_NUM_NODES" in given.env:
         sized, source = "ALLHANDS_NUM_NODES", "HOSTNAME"
-        index = _ordinal(given)
+        index = _ordinal(given, given.number(sized))
     else:
         return None
     size = given.number(sized)
@@ -294,9 +294,9 @@ def indexed_job(given: Given) -> Launch | None:
     return one_of_nodes(given, launch, meeting)
 
 
-def _ordinal(given: Given) -> int:
+def _ordinal(given: Given, size: int) -> int:
     """The number at the end of a StatefulSet's pod name."""
-    if given.env["ALLHANDS_NUM_NODES"] == "1":
+    if size == 1:
         return 0
     found = re.fullmatch(r".+-(\d+)", given.env.get("HOSTNAME", "").partition(".")[0])
     if found is None:
