@@ -123,6 +123,28 @@ def test_what_computes_otherwise_is_left_alone(paths: dict[str, Path]) -> None:
     assert (type(mlp), type(attention)) == (Clipped, Capped)
 
 
+@pytest.mark.parametrize("missing", ["scale", "n_heads", "n_kv_heads", "rope"])
+def test_what_is_built_otherwise_is_left_alone(paths: dict[str, Path], missing: str) -> None:
+    model = model_for(paths, "lora", mx.float32)
+    attention = model.layers[1].self_attn
+    kind = type(attention)
+
+    class Other(kind):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            setattr(self, missing, self.kept)
+            try:
+                return super().__call__(x, mask, cache)
+            finally:
+                setattr(self, missing, object())
+
+    attention.kept = getattr(attention, missing)
+    attention.__class__ = Other
+    expected = model(mx.arange(9)[None])
+    assert fuse(model, LENGTH) == 3
+    assert type(attention) is Other
+    assert relative(model(mx.arange(9)[None]), expected) < 1e-5
+
+
 def test_rows_longer_than_the_table_are_computed_in_the_plain_form(paths: dict[str, Path]) -> None:
     plain, fast = (model_for(paths, "lora", mx.float32) for _ in range(2))
     fuse(fast, 16)

@@ -129,13 +129,22 @@ def _substitute(module: Any, form: type, join: Callable[[Any], bool], sizes: Seq
     """Give ``module`` the fast form, if it then computes the same of inputs of these ``sizes``."""
     kind = type(module)
     expected = _answers(module, sizes)
-    if expected is None or not join(module):
+    if expected is None or not _joined(module, join):
         return False
     module.__class__ = type(kind.__name__, (form, kind), {})
-    if all(_agree(a, b) for a, b in zip(expected, _answers(module, sizes) or [], strict=True)):
+    actual = _answers(module, sizes)
+    if actual is not None and all(_agree(a, b) for a, b in zip(expected, actual, strict=True)):
         return True
     module.__class__ = kind
     return False
+
+
+def _joined(module: Any, join: Callable[[Any], bool]) -> bool:
+    """Whether ``join`` has made of ``module`` what the fast form needs; not if it is built otherwise."""
+    try:
+        return join(module)
+    except (TypeError, ValueError, AttributeError):
+        return False
 
 
 def _answers(module: Any, sizes: Sequence[float]) -> list[mx.array] | None:
