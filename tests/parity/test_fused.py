@@ -18,6 +18,7 @@ from tiny import write_model
 from allhands.model.documents import caches_for
 from allhands.model.fused import kernels, ops
 from allhands.model.fused.blocks import count_fused, fuse
+from allhands.model.split import split
 from allhands.trees import flatten
 
 ROWS, LENGTH = 3, 96
@@ -48,7 +49,9 @@ def model_for(paths: dict[str, Path], method: str, dtype: mx.Dtype) -> Any:
         model.layers[-1].unfreeze()
     else:
         keys = {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]} if method == "some" else {}
-        linear_to_lora_layers(model, 1 if method == "some" else 2, {"rank": 4, "scale": 5.0, "dropout": 0.0, **keys})
+        linear_to_lora_layers(
+            model, 1 if method == "some" else len(model.layers), {"rank": 4, "scale": 5.0, "dropout": 0.0, **keys}
+        )
         # Untrained adapters give nothing, and their first factors no gradient.
         for name, value in flatten(model.trainable_parameters()):
             if name.endswith("lora_b"):
@@ -86,6 +89,18 @@ def test_a_model_in_fast_forms_computes_the_same(paths: dict[str, Path], method:
     for name, gradient in gradients.items():
         assert mx.abs(gradient).max().item() > 0, name
         assert relative(found[name], gradient) < 2e-4, name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_the_loss_still_takes_the_model_apart(tmp_path: Path, method: str, tied: bool) -> None:
+    bits = 4 if method == "qlora" else None
+    path = write_model(tmp_path / "model", layers=1, hidden=64, tied=tied, bits=bits)
+    model = model_for({"dense": path, "quantised": path}, method, mx.float32)
+    fuse(model, LENGTH)
+    parts = split(model)
+    assert parts is not None
+    assert parts.head_is_trained == (method == "full")
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -150,6 +165,21 @@ def test_rows_longer_than_the_table_are_computed_in_the_plain_form(paths: dict[s
     fuse(fast, 16)
     ids = mx.arange(300)[None] % 90
     assert relative(fast(ids), plain(ids)) < 1e-5
+
+
+@pytest.mark.parametrize(("sum_of", "expected"), [(8.0, True), (7.0, False), (None, False)])
+def test_kernels_are_used_only_if_one_can_be_built(
+    sum_of: float | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trial(x: mx.array) -> mx.array:
+        if sum_of is None:
+            raise RuntimeError("Failed to compile kernel")
+        return mx.array(sum_of)
+
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(kernels, "sum_of_squares", trial)
+    assert kernels.available.__wrapped__() is expected
 
 
 needs_gpu = pytest.mark.skipif(not kernels.available(), reason="needs an NVIDIA GPU")

@@ -11,7 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.model.embedding import OrderedEmbedding
+from allhands.model.fused.linear import DenseQuantizedLinear, TrainedLinear
 
+_OURS = (OrderedEmbedding, TrainedLinear, DenseQuantizedLinear)
 # Far above every cap in use (30), far below the end of float16.
 _LARGE = 1000.0
 
@@ -67,7 +69,7 @@ def split(model: nn.Module) -> SplitModel | None:
     body: Any = getattr(model, "model", None)
     head = getattr(model, "lm_head", None) or getattr(body, "embed_tokens", None)
     # Exact types: a head with a bias of its own or an adapter around it is not a plain product.
-    plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, OrderedEmbedding, nn.QuantizedEmbedding)
+    plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, *_OURS)
     if not callable(body) or type(head) not in plain or (head is not None and "bias" in head):
         return None
     assert head is not None

@@ -148,14 +148,11 @@ def _joined(module: Any, join: Callable[[Any], bool]) -> bool:
 
 
 def _answers(module: Any, sizes: Sequence[float]) -> list[mx.array] | None:
-    base = base_of(next(child for name, child in module.children().items() if name.endswith(("q_proj", "gate_proj"))))
-    quantised = isinstance(base, nn.QuantizedLinear)
-    features = base.weight.shape[1] * 32 // base.bits if quantised else base.weight.shape[1]
-    dtype = base.scales.dtype if quantised else base.weight.dtype
-    probe = mx.sin(mx.arange(_PROBE_TOKENS * features, dtype=mx.float32)).reshape(1, _PROBE_TOKENS, features)
+    """What ``module`` makes of an input in each of ``sizes``; ``None`` if it is built otherwise than expected."""
     training = module.training
     module.eval()  # dropout would make two passes differ
     try:
+        probe, dtype = _probe(module)
         answers = [module((factor * probe).astype(dtype)) for factor in sizes]
         mx.eval(answers)
         return answers
@@ -163,6 +160,16 @@ def _answers(module: Any, sizes: Sequence[float]) -> list[mx.array] | None:
         return None
     finally:
         module.train(training)
+
+
+def _probe(module: Any) -> tuple[mx.array, mx.Dtype]:
+    """(1, T, D) float32 input for ``module``, and the type that its layers compute in."""
+    first = next(child for name, child in module.children().items() if name in ("q_proj", "gate_proj"))
+    base = base_of(first)
+    quantised = isinstance(base, nn.QuantizedLinear)
+    features = base.weight.shape[1] * 32 // base.bits if quantised else base.weight.shape[1]
+    waves = mx.sin(mx.arange(_PROBE_TOKENS * features, dtype=mx.float32))
+    return waves.reshape(1, _PROBE_TOKENS, features), base.scales.dtype if quantised else base.weight.dtype
 
 
 def _agree(expected: mx.array, actual: mx.array) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.model.fused import sources
+from allhands.trees import number
 
 _BLOCK = 256
 _TYPES = (mx.bfloat16, mx.float16, mx.float32)
@@ -18,8 +19,13 @@ _NORM_BLOCKS = 528
 
 @cache
 def available() -> bool:
-    """Whether MLX computes on an NVIDIA GPU in this process."""
-    return mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
+    """Whether MLX computes on an NVIDIA GPU in this process, and can build a kernel for it."""
+    if not (mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
+        return False
+    try:
+        return number(sum_of_squares(mx.ones((8,), dtype=mx.bfloat16))) == 8.0
+    except RuntimeError:  # no headers, or a GPU that is too old: MLX's own operations compute the same
+        return False
 
 
 def width(dtype: mx.Dtype) -> int:
