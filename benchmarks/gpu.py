@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -146,8 +147,6 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
 
 def python_path() -> str:
     """This project's own source, and what the person's PYTHONPATH has."""
-    import os
-
     return os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -129,6 +129,17 @@ def test_nothing_changes_if_a_number_is_not_finite(name: str, where: str) -> Non
     assert (arrays(model, optimizer)["model.layers.1.weight"] != before["model.layers.1.weight"]).all()
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_half_precision_stays_half_precision(name: str) -> None:
+    model, optimizer = network(mx.bfloat16), OURS[name]()
+    update = GraphUpdate(model, optimizer, 1.0, compiled=True)
+    before = {n: v.dtype for n, v in flatten(model.parameters())}
+    for step in range(2):
+        half = [(n, g.astype(mx.bfloat16)) for n, g in gradients(step)]
+        update(half, mx.array(1.0), mx.array(TOKENS))
+    assert {n: v.dtype for n, v in flatten(model.parameters())} == before
+
+
 def test_weights_that_somebody_else_has_set_are_used() -> None:
     model, optimizer = network(), optim.SGD(1.0)
     update = GraphUpdate(model, optimizer, None, compiled=True)

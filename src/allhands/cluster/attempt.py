@@ -159,9 +159,9 @@ class Attempt:
         while self._living():
             now = time.monotonic()
             self._watch.pauses.look(now)
-            if not self._pass_on_signals(now) or self._failed_for_long(now):
-                return None
             marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
+            if not self._pass_on_signals(now, marks) or self._failed_for_long(now):
+                return None
             if fault := self._check_started(now, marks) or self._check_progress(now, marks):
                 return fault
             if now > polled + _POLL_S:
@@ -177,7 +177,7 @@ class Attempt:
         ended = {end.rank for end in self._ranks.exits()}
         return [rank for rank in range(self._spec.num_processes) if rank not in ended]
 
-    def _pass_on_signals(self, now: float) -> bool:
+    def _pass_on_signals(self, now: float, marks: Mapping[int, Marks]) -> bool:
         """Forward the first stop signal to every rank once; false when the ranks must be killed now."""
         while self._signals:
             number = self._signals.popleft()
@@ -194,13 +194,12 @@ class Attempt:
         # A rank that is not running yet is told as soon as it is.
         self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
         grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
-        return self._age(now, self._stop_began) < grace and not self._stands_still(now)
+        return self._age(now, self._stop_began) < grace and not self._stands_still(now, marks)
 
-    def _stands_still(self, now: float) -> bool:
+    def _stands_still(self, now: float, marks: Mapping[int, Marks]) -> bool:
         """Whether a rank that has been told to stop was itself stopped (SIGSTOP): without it nothing will be saved."""
         if not self._all_started:
             return False
-        marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
         stall = self._frozen(now, marks, self._living())
         if stall is not None:
             text = f"rank {stall.rank} stands still (the process is stopped), so that nothing more can be saved"

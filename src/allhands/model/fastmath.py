@@ -70,6 +70,14 @@ def with_vjp(function: Callable[..., mx.array], vjp: Callable[..., Any]) -> Call
 swiglu = with_vjp(_swiglu, _swiglu_vjp)
 
 
+def near(expected: mx.array, actual: mx.array, share: float, least: float = 1e-6) -> bool:
+    """Whether no value is off by more than ``share`` of the largest expected one, and ``least``; shapes are equal."""
+    if expected.shape != actual.shape:
+        return False
+    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
+    return bool((mx.abs(expected - actual).max() <= share * mx.abs(expected).max() + least).item())
+
+
 class _FastMlp:
     """Forward pass shared by the substitute classes."""
 
@@ -108,8 +116,7 @@ def _same(module: Any, substitute: Any) -> bool:
     probe = mx.sin(mx.arange(2 * width, dtype=mx.float32)).reshape(2, -1)
 
     def agree(x: mx.array) -> bool:
-        expected, actual = module(x), substitute.__call__(module, x)
-        return bool((mx.abs(expected - actual).max() <= 1e-4 * mx.abs(expected).max() + 1e-7).item())
+        return near(module(x), substitute.__call__(module, x), 1e-4, 1e-7)
 
     # Large inputs too: some architectures clip the gate, which small ones do not reach.
     return agree(probe) and agree(1000.0 * probe)

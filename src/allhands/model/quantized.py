@@ -8,7 +8,6 @@ made at each use (at 350 tokens 7 % slower, 1.25 bytes a value).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,8 @@ from mlx_lm.tuner.dora import DoRALinear
 
 from allhands.accelerator import Accelerator
 from allhands.model.adapters import count_parameters
-from allhands.model.fastmath import use_fast_mlp, with_vjp
+from allhands.model.fastmath import use_fast_mlp
+from allhands.model.fused.ops import product_with
 from allhands.model.split import dense_weight
 from allhands.trees import unflatten
 
@@ -39,7 +39,7 @@ class UnpackedLinear(nn.Module):
         self.biases = source.biases.astype(mx.float32)[..., None]
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
-        self._multiply = _multiplication(self._dense)
+        self._multiply = product_with(self._dense)
         self.freeze()
 
     @property
@@ -54,11 +54,6 @@ class UnpackedLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         y = self._multiply(x)
         return y + self.bias if "bias" in self else y
-
-
-def _multiplication(dense: Callable[[], mx.array]) -> Callable[..., mx.array]:
-    """``x @ dense().T``, which makes the weight anew for the backward pass instead of keeping it."""
-    return with_vjp(lambda x: x @ dense().T, lambda _x, cotangent, _y: cotangent @ dense())
 
 
 def _codes(source: nn.QuantizedLinear) -> mx.array:

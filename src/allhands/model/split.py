@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.model.embedding import OrderedEmbedding
-from allhands.model.fused.linear import DenseQuantizedLinear, TrainedLinear
+from allhands.model.fastmath import near
+from allhands.model.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
 
 _OURS = (OrderedEmbedding, TrainedLinear, DenseQuantizedLinear)
 # Far above every cap in use (30), far below the end of float16.
@@ -49,14 +50,7 @@ class SplitModel:
 def dense_weight(module: Any) -> mx.array:
     """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        return mx.dequantize(
-            module.weight,
-            module.scales,
-            module.get("biases"),
-            group_size=module.group_size,
-            bits=module.bits,
-            mode=module.mode,
-        )
+        return dequantized(module)
     return module.weight
 
 
@@ -99,10 +93,7 @@ def _reproduces(parts: SplitModel, model: Any) -> bool:
 
 def _close(expected: mx.array, actual: mx.array) -> bool:
     """Looser than rounding of half-precision logits, far tighter than any scaling or capping."""
-    if expected.shape != actual.shape:
-        return False
-    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
-    return bool((mx.abs(expected - actual).max() <= 0.02 * mx.abs(expected).max() + 1e-6).item())
+    return near(expected, actual, 0.02)
 
 
 @contextmanager

@@ -38,8 +38,10 @@ class GraphUpdate:
         weights = flatten(model.trainable_parameters())
         if not optimizer.state.keys() - {"step", "learning_rate"}:
             optimizer.init(model.trainable_parameters())
-        flat = isinstance(optimizer, _ELEMENTWISE) and sum(weight.size for _, weight in weights) <= _FLAT_MOST
-        self._flat = _Flat(model, optimizer) if flat and len({weight.dtype for _, weight in weights}) == 1 else None
+        # Float32 alone: beside the gradient's mean half precision would become it.
+        fits = {weight.dtype for _, weight in weights} == {mx.float32} and isinstance(optimizer, _ELEMENTWISE)
+        flat = fits and sum(weight.size for _, weight in weights) <= _FLAT_MOST
+        self._flat = _Flat(model, optimizer) if flat else None
         function: Any = self._compute if self._flat is None else self._compute_flat
         self._function: Any = mx.compile(function) if compiled else function
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.model.documents import Row
+from allhands.model.fastmath import near
 from allhands.model.fused import ops
 from allhands.model.fused.linear import DenseQuantizedLinear, Group, TrainedLinear, TypedLoRALinear, base_of
 
@@ -133,7 +134,7 @@ def _substitute(module: Any, form: type, join: Callable[[Any], bool], sizes: Seq
         return False
     module.__class__ = type(kind.__name__, (form, kind), {})
     actual = _answers(module, sizes)
-    if actual is not None and all(_agree(a, b) for a, b in zip(expected, actual, strict=True)):
+    if actual is not None and all(near(a, b, _CLOSE) for a, b in zip(expected, actual, strict=True)):
         return True
     module.__class__ = kind
     return False
@@ -170,8 +171,3 @@ def _probe(module: Any) -> tuple[mx.array, mx.Dtype]:
     features = base.weight.shape[1] * 32 // base.bits if quantised else base.weight.shape[1]
     waves = mx.sin(mx.arange(_PROBE_TOKENS * features, dtype=mx.float32))
     return waves.reshape(1, _PROBE_TOKENS, features), base.scales.dtype if quantised else base.weight.dtype
-
-
-def _agree(expected: mx.array, actual: mx.array) -> bool:
-    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
-    return bool((mx.abs(expected - actual).max() <= _CLOSE * mx.abs(expected).max() + 1e-6).item())

@@ -38,11 +38,12 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         if x.size // x.shape[-1] < DENSE_FROM_TOKENS or x.dtype != self.scales.dtype:
             return super().__call__(x)
-        y = ops.product_with(lambda: _dequantized(self))(x)
+        y = ops.product_with(lambda: dequantized(self))(x)
         return y + self.bias if "bias" in self else y
 
 
-def _dequantized(layer: Any) -> mx.array:
+def dequantized(layer: Any) -> mx.array:
+    """The dense weight of a quantised linear or embedding module."""
     return dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
 
 
@@ -107,7 +108,7 @@ class _Product:
 
     def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
         joined = self._frozen if self._frozen is not None else bases[0]
-        return (lambda: _dequantized(joined)) if isinstance(joined, nn.QuantizedLinear) else lambda: joined.weight
+        return (lambda: dequantized(joined)) if isinstance(joined, nn.QuantizedLinear) else lambda: joined.weight
 
 
 def _together(arrays: Sequence[mx.array]) -> mx.array:

@@ -18,7 +18,7 @@ from allhands.model.fused import kernels
 def swiglu(x: mx.array) -> mx.array:
     """``silu(gate) * up`` for rows of gate beside up: (..., 2 F) -> (..., F)."""
     features = x.shape[-1] // 2
-    if not (kernels.available() and x.dtype.size and features % kernels.width(x.dtype) == 0 and kernels.suits(x)):
+    if not (kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0):
         return plain_swiglu(x)
     return _swiglu(x.reshape(-1, 2 * features)).reshape(*x.shape[:-1], features)
 
