@@ -265,6 +265,37 @@ def test_kernel_rms_norm(dtype: mx.Dtype, rows: int, features: int) -> None:
     x, weight, cotangent = (normal(*s, dtype=dtype) for s in ((rows, features), (features,), (rows, features)))
     wide = [a.astype(mx.float32) for a in (x, weight, cotangent)]
     _, gradients = mx.vjp(lambda x, w: mx.fast.rms_norm(x, w, 1e-5), wide[:2], wide[2:])
-    _, found = mx.vjp(lambda x, w: ops.rms_norm(x, w, 1e-5), [x, weight], [cotangent])
+    _, found = mx.vjp(lambda x, w: ops.rms_norm(x, w, 1e-5, trained=True), [x, weight], [cotangent])
     for one, other in zip(found, gradients, strict=True):
+        assert relative(one, other) < CLOSE[dtype] * 2
+
+
+def norms(x: mx.array, residual: mx.array, weight: mx.array) -> list[mx.array]:
+    """Both forms of the norm that give the sum as well, one after the other, in MLX's own operations."""
+    second = x + residual
+    return [x + mx.fast.rms_norm(x, weight, 1e-5), second, mx.fast.rms_norm(second, weight, 1e-5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("features", [72, 576, 2048, 4096])
+def test_norms_with_sums(dtype: mx.Dtype, features: int, trained: bool) -> None:
+    x, residual, weight = (
+        normal(2, 301, features, dtype=dtype),
+        normal(2, 301, features, dtype=dtype),
+        normal(features, dtype=dtype),
+    )
+    cotangents = [normal(2, 301, features, dtype=dtype) for _ in range(3)]
+
+    def fused(x: mx.array, residual: mx.array, weight: mx.array) -> list[mx.array]:
+        same, normed = ops.forked_rms_norm(x, weight, 1e-5, trained=trained)
+        return [same + normed, *ops.added_rms_norm(x, residual, weight, 1e-5, trained=trained)]
+
+    wide = [a.astype(mx.float32) for a in (x, residual, weight)]
+    expected, gradients = mx.vjp(norms, wide, [c.astype(mx.float32) for c in cotangents])
+    actual, found = mx.vjp(fused, [x, residual, weight], cotangents)
+    for one, other in zip(actual, expected, strict=True):
+        assert relative(one, other) < CLOSE[dtype]
+    for one, other in list(zip(found, gradients, strict=True))[: 3 if trained else 2]:
         assert relative(one, other) < CLOSE[dtype] * 2

@@ -45,6 +45,7 @@ LAYERS: dict[str, int] = {
     "allhands.accelerator": 2,
     "allhands.train.step": 3,
     "allhands.train.optim": 3,
+    "allhands.train.runahead": 3,
     "allhands.train.update": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,

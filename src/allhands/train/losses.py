@@ -119,7 +119,7 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
-    grad_weight = mx.zeros(weight.shape, dtype=mx.float32)
+    grad_weight: mx.array | None = None
     for rows, matrix, wanted in _chunks(hidden, weight, targets, _graph_rows(weight)):
         if grads:
             # One after the other: the evaluator would make the logits of several chunks ahead.
@@ -128,9 +128,10 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
         total = total + value
         grads.append(grad_logits @ matrix)
         if train_weight:
-            grad_weight = grad_weight + (grad_logits.T @ rows).astype(mx.float32)
-    first = (total, mx.concatenate(grads))
-    return (*first, grad_weight) if train_weight else first
+            part = (grad_logits.T @ rows).astype(mx.float32)
+            grad_weight = part if grad_weight is None else grad_weight + part
+    first = (total, mx.concatenate(grads) if grads else mx.zeros_like(hidden))
+    return (*first, mx.zeros_like(weight) if grad_weight is None else grad_weight) if train_weight else first
 
 
 def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:

@@ -21,10 +21,12 @@ from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.errors import NumericsError
 from allhands.model.documents import caches_for
 from allhands.model.dropout import DropoutKeys
+from allhands.model.fused import kernels
 from allhands.model.split import SplitModel, split
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
+from allhands.train.runahead import RunAhead
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, numbers, unflatten
 
@@ -146,6 +148,34 @@ def make_gradient(
     return gradient
 
 
+def make_joined_gradient(
+    model: nn.Module, update: GraphUpdate, *, compiled: bool, dropout: DropoutKeys | None
+) -> GradFunction:
+    """As :func:`make_gradient`, as one lazy graph and in the arrays of the update's leaves, a list."""
+    leaves, loss = update.leaves, make_loss(model, eager=False)
+    assert leaves is not None
+
+    def of(wholes: list[mx.array], *arrays: mx.array) -> mx.array:
+        with leaves.installed(wholes):
+            return loss(*arrays)
+
+    differentiated: Any = mx.value_and_grad(of)
+
+    def function(wholes: list[mx.array], *arrays: mx.array) -> tuple[mx.array, Any]:
+        return _keyed(partial(differentiated, wholes), dropout)(*arrays)
+
+    call: Any = function
+    if compiled:
+        call = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
+
+    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
+        # Tracing a new shape leaves its placeholders in the model.
+        with leaves.kept():
+            return call(update.weights(), *arrays)
+
+    return gradient
+
+
 def _keyed(function: GradFunction, dropout: DropoutKeys | None) -> GradFunction:
     """``function`` with the keys of ``dropout`` as an argument before its own."""
     if dropout is None:
@@ -230,7 +260,11 @@ class TrainStep:
         self._communicator = communicator
         self._traced = compiled and not eager
         self._dropout = dropout
-        self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
+        self._graph = None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled)
+        if self._graph is None or self._graph.leaves is None:
+            self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
+        else:
+            self._gradient = make_joined_gradient(model, self._graph, compiled=compiled, dropout=dropout)
         # (B, T, N) of every micro-batch so far: a compiled step is traced once for each.
         self.shapes: set[tuple[int, int, int]] = set()
         self._max_grad_norm = max_grad_norm
@@ -240,7 +274,7 @@ class TrainStep:
         self._window_name = "packed row" if packed else "training example"
         self._beat = beat
         self._rehearse = rehearse
-        self._graph = None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled)
+        self._ahead = RunAhead() if kernels.available() else None
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], *, stop: Callable[[], object] = lambda: False
@@ -255,6 +289,8 @@ class TrainStep:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
         """
         started = time.perf_counter()
+        if self._ahead is not None:
+            self._ahead.before(micro_batches)
         loss, grads = self._accumulate(micro_batches)
         if self._rehearse("reduce") == "nan":
             grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
@@ -265,6 +301,8 @@ class TrainStep:
         reduced = time.perf_counter()
         update = self._update_by_hand if self._graph is None else self._update_in_graph
         result = update(sums, totals, StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed))
+        if self._ahead is not None:
+            self._ahead.after()
         if problem := _not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del sums
@@ -293,13 +331,13 @@ class TrainStep:
         if self._after_backward is not None:
             # Besides, and only as far as somebody looks at it.
             divisor = mx.maximum(totals[1], 1.0)
-            self._after_backward(unflatten([(name, (g / divisor).astype(g.dtype)) for name, g in sums]))
+            self._after_backward(unflatten([(n, (g / divisor).astype(g.dtype)) for n, g in self._graph.named(sums)]))
         if self._communicator.size > 1:
             self._beat("update")
         self._rehearse("update")
         begun = time.perf_counter()
         norm = self._graph(sums, totals[0], totals[1])
-        mx.eval(norm, totals, self._model.trainable_parameters(), self._optimizer.state)
+        mx.eval(norm, totals, self._graph.arrays())
         # On one rank this includes the passes themselves.
         waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
         return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
@@ -319,7 +357,8 @@ class TrainStep:
             if not (lazy_end and number_of == len(micro_batches)):
                 mx.eval(total, grads)
         if grads is None:
-            grads = tree_map(mx.zeros_like, self._model.trainable_parameters())
+            joined = None if self._graph is None or self._graph.leaves is None else self._graph.weights()
+            grads = tree_map(mx.zeros_like, self._model.trainable_parameters() if joined is None else joined)
         return total, flatten(grads)
 
     def _arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:

@@ -1,14 +1,11 @@
 """The part of a step after the sums: one division, the norm, clipping and the optimizer's update, as one graph.
 
 On a GPU each of these is a pass over all weights that reads much and computes little, so they are compiled into one;
-and whether all numbers are finite is decided where they are, so that the host need not look first. Adapters are
-hundreds of small arrays, each of which would take longer to start with than to compute: as long as the optimizer treats
-each number by itself, they are one array, of which the model's are views.
+and whether all numbers are finite is decided where they are, so that the host need not look first.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +15,12 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from allhands.model.fused import kernels
+from allhands.model.fused.leaves import Leaves
 from allhands.train.optim import KernelAdam, clip
 from allhands.trees import flatten, unflatten
 
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
-_FLAT_MOST = 1 << 27
-_ALIGNED = 64  # values, so that rows begin where vectors may
 
 
 class GraphUpdate:
@@ -35,18 +31,28 @@ class GraphUpdate:
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
-        weights = flatten(model.trainable_parameters())
         if not optimizer.state.keys() - {"step", "learning_rate"}:
             optimizer.init(model.trainable_parameters())
-        # Float32 alone: beside the gradient's mean half precision would become it.
-        fits = {weight.dtype for _, weight in weights} == {mx.float32} and isinstance(optimizer, _ELEMENTWISE)
-        flat = fits and sum(weight.size for _, weight in weights) <= _FLAT_MOST
-        self._flat = _Flat(model, optimizer) if flat else None
-        function: Any = self._compute if self._flat is None else self._compute_flat
-        self._function: Any = mx.compile(function) if compiled else function
+        joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
+        self._joined = _Joined(Leaves(model), optimizer) if joins else None
+        self._function: Any = mx.compile(self._compute) if compiled else self._compute
+
+    @property
+    def leaves(self) -> Leaves | None:
+        """In what the gradients are to be, if not in the trained arrays themselves."""
+        return None if self._joined is None else self._joined.leaves
+
+    def weights(self) -> list[mx.array]:
+        """The arrays of :attr:`leaves` at present."""
+        assert self._joined is not None
+        return self._joined.weights()
+
+    def named(self, sums: Sequence[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
+        """Gradients by the names of the trained arrays."""
+        return list(sums) if self._joined is None else self._joined.leaves.named([array for _, array in sums])
 
     def __call__(self, sums: list[tuple[str, mx.array]], loss: mx.array, num_targets: mx.array) -> mx.array:
-        """Take the update of the global batch; nothing is evaluated.
+        """Take the update of the global batch; nothing is waited for.
 
         Args:
             sums: names and summed gradients; emptied, since what is held could not be written in place.
@@ -56,14 +62,17 @@ class GraphUpdate:
         Returns:
             The norm of the mean gradient before clipping.
         """
-        if self._flat is not None:
-            flat = self._flat
-            gradients = [gradient for _, gradient in sums]
+        if (joined := self._joined) is not None:
+            gradients = {str(i): array for i, (_, array) in enumerate(sums)}
             sums.clear()
-            result = self._function(gradients, flat.weights(), flat.moments, flat.others(), loss, num_targets)
-            del gradients
-            flat.put(*result[:-1])
-            return result[-1]
+            weights, state = {str(i): array for i, array in enumerate(joined.weights())}, joined.state()
+            joined.forget()
+            new, state, norm = self._function(gradients, weights, state, loss, num_targets)
+            del gradients, weights
+            # The device begins while the views are made.
+            mx.async_eval(new, state, norm)
+            joined.put(list(new.values()), state)
+            return norm
         gradients, weights = unflatten(sums), self._model.trainable_parameters()
         sums.clear()
         new, state, norm = self._function(gradients, weights, self._optimizer.state, loss, num_targets)
@@ -72,42 +81,34 @@ class GraphUpdate:
         self._optimizer.state = state
         return norm
 
+    def arrays(self) -> Any:
+        """What an update has to wait for."""
+        if self._joined is not None:
+            return [self._joined.weights(), self._joined.state()]
+        return [self._model.trainable_parameters(), self._optimizer.state]
+
     def _compute(
         self, gradients: Any, weights: Any, state: Any, loss: mx.array, num_targets: mx.array
     ) -> tuple[Any, Any, mx.array]:
         divisor = mx.maximum(num_targets, 1.0)
         optimizer = self._optimizer
+        kept = optimizer.state
         optimizer.state = tree_map(lambda x: x, state)  # a copy of the tree, which the optimizer changes
-        if isinstance(optimizer, KernelAdam) and kernels.available():
-            norm = mx.sqrt(sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))) / divisor
+        try:
+            if isinstance(optimizer, KernelAdam) and kernels.available():
+                norm = mx.sqrt(sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))) / divisor
+                finite = mx.isfinite(norm) & mx.isfinite(loss)
+                factor = 1.0 if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
+                new = optimizer.apply_where(finite, factor / divisor, gradients, weights)
+                return new, optimizer.state, norm
+            # In float32, because a token count does not fit half precision.
+            mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
+            mean, norm = clip(mean, self._max_norm)
             finite = mx.isfinite(norm) & mx.isfinite(loss)
-            factor = 1.0 if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
-            new = optimizer.apply_where(finite, factor / divisor, gradients, weights)
-            return new, optimizer.state, norm
-        # In float32, because a token count does not fit half precision.
-        mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
-        mean, norm = clip(mean, self._max_norm)
-        finite = mx.isfinite(norm) & mx.isfinite(loss)
-        new = optimizer.apply_gradients(mean, weights)
-        return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
-
-    def _compute_flat(
-        self, gradients: Any, weights: mx.array, moments: Any, others: Any, loss: mx.array, num_targets: mx.array
-    ) -> tuple[Any, ...]:
-        assert self._flat is not None
-        total = self._flat.joined(gradients) / mx.maximum(num_targets, 1.0)
-        mean, norm = clip({_KEY: total}, self._max_norm)
-        finite = mx.isfinite(norm) & mx.isfinite(loss)
-        optimizer = self._optimizer
-        optimizer.state = {**others, _KEY: dict(moments)}
-        new = _chosen(finite, optimizer.apply_gradients(mean, {_KEY: weights})[_KEY], weights)
-        state = dict(optimizer.state)
-        after = _chosen(finite, state.pop(_KEY), moments)
-        views = {name: self._flat.parts(array) for name, array in after.items()}
-        return new, self._flat.parts(new), after, views, _chosen(finite, state, others), norm
-
-
-_KEY = "all"
+            new = optimizer.apply_gradients(mean, weights)
+            return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
+        finally:
+            optimizer.state = kept
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
@@ -121,65 +122,65 @@ def _squares(gradient: mx.array) -> mx.array:
     return mx.square(gradient.astype(mx.float32)).sum()
 
 
-class _Flat:
-    """All trained weights, and the optimizer's moments, as one array each; what model and optimizer hold are views."""
+class _Joined:
+    """The arrays of :class:`Leaves` and the optimizer's for them; what model and optimizer hold are views of these."""
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        trained = flatten(model.trainable_parameters())
-        self._shapes = [weight.shape for _, weight in trained]
-        self._starts = [0]
-        for shape in self._shapes:
-            self._starts.append(self._starts[-1] + -(-math.prod(shape) // _ALIGNED) * _ALIGNED)
-        modules: dict[str, Any] = dict(model.named_modules())
-        self._places = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name, _ in trained]
+    def __init__(self, leaves: Leaves, optimizer: optim.Optimizer) -> None:
+        self.leaves = leaves
         self._optimizer = optimizer
-        self._state: Any = optimizer.state
-        self._leaves = [self._leaf(name) for name, _ in trained]
-        moments = {name: self.joined([leaf[name] for leaf in self._leaves]) for name in self._leaves[0]}
-        weights = self.joined([weight for _, weight in trained])
+        self._places = [place for chunk in leaves.chunks for place in chunk.places]
+        self._homes = [self._home(place.name) for place in self._places]
+        self._views: list[mx.array] = []
+        self._weights: list[mx.array] = []
+        self._state: dict[str, Any] = {}
+        weights = self._join([place.array for place in self._places])
+        names = list(self._homes[0])
+        moments = {name: self._join([home[name] for home in self._homes]) for name in names}
+        state = {str(i): {name: moments[name][i] for name in names} for i in range(len(weights))}
         # Views from the first step on: products may depend on where in memory their factors lie, in the last bits.
-        self.put(weights, self.parts(weights), moments, {n: self.parts(a) for n, a in moments.items()}, {})
-        mx.eval(model.trainable_parameters(), optimizer.state)
+        self.put(weights, {**state, **self._others()})
+        mx.eval(self._weights, self._state)
 
-    def _leaf(self, name: str) -> dict[str, mx.array]:
+    def _home(self, name: str) -> dict[str, mx.array]:
         """The optimizer's arrays for one weight."""
-        place = self._state
+        place: Any = self._optimizer.state
         for part in name.split("."):
             place = place[int(part)] if isinstance(place, list) else place[part]
         return place
 
-    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
-        """One array of all, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
-        pieces: list[mx.array] = []
-        for array, start, end in zip(arrays, self._starts, self._starts[1:], strict=False):
-            pieces.append(array.reshape(-1))
-            if array.size < end - start:
-                pieces.append(mx.zeros((end - start - array.size,), dtype=array.dtype))
-        return mx.concatenate(pieces)
+    def _others(self) -> dict[str, mx.array]:
+        """The optimizer's state that belongs to no weight."""
+        return {name: value for name, value in self._optimizer.state.items() if isinstance(value, mx.array)}
 
-    def parts(self, whole: mx.array) -> list[mx.array]:
-        """Views of ``whole`` in the shapes of the weights."""
-        places = zip(self._starts, self._shapes, strict=False)
-        return [whole[start : start + math.prod(shape)].reshape(shape) for start, shape in places]
+    def _join(self, arrays: list[mx.array]) -> list[mx.array]:
+        return self.leaves.joined({place.name: array for place, array in zip(self._places, arrays, strict=True)})
 
-    def weights(self) -> mx.array:
+    def weights(self) -> list[mx.array]:
         """All trained weights, also where somebody else has set them since."""
-        present = [module[name] for module, name in self._places]
+        present = [place.array for place in self._places]
         if any(one is not other for one, other in zip(present, self._views, strict=True)):
-            self._weights = self.joined(present)
+            self._weights, self._views = self._join(present), present
         return self._weights
 
-    def others(self) -> dict[str, mx.array]:
-        """The optimizer's state that belongs to no weight."""
-        return {name: value for name, value in self._state.items() if isinstance(value, mx.array)}
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state with a chunk's number where names of weights would be."""
+        return {**self._state, **self._others()}
 
-    def put(self, weights: mx.array, views: list[mx.array], moments: Any, parts: Any, others: Any) -> None:
+    def forget(self) -> None:
+        """Let go of what the next :meth:`put` replaces, so that it can be written in place."""
+        self._weights, self._state, self._views = [], {}, []
+
+    def put(self, weights: list[mx.array], state: dict[str, Any]) -> None:
         """Hand all to the model and the optimizer."""
-        self._weights, self._views, self.moments = weights, views, moments
-        for (module, name), view in zip(self._places, views, strict=True):
-            module[name] = view
-        for name, arrays in parts.items():
-            for leaf, array in zip(self._leaves, arrays, strict=True):
-                leaf[name] = array
-        self._state.update(others)
-        self._optimizer.state = self._state
+        self._weights = weights
+        self._state = {str(i): state[str(i)] for i in range(len(weights))}
+        self._views = [array for _, array in self.leaves.named(weights)]
+        for place, view in zip(self._places, self._views, strict=True):
+            place.module[place.key] = view
+        for name in self._homes[0]:
+            moments = self.leaves.named([self._state[str(i)][name] for i in range(len(weights))])
+            for home, (_, array) in zip(self._homes, moments, strict=True):
+                home[name] = array
+        for name, value in state.items():
+            if name not in self._state:
+                self._optimizer.state[name] = value

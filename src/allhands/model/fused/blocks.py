@@ -21,6 +21,7 @@ from allhands.model.fused.linear import DenseQuantizedLinear, Group, TrainedLine
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROBE_TOKENS = 256  # enough for the forms that are for many
 _CLOSE = 0.03  # of the largest value: the rounding of half precision, several times over
 # Some architectures clip, which small inputs do not reach. Large ones make attention a choice, which rounding turns.
@@ -39,6 +40,8 @@ def fuse(model: nn.Module, longest: int) -> int:
     for module in model.modules():
         if (kind := _layer_kind(module)) is not None:
             module.__class__ = kind
+            if isinstance(module, TypedLoRALinear):
+                module.prepare()
     changed = 0
     tables: list[mx.array] = []
     for module in model.modules():
@@ -48,6 +51,9 @@ def fuse(model: nn.Module, longest: int) -> int:
         elif names == _ATTENTION and hasattr(module, "n_kv_heads"):
             join = partial(_join_attention, longest=longest, tables=tables)
             changed += _substitute(module, _FusedAttention, join, _ATTENTION_INPUTS)
+    for module in model.modules():
+        if set(module.children()) == _LAYER:
+            _substitute(module, _FusedLayer, _has_plain_norms, _ATTENTION_INPUTS)
     return changed
 
 
@@ -69,7 +75,21 @@ def _layer_kind(module: Any) -> Any:
 
 class _TrainedNorm(nn.RMSNorm):
     def __call__(self, x: mx.array) -> mx.array:
-        return ops.rms_norm(x, self["weight"], self.eps)
+        return ops.rms_norm(x, self["weight"], self.eps, trained="weight" in self.trainable_parameters())
+
+
+class _FusedLayer:
+    """Attention and feed-forward part, with the sums around them taken in one pass with the norms."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        x, inner = _with(ops.forked_rms_norm, self.input_layernorm)(x)
+        x, inner = _with(ops.added_rms_norm, self.post_attention_layernorm)(x, self.self_attn(inner, mask, cache))
+        return x + self.mlp(inner)
+
+
+def _with(norm: Callable[..., tuple[mx.array, mx.array]], module: Any) -> Callable[..., tuple[mx.array, mx.array]]:
+    trained = "weight" in module.trainable_parameters()
+    return partial(norm, weight=module.weight, eps=module.eps, trained=trained)
 
 
 class _FusedMlp:
@@ -96,6 +116,12 @@ class _FusedAttention:
         q, k, v = ops.rope_split(rows, self._turns, self.n_heads, self.n_kv_heads)
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def _has_plain_norms(layer: Any) -> bool:
+    return all(
+        type(norm) in (nn.RMSNorm, _TrainedNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    )
 
 
 def _join_mlp(module: Any) -> bool:
@@ -165,7 +191,8 @@ def _answers(module: Any, sizes: Sequence[float]) -> list[mx.array] | None:
 
 def _probe(module: Any) -> tuple[mx.array, mx.Dtype]:
     """(1, T, D) float32 input for ``module``, and the type that its layers compute in."""
-    first = next(child for name, child in module.children().items() if name in ("q_proj", "gate_proj"))
+    block = module.get("self_attn", module)
+    first = next(child for name, child in block.children().items() if name in ("q_proj", "gate_proj"))
     base = base_of(first)
     quantised = isinstance(base, nn.QuantizedLinear)
     features = base.weight.shape[1] * 32 // base.bits if quantised else base.weight.shape[1]

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from allhands.model.fused import sources
+from allhands.model.fused.build import built
 from allhands.trees import number
 
 _BLOCK = 256
-_TYPES = (mx.bfloat16, mx.float16, mx.float32)
-# Blocks of the RMS norm's gradient: four a multiprocessor of the largest GPUs.
+_TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+# Four blocks a multiprocessor of the largest GPUs.
 _NORM_BLOCKS = 528
+# So much of a row a warp holds without running out of registers.
+_WARP_BYTES = 4096
+_WIDEST_NORM_BYTES = 4 * _WARP_BYTES
 
 
 @cache
 def available() -> bool:
-    """Whether MLX computes on an NVIDIA GPU in this process, and can build a kernel for it."""
+    """Whether MLX computes on an NVIDIA GPU in this process, and a kernel can be built for it."""
     if not (mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
         return False
     try:
         return number(sum_of_squares(mx.ones((8,), dtype=mx.bfloat16))) == 8.0
-    except RuntimeError:  # no headers, or a GPU that is too old: MLX's own operations compute the same
+    except RuntimeError:  # no NVRTC, or a GPU that is too old: MLX's own operations compute the same
         return False
 
 
@@ -42,39 +48,28 @@ def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size:
     """As :func:`mlx.core.dequantize` of 4 bits in the affine mode, in half the time: (N, K / 8) uint32 -> (N, K)."""
     rows, words = weight.shape
     count = rows * words
-    (out,) = _call(
-        "dequantize",
-        [weight, scales, biases],
-        {"T": scales.dtype, "GROUP": group_size, "COUNT": count},
-        -(-count // 1024) * _BLOCK,
-        [((rows, 8 * words), scales.dtype)],
-    )
-    return out
+    outputs = [((rows, 8 * words), scales.dtype)]
+    work = _Work("DEQUANTIZE", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK)
+    return work.run([weight, scales, biases], outputs)[0]
 
 
 def swiglu(x: mx.array) -> mx.array:
     """``silu(gate) * up`` for rows of gate beside up: (N, 2 F) -> (N, F)."""
     rows, features = x.shape[0], x.shape[1] // 2
-    sizes = {"T": x.dtype, "ROWS": rows, "F": features}
-    (out,) = _call("swiglu", [x], sizes, rows * features // width(x.dtype), [((rows, features), x.dtype)])
-    return out
+    work = _Work("SWIGLU", x.dtype, {"F": features}, (rows,), rows * features // width(x.dtype))
+    return work.run([x], [((rows, features), x.dtype)])[0]
 
 
 def swiglu_vjp(x: mx.array, cotangent: mx.array) -> mx.array:
     """Gradient of :func:`swiglu` in ``x``."""
     rows, features = x.shape[0], x.shape[1] // 2
-    sizes = {"T": x.dtype, "ROWS": rows, "F": features}
-    (out,) = _call("swiglu_vjp", [x, cotangent], sizes, rows * features // width(x.dtype), [(x.shape, x.dtype)])
-    return out
+    work = _Work("SWIGLU_VJP", x.dtype, {"F": features}, (rows,), rows * features // width(x.dtype))
+    return work.run([x, cotangent], [(x.shape, x.dtype)])[0]
 
 
 def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
     """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D / 2, 2) table."""
-    batch, length, heads, features = x.shape
-    sizes = {"T": x.dtype, "ROWS": batch * length, "LENGTH": length, "H": num_heads, "KV": num_kv_heads, "D": features}
-    threads = batch * length * heads * features // 2 // width(x.dtype)
-    (out,) = _call("rope", [x, turns], sizes, threads, [(x.shape, x.dtype)])
-    return out
+    return _rope("ROPE", x.dtype, x.shape, num_heads, num_kv_heads).run([x, turns], [(x.shape, x.dtype)])[0]
 
 
 def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array:
@@ -82,47 +77,64 @@ def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array
     batch, length, num_heads, features = q.shape
     num_kv_heads = k.shape[2]
     shape = (batch, length, num_heads + 2 * num_kv_heads, features)
-    sizes = {"T": q.dtype, "ROWS": batch * length, "LENGTH": length, "H": num_heads, "KV": num_kv_heads, "D": features}
-    threads = batch * length * shape[2] * features // 2 // width(q.dtype)
-    (out,) = _call("rope_vjp", [q, k, v, turns], sizes, threads, [(shape, q.dtype)])
-    return out
+    return _rope("ROPE_VJP", q.dtype, shape, num_heads, num_kv_heads).run([q, k, v, turns], [(shape, q.dtype)])[0]
+
+
+def _rope(name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_kv_heads: int) -> _Work:
+    batch, length, heads, features = shape
+    constants = {"H": num_heads, "KV": num_kv_heads, "D": features}
+    threads = batch * length * heads * features // 2 // width(dtype)
+    return _Work(name, dtype, constants, (batch * length, length), threads)
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative ones counting 0."""
     rows = logits.shape[0]
-    loss, grad = _call(
-        "cross_entropy",
-        [logits, targets.astype(mx.int32)],
-        {"T": logits.dtype, "V": logits.shape[1]},
-        1024 * rows,
-        [((rows,), mx.float32), (logits.shape, logits.dtype)],
-        block=1024,
-    )
+    work = _Work("CROSS_ENTROPY", logits.dtype, {"V": logits.shape[1]}, (), 1024 * rows, block=1024)
+    loss, grad = work.run([logits, targets.astype(mx.int32)], [((rows,), mx.float32), (logits.shape, logits.dtype)])
     return loss, grad
 
 
-def rms_norm_vjp(x: mx.array, weight: mx.array, cotangent: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Gradients of :func:`mlx.core.fast.rms_norm` in (N, D) ``x`` and in (D,) ``weight``, the latter in float32."""
+def holds_norm(x: mx.array) -> bool:
+    """Whether rows of ``x`` are of a type and a width that the kernels of the norm can hold."""
+    return suits(x) and x.shape[-1] * x.dtype.size <= _WIDEST_NORM_BYTES
+
+
+def rms_norm(x: mx.array, residual: mx.array | None, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """:func:`mlx.core.fast.rms_norm` of (N, D) ``x + residual``, and that sum; without a residual (1,) zeros."""
     rows, features = x.shape
-    each = max(1, rows // _NORM_BLOCKS)
-    blocks = -(-rows // each)
-    threads = min(_BLOCK, -(-features // width(x.dtype) // 32) * 32)
-    dx, dw = _call(
-        "rms_norm_vjp",
-        [x, weight, cotangent, mx.array([eps], dtype=mx.float32)],
-        {"T": x.dtype, "ROWS": rows, "D": features, "EACH": each, "THREADS": threads},
-        blocks * threads,
-        [(x.shape, x.dtype), ((blocks, features), mx.float32)],
-        block=threads,
-    )
+    per_block = 8 if features * x.dtype.size <= 2 * _WARP_BYTES else 4
+    constants = {"D": features, "EPS": eps, "RESIDUAL": int(residual is not None)}
+    work = _Work("RMS_NORM", x.dtype, constants, (rows,), -(-rows // per_block) * 32 * per_block, 32 * per_block)
+    inputs = [x, x if residual is None else residual, weight]
+    out, total = work.run(inputs, [(x.shape, x.dtype), ((1,) if residual is None else x.shape, x.dtype)])
+    return out, total
+
+
+def rms_norm_vjp(
+    x: mx.array, weight: mx.array, cotangent: mx.array, eps: float, *, residual: mx.array | None, trained: bool
+) -> tuple[mx.array, mx.array]:
+    """Gradients of :func:`mlx.core.fast.rms_norm` in (N, D) ``x`` and, if it is ``trained``, in (D,) ``weight``.
+
+    The first has ``residual`` added, a cotangent of ``x`` itself; the second is float32.
+    """
+    rows, features = x.shape
+    # Sums over the rows take registers as well.
+    held = _WARP_BYTES // 2 if trained else _WARP_BYTES
+    warps = next(n for n in (1, 2, 4, 8) if features * x.dtype.size <= n * held)
+    blocks = min(_NORM_BLOCKS if trained else rows, -(-rows * warps // 8))
+    flags = {"RESIDUAL": int(residual is not None), "TRAINED": int(trained)}
+    constants = {"D": features, "EPS": eps, "WARPS": warps, **flags}
+    work = _Work("RMS_NORM_VJP", x.dtype, constants, (rows,), blocks * _BLOCK)
+    inputs = [x, weight, cotangent, cotangent if residual is None else residual]
+    dx, dw = work.run(inputs, [(x.shape, x.dtype), ((blocks, features) if trained else (1, 1), mx.float32)])
     return dx, dw.sum(axis=0)
 
 
 def sum_of_squares(x: mx.array) -> mx.array:
     """Float32 scalar."""
     blocks = min(1024, -(-x.size // width(x.dtype) // _BLOCK))
-    (out,) = _call("sum_of_squares", [x], {"T": x.dtype, "COUNT": x.size}, blocks * _BLOCK, [((blocks,), mx.float32)])
+    (out,) = _Work("SUM_OF_SQUARES", x.dtype, {}, (x.size,), blocks * _BLOCK).run([x], [((blocks,), mx.float32)])
     return out.sum()
 
 
@@ -134,47 +146,57 @@ def adam(
     Args:
         scalars: (8,) float32, see :data:`sources.ADAM`.
     """
-    outputs = [(weight.shape, weight.dtype)] * 3
-    sizes = {"T": weight.dtype, "COUNT": weight.size}
-    arrays = [gradient, weight, *moments, scalars]
-    return tuple(_call("adam", arrays, sizes, weight.size // width(weight.dtype), outputs))
+    work = _Work("ADAM", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
+    return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))
 
 
-_INPUTS: dict[str, tuple[str, list[str], list[str]]] = {
-    "dequantize": (sources.DEQUANTIZE, ["w", "s", "b"], ["out"]),
-    "swiglu": (sources.SWIGLU, ["x"], ["out"]),
-    "swiglu_vjp": (sources.SWIGLU_VJP, ["x", "c"], ["out"]),
-    "rope": (sources.ROPE, ["x", "turns"], ["out"]),
-    "rope_vjp": (sources.ROPE_VJP, ["q", "k", "v", "turns"], ["out"]),
-    "cross_entropy": (sources.CROSS_ENTROPY, ["logits", "targets"], ["loss", "grad"]),
-    "sum_of_squares": (sources.SUM_OF_SQUARES, ["x"], ["out"]),
-    "adam": (sources.ADAM, ["g", "w", "m", "v", "s"], ["new_w", "new_m", "new_v"]),
-    "rms_norm_vjp": (sources.RMS_NORM_VJP, ["x", "w", "c", "eps"], ["dx", "dw"]),
-}
+@dataclass(frozen=True)
+class _Work:
+    """A call of a kernel.
+
+    Attributes:
+        name: of its source in :mod:`sources`.
+        constants: built into it.
+        scalars: handed to it.
+        threads: at least so many, which are whole blocks; the kernel leaves out those beyond.
+    """
+
+    name: str
+    dtype: mx.Dtype
+    constants: Mapping[str, int | float]
+    scalars: tuple[int, ...]
+    threads: int
+    block: int = _BLOCK
+
+    def run(self, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+        """The outputs, of these shapes and types."""
+        if not self.threads:
+            return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
+        name, code = _built(self.name, self.dtype, tuple(self.constants.items()))
+        return mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=code,
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            scalars=self.scalars,
+            grid=(-(-self.threads // self.block) * self.block, 1, 1),
+            threadgroup=(self.block, 1, 1),
+            ensure_row_contiguous=True,
+        )
+
+
+def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]) -> tuple[str, str]:
+    """The name of a kernel, which says its constants too, and its whole text."""
+    words = [f"{key.lower()}{value}" for key, value in constants]
+    full = re.sub(r"\W", "_", "_".join(["allhands", name.lower(), _TYPES[dtype], *words]))
+    defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)
+    body = getattr(sources, name).replace("NAME", full)
+    return full, f"{sources.HEADER}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
 
 
 @cache
-def _kernel(name: str) -> Any:
-    source, inputs, outputs = _INPUTS[name]
-    return mx.fast.cuda_kernel(
-        name=f"allhands_{name}", input_names=inputs, output_names=outputs, source=source, header=sources.HEADER
-    )
-
-
-def _call(
-    name: str,
-    inputs: list[mx.array],
-    sizes: dict[str, Any],
-    threads: int,
-    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
-    block: int = _BLOCK,
-) -> list[mx.array]:
-    """Run a kernel on at least ``threads`` threads, which are whole blocks; the kernel leaves out those beyond."""
-    return _kernel(name)(
-        inputs=inputs,
-        template=list(sizes.items()),
-        grid=(-(-threads // block) * block, 1, 1),
-        threadgroup=(block, 1, 1),
-        output_shapes=[shape for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-    )
+def _built(name: str, dtype: mx.Dtype, constants: tuple[tuple[str, int | float], ...]) -> tuple[str, bytes]:
+    full, text = source(name, dtype, constants)
+    facts: Any = mx.device_info()
+    return full, built(text, (facts["compute_capability_major"], facts["compute_capability_minor"]))

@@ -62,17 +62,21 @@ class TypedLoRALinear(LoRALinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         rows = x.reshape(-1, x.shape[-1])
-        if _drops(self):
+        if drops(self):
             return self.linear(x) + _update(self, self.dropout(x))
-        product = _Product([self])
-        return product(rows).reshape(*x.shape[:-1], -1)
+        return self.product(rows).reshape(*x.shape[:-1], -1)
+
+    def prepare(self) -> None:
+        """To be called once this class has been given to a layer."""
+        self.product = Product([self])
 
 
 def _update(layer: Any, x: mx.array) -> mx.array:
     return (x @ layer.lora_a.astype(x.dtype)) @ (layer.scale * layer.lora_b).astype(x.dtype)
 
 
-def _drops(layer: Any) -> bool:
+def drops(layer: Any) -> bool:
+    """Whether ``layer`` leaves out some of its input now."""
     return isinstance(layer, LoRALinear) and layer.training and type(layer.dropout) is not nn.Dropout
 
 
@@ -81,7 +85,7 @@ def base_of(layer: Any) -> Any:
     return layer.linear if isinstance(layer, LoRALinear) else layer
 
 
-class _Product:
+class Product:
     """Layers of one input as one product: (N, K) -> (N, sum of their outputs).
 
     Their adapters are one as well: the first factors side by side, the second ones along a diagonal.
@@ -89,17 +93,37 @@ class _Product:
 
     def __init__(self, layers: Sequence[Any], frozen: Any = None) -> None:
         """Of ``layers``; ``frozen`` are their weights together, as :func:`join` made them."""
-        self._layers = layers
+        self.layers = list(layers)
         self._frozen = frozen
+        self._given: tuple[mx.array, ...] | None = None
+
+    def give(self, arrays: mx.array | tuple[mx.array, ...] | None) -> None:
+        """Compute with these, not with what the layers have: their weights as one, or (K, R) and (R, N) factors."""
+        self._given = (arrays,) if isinstance(arrays, mx.array) else arrays
+
+    @property
+    def widths(self) -> list[int]:
+        """Outputs of each layer."""
+        return [base_of(layer).weight.shape[0] for layer in self.layers]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a layer has an adapter."""
+        return any(isinstance(layer, LoRALinear) for layer in self.layers)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type that the frozen weights compute in."""
+        base = base_of(self.layers[0])
+        return base.scales.dtype if isinstance(base, nn.QuantizedLinear) else base.weight.dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        bases = [base_of(layer) for layer in self._layers]
-        adapters = [layer if isinstance(layer, LoRALinear) else None for layer in self._layers]
+        bases = [base_of(layer) for layer in self.layers]
         if any("weight" in base.trainable_parameters() for base in bases):
-            y = ops.trained_product(x, _together([base.weight for base in bases]))
-        elif any(adapters):
-            widths = [base.weight.shape[0] for base in bases]
-            y = _adapted(x, self._dense(bases), *_factors(adapters, widths, x.dtype))
+            y = ops.trained_product(x, self._given[0] if self._given else _together([base.weight for base in bases]))
+        elif self.adapted:
+            a, b = self._given or _factors(self.layers, self.widths)
+            y = _adapted(x, self._dense(bases), a.astype(x.dtype), b.astype(x.dtype))
         else:
             y = ops.product_with(self._dense(bases))(x)
         if any("bias" in base for base in bases):
@@ -115,8 +139,9 @@ def _together(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(list(arrays)) if len(arrays) > 1 else arrays[0]
 
 
-def _factors(adapters: Sequence[Any], widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx.array]:
     """(K, R) and (R, N): all adapters' factors as those of one."""
+    adapters = [layer if isinstance(layer, LoRALinear) else None for layer in layers]
     first = [adapter.lora_a for adapter in adapters if adapter is not None]
     second: list[mx.array] = []
     at = 0
@@ -125,7 +150,7 @@ def _factors(adapters: Sequence[Any], widths: Sequence[int], dtype: mx.Dtype) ->
             second.append(mx.pad(adapter.scale * adapter.lora_b, [(0, 0), (at, sum(widths) - at - width)]))
         at += width
     a = mx.concatenate(first, axis=1) if len(first) > 1 else first[0]
-    return a.astype(dtype), _together(second).astype(dtype)
+    return a, _together(second)
 
 
 def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
@@ -133,24 +158,24 @@ def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.arra
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         inner = x @ a
-        return mx.addmm(x @ dense().T, inner, b), inner
+        # The small product first: the large one then adds to it as it ends, without a pass of its own.
+        return mx.addmm(inner @ b, x, dense().T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        return mx.addmm(cotangent @ dense(), inner, a.T), x.T @ inner, outputs[1].T @ cotangent
+        return mx.addmm(inner @ a.T, cotangent, dense()), x.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
     return function(x, a, b)[0]
 
 
 class Group:
-    """Layers of one input that are computed as one; see :class:`_Product`."""
+    """Layers of one input that are computed as one; see :class:`Product`."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those."""
-        self.layers = list(layers)
-        self._product = _Product(self.layers, _join([base_of(layer) for layer in layers]))
+        self.product = Product(layers, _join([base_of(layer) for layer in layers]))
 
     @staticmethod
     def fits(layers: Sequence[Any]) -> bool:
@@ -168,10 +193,10 @@ class Group:
     @property
     def usable(self) -> bool:
         """Whether no layer drops anything now: dropout is each layer's own."""
-        return not any(_drops(layer) for layer in self.layers)
+        return not any(drops(layer) for layer in self.product.layers)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._product(x)
+        return self.product(x)
 
 
 def _join(bases: Sequence[Any]) -> Any:

@@ -75,17 +75,45 @@ def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int)
     return function(x)
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """:func:`mlx.core.fast.rms_norm` with a gradient in ``weight`` of our own: (..., D), (D,) -> (..., D)."""
-    if not (kernels.available() and kernels.suits(x) and x.dtype == weight.dtype):
-        return mx.fast.rms_norm(x, weight, eps)
+def rms_norm(x: mx.array, weight: mx.array, eps: float, *, trained: bool) -> mx.array:
+    """:func:`mlx.core.fast.rms_norm` with a gradient of our own: (..., D), (D,) -> (..., D)."""
+    return _norm(None, x, weight, eps, trained)[1]
 
-    def backward(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-        dx, dw = kernels.rms_norm_vjp(*primals, cotangent, eps)
-        return dx, dw.astype(weight.dtype)
 
-    function = with_vjp(lambda x, weight: mx.fast.rms_norm(x, weight, eps), backward)
-    return function(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
+def forked_rms_norm(x: mx.array, weight: mx.array, eps: float, *, trained: bool) -> tuple[mx.array, mx.array]:
+    """``x`` and its norm, for where both are used: their two gradients are added in one pass."""
+    return _norm(None, x, weight, eps, trained)
+
+
+def added_rms_norm(
+    x: mx.array, residual: mx.array, weight: mx.array, eps: float, *, trained: bool
+) -> tuple[mx.array, mx.array]:
+    """``x + residual`` and its norm, in one pass, and back in one."""
+    return _norm(residual, x, weight, eps, trained)
+
+
+def _norm(
+    residual: mx.array | None, x: mx.array, weight: mx.array, eps: float, trained: bool
+) -> tuple[mx.array, mx.array]:
+    if not (kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype):
+        total = x if residual is None else x + residual
+        return total, mx.fast.rms_norm(total, weight, eps)
+    shape, rows = x.shape, x.reshape(-1, x.shape[-1])
+    summands = [rows] if residual is None else [rows, residual.reshape(rows.shape)]
+
+    def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
+        matrix = primals[-1] if trained else weight
+        out, total = kernels.rms_norm(primals[0], None if residual is None else primals[1], matrix, eps)
+        return (primals[0] if residual is None else total), out
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+        matrix = primals[-1] if trained else weight
+        dx, dw = kernels.rms_norm_vjp(outputs[0], matrix, cotangents[1], eps, residual=cotangents[0], trained=trained)
+        return (*[dx] * len(summands), *([dw.astype(matrix.dtype)] if trained else []))
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    total, out = function(*summands, *([weight] if trained else []))
+    return total.reshape(shape), out.reshape(shape)
 
 
 def product_with(dense: Callable[[], mx.array]) -> Callable[[mx.array], mx.array]:

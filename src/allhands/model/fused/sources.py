@@ -1,46 +1,87 @@
 """The text of the CUDA kernels. ``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values).
 
-All arithmetic is in float32, rounded once at the end, as the matrix products beside them do it.
+What belongs to the model is a constant of the kernel; how many rows there are it is told at each call, since a kernel
+is built anew for every set of constants, and batches have many lengths. All arithmetic is in float32, rounded once at
+the end, as the matrix products beside them do it. Nothing is included: headers take longer to read than the rest.
 """
 
 from __future__ import annotations
 
 HEADER = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+typedef unsigned int uint32;
+#define INFINITY __int_as_float(0x7f800000)
 
-template <typename T>
-struct alignas(16) Vec {
-  static constexpr int W = 16 / sizeof(T);
-  T v[W];
+struct float16 {
+  unsigned short bits;
+  float16() = default;
+  __device__ __forceinline__ explicit float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
 };
 
-template <typename T>
-__device__ __forceinline__ Vec<T> load(const T* p, size_t i) {
-  return reinterpret_cast<const Vec<T>*>(p)[i];
+struct bfloat16 {
+  unsigned short bits;
+  bfloat16() = default;
+  __device__ __forceinline__ explicit bfloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const { return __uint_as_float((uint32)bits << 16); }
+};
+
+typedef float float32;
+
+// Two values in one word, the first in its lower half; half the conversions.
+__device__ __forceinline__ uint32 pair(float first, float second, bfloat16) {
+  uint32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
 }
 
-template <typename T>
-__device__ __forceinline__ void store(T* p, size_t i, const Vec<T>& x) {
-  reinterpret_cast<Vec<T>*>(p)[i] = x;
+__device__ __forceinline__ uint32 pair(float first, float second, float16) {
+  uint32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+}
+
+template <typename U>
+struct alignas(16) Vec {
+  static constexpr int W = 16 / sizeof(U);
+  U v[W];
+};
+
+template <typename U>
+__device__ __forceinline__ Vec<U> load(const U* p, size_t i) {
+  return reinterpret_cast<const Vec<U>*>(p)[i];
+}
+
+template <typename U>
+__device__ __forceinline__ void store(U* p, size_t i, const Vec<U>& x) {
+  reinterpret_cast<Vec<U>*>(p)[i] = x;
 }
 
 __device__ __forceinline__ float logistic(float x) {
   return 1.f / (1.f + __expf(-x));
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  return x;
 }
 """
 
 # w: (N, K / 8) uint32 of 4 bits each; s, b: (N, K / GROUP); out: (N, K). A thread makes four words, one of each quarter
 # of what its block makes, so that neighbours read and write neighbouring words.
 DEQUANTIZE = r"""
+extern "C" __global__ void NAME(const uint32* w, const T* s, const T* b, T* out, int count) {
   constexpr int WORDS = GROUP / 8;
   size_t first = (size_t)blockIdx.x * 1024 + threadIdx.x;
-  uint32_t word[4];
+  uint32 word[4];
   float scale[4], bias[4];
   #pragma unroll
   for (int k = 0; k < 4; k++) {
     size_t i = first + k * 256;
-    if (i < COUNT) {
+    if (i < count) {
       word[k] = w[i];
       scale[k] = static_cast<float>(s[i / WORDS]);
       bias[k] = static_cast<float>(b[i / WORDS]);
@@ -49,22 +90,28 @@ DEQUANTIZE = r"""
   #pragma unroll
   for (int k = 0; k < 4; k++) {
     size_t i = first + k * 256;
-    if (i < COUNT) {
-      alignas(16) T values[8];
+    if (i < count) {
+      float values[8];
+      // 2^23 with the four bits as its last ones, less 2^23: conversions of integers are slower than the memory.
       #pragma unroll
       for (int j = 0; j < 8; j++)
-        values[j] = static_cast<T>(fmaf(static_cast<float>((word[k] >> (4 * j)) & 15), scale[k], bias[k]));
+        values[j] = fmaf(__uint_as_float(0x4B000000u | ((word[k] >> (4 * j)) & 15u)) - 8388608.f, scale[k], bias[k]);
       // Written past the cache, which the matrix product that reads it needs for its input.
-      __stcs(reinterpret_cast<uint4*>(out) + i, *reinterpret_cast<uint4*>(values));
+      uint4 packed = make_uint4(
+          pair(values[0], values[1], T()), pair(values[2], values[3], T()), pair(values[4], values[5], T()),
+          pair(values[6], values[7], T()));
+      __stcs(reinterpret_cast<uint4*>(out) + i, packed);
     }
   }
+}
 """
 
-# x: (ROWS, 2 F), gate beside up; out: (ROWS, F).
+# x: (N, 2 F), gate beside up; out: (N, F).
 SWIGLU = r"""
+extern "C" __global__ void NAME(const T* x, T* out, int rows) {
   constexpr int W = Vec<T>::W;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= (size_t)ROWS * (F / W)) return;
+  if (i >= (size_t)rows * (F / W)) return;
   size_t row = i / (F / W), at = row * (2 * F / W) + i % (F / W);
   Vec<T> gate = load<T>(x, at), up = load<T>(x, at + F / W), y;
   #pragma unroll
@@ -73,13 +120,15 @@ SWIGLU = r"""
     y.v[j] = static_cast<T>(g * logistic(g) * static_cast<float>(up.v[j]));
   }
   store<T>(out, i, y);
+}
 """
 
-# x: (ROWS, 2 F); c: (ROWS, F) cotangent; out: (ROWS, 2 F).
+# x: (N, 2 F); c: (N, F) cotangent; out: (N, 2 F).
 SWIGLU_VJP = r"""
+extern "C" __global__ void NAME(const T* x, const T* c, T* out, int rows) {
   constexpr int W = Vec<T>::W;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= (size_t)ROWS * (F / W)) return;
+  if (i >= (size_t)rows * (F / W)) return;
   size_t row = i / (F / W), at = row * (2 * F / W) + i % (F / W);
   Vec<T> gate = load<T>(x, at), up = load<T>(x, at + F / W), cot = load<T>(c, i), dgate, dup;
   #pragma unroll
@@ -91,20 +140,22 @@ SWIGLU_VJP = r"""
   }
   store<T>(out, at, dgate);
   store<T>(out, at + F / W, dup);
+}
 """
 
-# x, out: (ROWS, H + 2 KV, D), heads of queries, keys and values; turns: (LENGTH, D / 2, 2) cosines and sines. Queries
-# and keys are turned, values copied.
+# x, out: (B, T, H + 2 KV, D), heads of queries, keys and values; turns: (T or more, D / 2, 2) cosines and sines.
+# Queries and keys are turned, values copied.
 ROPE = r"""
+extern "C" __global__ void NAME(const T* x, const float* turns, T* out, int rows, int length) {
   constexpr int W = Vec<T>::W, PART = D / 2 / W, HEADS = H + 2 * KV;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= (size_t)ROWS * HEADS * PART) return;
+  if (i >= (size_t)rows * HEADS * PART) return;
   int part = i % PART;
   size_t head = i / PART;
   size_t at = head * (2 * PART) + part;
   Vec<T> a = load<T>(x, at), b = load<T>(x, at + PART);
   if (head % HEADS < H + KV) {
-    const float2* turn = reinterpret_cast<const float2*>(turns) + (head / HEADS % LENGTH) * (D / 2) + part * W;
+    const float2* turn = reinterpret_cast<const float2*>(turns) + (head / HEADS % length) * (D / 2) + part * W;
     #pragma unroll
     for (int j = 0; j < W; j++) {
       float2 t = turn[j];
@@ -115,13 +166,15 @@ ROPE = r"""
   }
   store<T>(out, at, a);
   store<T>(out, at + PART, b);
+}
 """
 
-# q: (ROWS, H, D), k and v: (ROWS, KV, D) cotangents; out: (ROWS, H + 2 KV, D), turned back.
+# q: (B, T, H, D), k and v: (B, T, KV, D) cotangents; out: (B, T, H + 2 KV, D), turned back.
 ROPE_VJP = r"""
+extern "C" __global__ void NAME(const T* q, const T* k, const T* v, const float* turns, T* out, int rows, int length) {
   constexpr int W = Vec<T>::W, PART = D / 2 / W, HEADS = H + 2 * KV;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= (size_t)ROWS * HEADS * PART) return;
+  if (i >= (size_t)rows * HEADS * PART) return;
   int part = i % PART;
   size_t at = i / PART;
   int head = at % HEADS;
@@ -131,7 +184,7 @@ ROPE_VJP = r"""
                            : v + (row * KV + head - H - KV) * D;
   Vec<T> a = load<T>(from, part), b = load<T>(from, part + PART);
   if (head < H + KV) {
-    const float2* turn = reinterpret_cast<const float2*>(turns) + (row % LENGTH) * (D / 2) + part * W;
+    const float2* turn = reinterpret_cast<const float2*>(turns) + (row % length) * (D / 2) + part * W;
     #pragma unroll
     for (int j = 0; j < W; j++) {
       float2 t = turn[j];
@@ -142,11 +195,13 @@ ROPE_VJP = r"""
   }
   store<T>(out, at * (2 * PART) + part, a);
   store<T>(out, at * (2 * PART) + part + PART, b);
+}
 """
 
-# logits: (ROWS, V); targets: (ROWS,), negative ones count nothing; loss: (ROWS,); grad: (ROWS, V). A block a row: once
+# logits: (N, V); targets: (N,), negative ones count nothing; loss: (N,); grad: (N, V). A block a row: once
 # over it for the largest value and the sum, once more for the gradient.
 CROSS_ENTROPY = r"""
+extern "C" __global__ void NAME(const T* logits, const int* targets, float* loss, T* grad) {
   constexpr int W = Vec<T>::W, PARTS = V / W, THREADS = 1024;
   const int row = blockIdx.x, thread = threadIdx.x;
   const T* from = logits + (size_t)row * V;
@@ -195,91 +250,151 @@ CROSS_ENTROPY = r"""
     }
     store<T>(grad + (size_t)row * V, i, x);
   }
+}
 """
 
-# x, c: (ROWS, D) input and cotangent; w: (D,); eps: (1,); dx: (ROWS, D); dw: (blocks, D) float32 sums over EACH rows. A
-# thread keeps 1 / THREADS of the columns, the whole block a row.
-RMS_NORM_VJP = r"""
-  constexpr int W = Vec<T>::W, PARTS = D / W, MINE = (PARTS + THREADS - 1) / THREADS;
-  const int thread = threadIdx.x;
-  __shared__ float squares[32], products[32];
-  float weight[MINE][W], total[MINE][W];
+# x: (rows, D), and r beside it with RESIDUAL, which is added first and the sum written to sum; w: (D,);
+# out: (rows, D). A warp a row.
+RMS_NORM = r"""
+extern "C" __global__ void NAME(const T* x, const T* r, const T* w, T* out, T* sum, int rows) {
+  constexpr int W = Vec<T>::W, PARTS = D / W, MINE = (PARTS + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  const size_t row = (size_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  Vec<T> input[MINE];
+  float square = 0.f;
   #pragma unroll
   for (int m = 0; m < MINE; m++) {
-    int part = m * THREADS + thread;
-    Vec<T> q;
-    if (part < PARTS) q = load<T>(w, part);
-    #pragma unroll
-    for (int j = 0; j < W; j++) {
-      weight[m][j] = part < PARTS ? static_cast<float>(q.v[j]) : 0.f;
-      total[m][j] = 0.f;
-    }
-  }
-  for (int r = 0; r < EACH; r++) {
-    size_t row = (size_t)blockIdx.x * EACH + r;
-    if (row >= ROWS) break;
-    float input[MINE][W], cot[MINE][W], square = 0.f, product = 0.f;
-    #pragma unroll
-    for (int m = 0; m < MINE; m++) {
-      int part = m * THREADS + thread;
-      Vec<T> q, e;
-      if (part < PARTS) {
-        q = load<T>(x, row * PARTS + part);
-        e = load<T>(c, row * PARTS + part);
-      }
-      #pragma unroll
-      for (int j = 0; j < W; j++) {
-        input[m][j] = part < PARTS ? static_cast<float>(q.v[j]) : 0.f;
-        cot[m][j] = part < PARTS ? static_cast<float>(e.v[j]) : 0.f;
-        square += input[m][j] * input[m][j];
-        product += input[m][j] * cot[m][j] * weight[m][j];
-      }
-    }
-    for (int o = 16; o > 0; o >>= 1) {
-      square += __shfl_xor_sync(~0u, square, o);
-      product += __shfl_xor_sync(~0u, product, o);
-    }
-    if (thread % 32 == 0) {
-      squares[thread / 32] = square;
-      products[thread / 32] = product;
-    }
-    __syncthreads();
-    square = product = 0.f;
-    #pragma unroll
-    for (int k = 0; k < THREADS / 32; k++) {
-      square += squares[k];
-      product += products[k];
-    }
-    __syncthreads();
-    float n = rsqrtf(square / D + eps[0]);
-    float pull = product * n * n * n / D;
-    #pragma unroll
-    for (int m = 0; m < MINE; m++) {
-      int part = m * THREADS + thread;
-      Vec<T> y;
-      #pragma unroll
-      for (int j = 0; j < W; j++) {
-        total[m][j] += cot[m][j] * input[m][j] * n;
-        y.v[j] = static_cast<T>(n * weight[m][j] * cot[m][j] - pull * input[m][j]);
-      }
-      if (part < PARTS) store<T>(dx, row * PARTS + part, y);
-    }
-  }
-  #pragma unroll
-  for (int m = 0; m < MINE; m++) {
-    int part = m * THREADS + thread;
+    int part = m * 32 + lane;
     if (part < PARTS) {
+      input[m] = load<T>(x, row * PARTS + part);
+      if (RESIDUAL) {
+        Vec<T> more = load<T>(r, row * PARTS + part);
+        #pragma unroll
+        for (int j = 0; j < W; j++)
+          input[m].v[j] = static_cast<T>(static_cast<float>(input[m].v[j]) + static_cast<float>(more.v[j]));
+        store<T>(sum, row * PARTS + part, input[m]);
+      }
       #pragma unroll
-      for (int j = 0; j < W; j++) dw[(size_t)blockIdx.x * D + part * W + j] = total[m][j];
+      for (int j = 0; j < W; j++) square += static_cast<float>(input[m].v[j]) * static_cast<float>(input[m].v[j]);
     }
   }
+  const float n = rsqrtf(warp_sum(square) / D + EPS);
+  #pragma unroll
+  for (int m = 0; m < MINE; m++) {
+    int part = m * 32 + lane;
+    if (part < PARTS) {
+      Vec<T> weight = load<T>(w, part);
+      #pragma unroll
+      for (int j = 0; j < W; j++)
+        input[m].v[j] =
+            static_cast<T>(static_cast<float>(static_cast<T>(static_cast<float>(input[m].v[j]) * n)) *
+                           static_cast<float>(weight.v[j]));
+      store<T>(out, row * PARTS + part, input[m]);
+    }
+  }
+}
 """
 
-# x: (COUNT,); out: (blocks,) float32 sums of squares, each of every blocks-th stretch.
+# x, c: (rows, D) input and cotangent; r: (rows, D), with RESIDUAL, a cotangent of x itself, which is added; w: (D,);
+# dx: (rows, D); dw, with TRAINED: (blocks, D) float32 sums over each block's rows. WARPS warps a row, 8 a block.
+RMS_NORM_VJP = r"""
+extern "C" __global__ void NAME(
+    const T* x, const T* w, const T* c, const T* r, T* dx, float* dw, int rows) {
+  constexpr int W = Vec<T>::W, PARTS = D / W, LANES = 32 * WARPS;
+  constexpr int MINE = (PARTS + LANES - 1) / LANES, GROUPS = 8 / WARPS;
+  const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  __shared__ float squares[8], products[8];
+  Vec<T> weight[MINE];
+  float total[MINE][W];
+  #pragma unroll
+  for (int m = 0; m < MINE; m++) {
+    int part = m * LANES + lane;
+    if (part < PARTS) weight[m] = load<T>(w, part);
+    #pragma unroll
+    for (int j = 0; j < W; j++) total[m][j] = 0.f;
+  }
+  const size_t stride = (size_t)gridDim.x * GROUPS;
+  // All groups of a block go round as often as the first, which waits for them.
+  for (size_t first = (size_t)blockIdx.x * GROUPS; first < rows; first += stride) {
+    const size_t row = first + group;
+    Vec<T> input[MINE], cot[MINE];
+    float square = 0.f, product = 0.f;
+    #pragma unroll
+    for (int m = 0; m < MINE; m++) {
+      int part = m * LANES + lane;
+      if (part < PARTS && row < rows) {
+        input[m] = load<T>(x, row * PARTS + part);
+        cot[m] = load<T>(c, row * PARTS + part);
+        #pragma unroll
+        for (int j = 0; j < W; j++) {
+          float value = static_cast<float>(input[m].v[j]);
+          square += value * value;
+          product += value * static_cast<float>(cot[m].v[j]) * static_cast<float>(weight[m].v[j]);
+        }
+      }
+    }
+    square = warp_sum(square);
+    product = warp_sum(product);
+    if (WARPS > 1) {
+      if (threadIdx.x % 32 == 0) {
+        squares[threadIdx.x / 32] = square;
+        products[threadIdx.x / 32] = product;
+      }
+      __syncthreads();
+      square = product = 0.f;
+      #pragma unroll
+      for (int k = 0; k < WARPS; k++) {
+        square += squares[group * WARPS + k];
+        product += products[group * WARPS + k];
+      }
+      __syncthreads();
+    }
+    const float n = rsqrtf(square / D + EPS), pull = product * n * n * n / D;
+    #pragma unroll
+    for (int m = 0; m < MINE; m++) {
+      int part = m * LANES + lane;
+      if (part < PARTS && row < rows) {
+        Vec<T> y, more;
+        if (RESIDUAL) more = load<T>(r, row * PARTS + part);
+        #pragma unroll
+        for (int j = 0; j < W; j++) {
+          float value = static_cast<float>(input[m].v[j]), change = static_cast<float>(cot[m].v[j]);
+          if (TRAINED) total[m][j] += change * value * n;
+          float d = n * static_cast<float>(weight[m].v[j]) * change - pull * value;
+          y.v[j] = static_cast<T>(RESIDUAL ? d + static_cast<float>(more.v[j]) : d);
+        }
+        store<T>(dx, row * PARTS + part, y);
+      }
+    }
+  }
+  if (TRAINED) {
+    __shared__ float sums[D];
+    // One group after the other, so that the order of the sum is always the same.
+    for (int g = 0; g < GROUPS; g++) {
+      if (group == g) {
+        #pragma unroll
+        for (int m = 0; m < MINE; m++) {
+          int part = m * LANES + lane;
+          if (part < PARTS) {
+            #pragma unroll
+            for (int j = 0; j < W; j++) sums[part * W + j] = (g ? sums[part * W + j] : 0.f) + total[m][j];
+          }
+        }
+      }
+      __syncthreads();
+    }
+    for (int i = threadIdx.x; i < D; i += blockDim.x) dw[(size_t)blockIdx.x * D + i] = sums[i];
+  }
+}
+"""
+
+# x: (count,); out: (blocks,) float32 sums of squares, each of every blocks-th stretch.
 SUM_OF_SQUARES = r"""
+extern "C" __global__ void NAME(const T* x, float* out, int count) {
   constexpr int W = Vec<T>::W;
   float sum = 0.f;
-  for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < COUNT / W; i += (size_t)gridDim.x * blockDim.x) {
+  for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < count / W; i += (size_t)gridDim.x * blockDim.x) {
     Vec<T> q = load<T>(x, i);
     #pragma unroll
     for (int j = 0; j < W; j++) {
@@ -296,14 +411,17 @@ SUM_OF_SQUARES = r"""
     for (int k = 0; k < 8; k++) sum += sums[k];
     out[blockIdx.x] = sum;
   }
+}
 """
 
-# g, w, m, v: (COUNT,) gradient, weight and moments; s: (8,) float32: factor of the gradient, whether to update at all,
+# g, w, m, v: (count,) gradient, weight and moments; s: (8,) float32: factor of the gradient, whether to update at all,
 # learning rate, both betas, epsilon, factor of the weight, factor of the root.
 ADAM = r"""
+extern "C" __global__ void NAME(
+    const T* g, const T* w, const T* m, const T* v, const float* s, T* new_w, T* new_m, T* new_v, int count) {
   constexpr int W = Vec<T>::W;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= COUNT / W) return;
+  if (i >= count / W) return;
   Vec<T> weight = load<T>(w, i), first = load<T>(m, i), second = load<T>(v, i), gradient = load<T>(g, i);
   if (s[1] != 0.f) {
     #pragma unroll
@@ -320,4 +438,5 @@ ADAM = r"""
   store<T>(new_w, i, weight);
   store<T>(new_m, i, first);
   store<T>(new_v, i, second);
+}
 """

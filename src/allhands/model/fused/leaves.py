@@ -1,0 +1,344 @@
+"""What of a model is trained as few arrays: what is differentiated in, added up over ranks and updated.
+
+Adapters are hundreds of small arrays, each of which takes longer to start with than to compute. Here they are one, in
+float32, from which one pass makes all factors as the products use them. Dense layers that share an input are one array
+as well, so that nothing has to be put together for their product. What the model holds are views, by the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tuner.lora import LoRALinear
+from numpy.typing import NDArray
+
+from allhands.model.fastmath import with_vjp
+from allhands.model.fused.linear import Product, TypedLoRALinear, drops
+from allhands.trees import flatten
+
+_ALIGNED = 64  # values, so that rows begin where vectors may
+# Up to so many numbers all are one array. Of more, each group is one, since old and new exist at the same time.
+_ONE_MOST = 1 << 28
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a trained array stands."""
+
+    name: str
+    module: Any
+    key: str
+
+    @property
+    def array(self) -> mx.array:
+        return self.module[self.key]
+
+
+class Chunk:
+    """Trained arrays of one type as one, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
+
+    def __init__(self, places: Sequence[_Place], spare: int = 0) -> None:
+        """Of ``places``; at least ``spare`` zeros follow them."""
+        self.places = list(places)
+        self.shapes = [place.array.shape for place in places]
+        self.dtype = places[0].array.dtype
+        self.starts = [0]
+        for shape in self.shapes:
+            self.starts.append(self.starts[-1] + _aligned(math.prod(shape)))
+        self.size = self.starts[-1] + _aligned(spare)
+
+    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
+        """One array of those in the places' order."""
+        return _joined(arrays, [*self.starts[:-1], self.size])
+
+    def parts(self, whole: mx.array) -> list[mx.array]:
+        """Views of ``whole`` in the places' shapes."""
+        return [_part(whole, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def _joined(arrays: Sequence[mx.array], ends: Sequence[int]) -> mx.array:
+    """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to ``ends[-1]``."""
+    pieces: list[mx.array] = []
+    for array, (start, end) in zip(arrays, pairwise(ends), strict=True):
+        pieces.append(array.reshape(-1))
+        if array.size < end - start:
+            pieces.append(mx.zeros((end - start - array.size,), dtype=array.dtype))
+    return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _part(whole: mx.array, start: int, shape: Sequence[int]) -> mx.array:
+    return whole[start : start + math.prod(shape)].reshape(shape)
+
+
+class Leaves:
+    """The trained arrays of a model as chunks; made once it is settled what is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: dict[str, Any] = dict(model.named_modules())
+        trained = [name for name, _ in flatten(model.trainable_parameters())]
+        self._places = [_Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in trained]
+        # A layer that computes its forward pass again is handed its own arrays, and nothing else.
+        again = any(hasattr(module, "_recomputes") for module in modules.values())
+        products = [] if again else _products(modules.values())
+        packed = _Packed.of(self._places, products)
+        self._spreads: list[_Packed | _Views] = [packed] if packed else _views(self._places, products)
+
+    @staticmethod
+    def fits(model: nn.Module) -> bool:
+        """Whether every trained array is a module's own, not one in a list or a dictionary of it."""
+        modules = dict(model.named_modules())
+        names = [name.rpartition(".") for name, _ in flatten(model.trainable_parameters())]
+        return bool(names) and all(module in modules and key in modules[module] for module, _, key in names)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [spread.chunk for spread in self._spreads]
+
+    @contextmanager
+    def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
+        """Let the model compute with what is in the chunks' arrays ``wholes``, differentiably."""
+        try:
+            with self.kept():
+                for spread, whole in zip(self._spreads, wholes, strict=True):
+                    spread.install(whole)
+                yield
+        finally:
+            for spread in self._spreads:
+                spread.clear()
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Give the model back the trained arrays that it has now."""
+        present = [(place.module, place.key, place.array) for place in self._places]
+        try:
+            yield
+        finally:
+            for module, key, array in present:
+                module[key] = array
+
+    def named(self, wholes: Sequence[mx.array]) -> list[tuple[str, mx.array]]:
+        """Arrays of the chunks' form by the names of the trained arrays."""
+        return [
+            (place.name, part)
+            for chunk, whole in zip(self.chunks, wholes, strict=True)
+            for place, part in zip(chunk.places, chunk.parts(whole), strict=True)
+        ]
+
+    def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
+        """The reverse of :meth:`named`."""
+        return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
+
+
+def _products(modules: Any) -> list[Product]:
+    """All products of linear layers: groups, and adapted layers that are in none."""
+    modules = list(modules)
+    groups = [module._group.product for module in modules if hasattr(module, "_group")]
+    grouped = {id(layer) for product in groups for layer in product.layers}
+    alone = [m.product for m in modules if isinstance(m, TypedLoRALinear) and id(m) not in grouped]
+    return groups + alone
+
+
+class _Views:
+    """Trained arrays that are used as they are, or with their neighbours as the weight of one product."""
+
+    def __init__(self, places: Sequence[_Place], products: Sequence[Product]) -> None:
+        owners = {id(layer): product for product in products for layer in product.layers}
+        self.chunk = Chunk(places)
+        self._targets: list[tuple[int, tuple[int, ...], Callable[[mx.array], None]]] = []
+        self._products: list[Product] = []
+        at = 0
+        while at < len(places):
+            product = owners.get(id(places[at].module)) if places[at].key == "weight" else None
+            several = [] if product is None else _weights_of(product, places[at:])
+            if product is not None and several:
+                shape = (sum(place.array.shape[0] for place in several), places[at].array.shape[1])
+                self._targets.append((self.chunk.starts[at], shape, product.give))
+                self._products.append(product)
+            else:
+                several = [places[at]]
+                self._targets.append((self.chunk.starts[at], places[at].array.shape, _setter(places[at])))
+            at += len(several)
+        self._split: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
+
+    def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
+        return tuple(_part(whole, start, shape) for start, shape, _ in self._targets)
+
+    def _backward(self, _whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
+        ends = [start for start, _, _ in self._targets] + [self.chunk.size]
+        return _joined([cotangent.astype(self.chunk.dtype) for cotangent in cotangents], ends)
+
+    def install(self, whole: mx.array) -> None:
+        if len(self._targets) == 1:
+            start, shape, put = self._targets[0]
+            put(_part(whole, start, shape) if math.prod(shape) < self.chunk.size else whole.reshape(shape))
+            return
+        for part, (_, _, put) in zip(self._split(whole), self._targets, strict=True):
+            put(part)
+
+    def clear(self) -> None:
+        for product in self._products:
+            product.give(None)
+
+
+def _setter(place: _Place) -> Callable[[mx.array], None]:
+    def put(array: mx.array) -> None:
+        place.module[place.key] = array
+
+    return put
+
+
+def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
+    """The first of ``places`` if they are the weights of all layers of ``product``, without gaps; else none."""
+    found = list(places[: len(product.layers)])
+    fits = [place.module for place in found] == product.layers and {place.key for place in found} == {"weight"}
+    return found if fits and all(place.array.size % _ALIGNED == 0 for place in found) else []
+
+
+def _views(places: Sequence[_Place], products: Sequence[Product]) -> list[_Packed | _Views]:
+    """One chunk for each type of number, or one for each product and each other array if that were too large."""
+    owners = {id(layer): product for product in products for layer in product.layers}
+    groups: dict[Any, list[_Place]] = {}
+    for place in places:
+        # Beside its fellows, wherever it stands in the model.
+        group = owners.get(id(place.module)) if place.key == "weight" else None
+        groups.setdefault(id(place) if group is None else id(group), []).append(place)
+    if sum(place.array.size for place in places) <= _ONE_MOST:
+        ordered = [place for group in groups.values() for place in group]
+        types = {place.array.dtype: None for place in ordered}
+        return [_Views([p for p in ordered if p.array.dtype == dtype], products) for dtype in types]
+    parts: list[list[_Place]] = []
+    for group in groups.values():
+        one_type = len({place.array.dtype for place in group}) == 1
+        parts += [group] if one_type else [[place] for place in group]
+    return [_Views(part, products) for part in parts]
+
+
+class _Packed:
+    """Adapters: one float32 array of all first factors, then all second ones, from which the products' are gathered.
+
+    Those of a group stand side by side (first factors) and along a diagonal (second ones), which a gather does in one
+    pass, and its reverse in one.
+    """
+
+    @staticmethod
+    def of(places: Sequence[_Place], products: Sequence[Product]) -> _Packed | None:
+        """``None`` if something else is trained than adapters of one scale, or an adapter drops something."""
+        layers = [layer for product in products for layer in product.layers if isinstance(layer, LoRALinear)]
+        known = {(id(layer), key) for layer in layers for key in ("lora_a", "lora_b")}
+        plain = {(id(place.module), place.key) for place in places} == known
+        if not plain or any(drops(layer) for layer in layers) or len({layer.scale for layer in layers}) != 1:
+            return None
+        types = {product.dtype for product in products if product.adapted}
+        return _Packed(places, products) if len(types) == 1 and _all_float32(places) else None
+
+    def __init__(self, places: Sequence[_Place], products: Sequence[Product]) -> None:
+        ordered = sorted(places, key=lambda place: place.key)
+        self.chunk = Chunk(ordered, spare=1)
+        self._first = next(s for s, p in zip(self.chunk.starts, ordered, strict=False) if p.key == "lora_b")
+        starts = {(id(p.module), p.key): s for p, s in zip(ordered, self.chunk.starts, strict=False)}
+        self._products = [product for product in products if product.adapted]
+        self._dtype = self._products[0].dtype
+        self._scale = float(ordered[0].module.scale)
+        nothing = self.chunk.size - 1
+        tables = [_tables(product, starts, nothing) for product in self._products]
+        self._halves = [_Half([table[i] for table in tables]) for i in (0, 1)]
+        # For each number of the chunk where its gradient stands; those between have none.
+        self._back = [
+            self._halves[0].reverse(0, self._first, nothing),
+            self._halves[1].reverse(self._first, self.chunk.size, nothing),
+        ]
+        mx.eval(self._back, [half.index for half in self._halves])
+        self._gather: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
+
+    def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
+        first, second = (mx.take(whole, half.index) for half in self._halves)
+        ready = first.astype(self._dtype), (self._scale * second).astype(self._dtype)
+        return tuple(part for half, packed in zip(self._halves, ready, strict=True) for part in half.parts(packed))
+
+    def _backward(self, _whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
+        count = len(self._products)
+        sides = (cotangents[:count], cotangents[count:])
+        wide = [
+            mx.take(half.joined(side), back).astype(mx.float32)
+            for half, side, back in zip(self._halves, sides, self._back, strict=True)
+        ]
+        return mx.concatenate([wide[0], self._scale * wide[1]])
+
+    def install(self, whole: mx.array) -> None:
+        factors = self._gather(whole)
+        count = len(self._products)
+        for product, first, second in zip(self._products, factors[:count], factors[count:], strict=True):
+            product.give((first, second))
+
+    def clear(self) -> None:
+        for product in self._products:
+            product.give(None)
+
+
+def _tables(
+    product: Product, starts: dict[tuple[int, str], int], nothing: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Where the numbers of a product's factors, (K, R) and (R, N), stand in the chunk; ``nothing`` for a zero."""
+    adapters = [layer if isinstance(layer, LoRALinear) else None for layer in product.layers]
+    rank = sum(layer.lora_a.shape[1] for layer in adapters if layer is not None)
+    features = next(layer.lora_a.shape[0] for layer in adapters if layer is not None)
+    first = np.full((features, rank), nothing, dtype=np.int32)
+    second = np.full((rank, sum(product.widths)), nothing, dtype=np.int32)
+    row = column = 0
+    for layer, width in zip(adapters, product.widths, strict=True):
+        if layer is not None:
+            a, b = layer.lora_a, layer.lora_b
+            rows, columns = slice(row, row + b.shape[0]), slice(column, column + width)
+            first[:, rows] = starts[id(layer), "lora_a"] + np.arange(a.size).reshape(a.shape)
+            second[rows, columns] = starts[id(layer), "lora_b"] + np.arange(b.size).reshape(b.shape)
+            row += b.shape[0]
+        column += width
+    return first, second
+
+
+def _all_float32(places: Sequence[_Place]) -> bool:
+    return all(place.array.dtype == mx.float32 for place in places)
+
+
+class _Half:
+    """The first or the second factors of all products, one after the other."""
+
+    def __init__(self, tables: Sequence[NDArray[np.int32]]) -> None:
+        """Of a table for each product: where each of its numbers stands in the chunk."""
+        self._shapes = [table.shape for table in tables]
+        sizes = [_aligned(table.size) for table in tables]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._size = sum(sizes) + _ALIGNED
+        index = np.zeros(self._size, dtype=np.int32)
+        self._used = np.zeros(self._size, dtype=bool)
+        for table, start in zip(tables, self._starts, strict=True):
+            index[start : start + table.size] = table.reshape(-1)
+            self._used[start : start + table.size] = True
+        self._numbers = index
+        self.index = mx.array(index)
+
+    def reverse(self, start: int, end: int, nothing: int) -> mx.array:
+        """For each place of the chunk from ``start`` to ``end``: where in this half it is; if nowhere, the last one."""
+        places = np.full(end - start, self._size - 1, dtype=np.int32)
+        mine = np.flatnonzero(self._used & (self._numbers != nothing))
+        places[self._numbers[mine] - start] = mine
+        return mx.array(places)
+
+    def parts(self, packed: mx.array) -> list[mx.array]:
+        return [_part(packed, start, shape) for start, shape in zip(self._starts, self._shapes, strict=True)]
+
+    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
+        """The reverse of :meth:`parts`, with zeros between and at the end."""
+        return _joined(arrays, [*self._starts, self._size])

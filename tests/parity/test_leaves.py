@@ -1,0 +1,145 @@
+"""Gradients in few arrays against those in each trained array, by the same names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import allhands  # noqa: F401 - before MLX, for its BLAS
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.dropout import install_dropout
+from allhands.model.fused import leaves
+from allhands.model.fused.blocks import fuse
+from allhands.model.fused.linear import Product
+from allhands.train.step import make_gradient, make_joined_gradient
+from allhands.train.update import GraphUpdate
+from allhands.trees import flatten, number, unflatten
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-5,
+}
+LORA = {"rank": 4, "scale": 3.0, "dropout": 0.0}
+
+
+def trained(kind: str) -> Any:
+    mx.random.seed(2)
+    model: Any = Model(ModelArgs.from_dict({**SHAPE, "tie_word_embeddings": kind != "untied"}))
+    if kind == "quantised":
+        nn.quantize(model, group_size=64, bits=4)
+    if kind in ("full", "untied", "recomputed", "norms"):
+        for layer in model.layers if kind == "norms" else []:
+            layer.input_layernorm.weight = mx.ones((64,), dtype=mx.bfloat16)
+    else:
+        model.freeze()
+        keys = {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]} if kind == "some" else {}
+        linear_to_lora_layers(model, 2, {**LORA, **keys, "dropout": 0.5 if kind == "dropping" else 0.0})
+        for name, array in flatten(model.trainable_parameters()):
+            if name.endswith("lora_b"):  # else the first factors would have no gradient
+                model.update(unflatten([(name, mx.random.normal(array.shape) * 0.05)]))
+    return model
+
+
+BATCH = (
+    mx.array([[(7 * i + j) % 96 for j in range(40)] for i in range(7)], dtype=mx.int32),
+    mx.arange(280, dtype=mx.int32),
+    (mx.arange(280, dtype=mx.int32) * 5) % 96,
+)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["one", "groups"])
+@pytest.mark.parametrize("kind", ["lora", "some", "quantised", "full", "untied", "norms", "recomputed", "dropping"])
+def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if grouped:
+        monkeypatch.setattr(leaves, "_ONE_MOST", 0)
+    model = trained(kind)
+    dropout = install_dropout(model, 3) if kind == "dropping" else None
+    fuse(model, 40)
+    if kind == "recomputed":
+        checkpoint_layers(model.layers)
+    model.train()
+    arrays: tuple[mx.array, ...] = BATCH
+    if dropout is not None:
+        arrays = (dropout.of(np.arange(7, dtype=np.int32), 40, 1), *BATCH)
+    loss, expected = make_gradient(model, eager=False, compiled=False, dropout=dropout)(*arrays)
+    wanted = dict(flatten(expected))
+    update = GraphUpdate(model, optim.AdamW(1e-3), None, compiled=False)
+    gradient = make_joined_gradient(model, update, compiled=compiled, dropout=dropout)
+    before = dict(flatten(model.trainable_parameters()))
+    for _ in range(2):
+        mine, wholes = gradient(*arrays)
+        assert number(mine) == pytest.approx(number(loss), rel=1e-6)
+        found = dict(update.named([(str(i), whole) for i, whole in enumerate(wholes)]))
+        assert found.keys() == wanted.keys()
+        for name, array in found.items():
+            assert array.dtype == before[name].dtype
+            off = mx.abs(array.astype(mx.float32) - wanted[name].astype(mx.float32)).max()
+            largest = number(mx.abs(wanted[name].astype(mx.float32)).max())
+            assert largest > 0, name
+            assert number(off) <= (2e-2 if array.dtype == mx.bfloat16 else 2e-5) * largest, name
+    # Nothing of the tracing is left in the model.
+    after = dict(flatten(model.trainable_parameters()))
+    assert all(after[name] is array for name, array in before.items())
+
+
+def products(model: Any) -> list[Product]:
+    return leaves._products(model.modules())
+
+
+def test_adapters_are_one_array_and_all_products_get_their_factors_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained("lora")
+    fuse(model, 40)
+    made = leaves.Leaves(model)
+    assert len(made.chunks) == 1
+    given = []
+    give = Product.give
+    monkeypatch.setattr(Product, "give", lambda self, arrays: (given.append(self), give(self, arrays)))
+    whole = made.joined(dict(flatten(model.trainable_parameters())))
+    with made.installed(whole):
+        # Two of three layers: q/k/v, o, gate/up and down.
+        assert len(given) == 8
+        attention = model.layers[1].self_attn
+        a, b = attention._group.product._given
+        assert (a.shape, b.shape) == ((64, 12), (12, 128))
+        expected = 3.0 * attention.k_proj.lora_b
+        assert mx.abs(b[4:8, 64:96] - expected).max().item() < 1e-6
+        assert mx.abs(b[4:8, :64]).max().item() == 0
+        assert mx.array_equal(a[:, 4:8], attention.k_proj.lora_a)
+    assert all(product._given is None for product in products(model))
+
+
+def test_dense_layers_of_one_input_are_the_weight_of_one_product() -> None:
+    model = trained("full")
+    fuse(model, 40)
+    made = leaves.Leaves(model)
+    assert len(made.chunks) == 1
+    with made.installed(made.joined(dict(flatten(model.trainable_parameters())))):
+        whole = [product._given[0].shape for product in products(model) if product._given]
+        assert sorted(whole) == sorted([(128, 64), (256, 64)] * 3)
+
+
+def test_many_numbers_are_an_array_for_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "_ONE_MOST", 1000)
+    model = trained("full")
+    fuse(model, 40)
+    made = leaves.Leaves(model)
+    # The embedding, the last norm, and for each layer q/k/v, o, gate/up, down and two norms.
+    assert len(made.chunks) == 2 + 3 * 6
+    named = dict(flatten(model.trainable_parameters()))
+    assert {name for name, _ in made.named(made.joined(named))} == named.keys()
