@@ -21,6 +21,7 @@ SOURCE = ROOT / "src"
 # The longest prefix that fits counts. Imports point to the same layer or further down.
 LAYERS: dict[str, int] = {
     "allhands.errors": 0,
+    "allhands.aliases": 0,
     "allhands.config": 0,
     "allhands.blas": 0,
     "allhands.files": 0,
