@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from allhands.aliases import ALIASES, ELSEWHERE
 from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
 
 
 class _Strict(BaseModel):
@@ -323,6 +325,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
     """
+    import yaml
+
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -346,6 +350,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _yaml_loader() -> type[yaml.SafeLoader]:
     """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
+    import yaml
 
     class Loader(yaml.SafeLoader):
         pass
@@ -383,6 +388,8 @@ def _canonical_key(raw: Any) -> str:
 
 def _place_in_yaml(path: str | Path, key: str) -> str:
     """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    import yaml
+
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())
     names = [name for name, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     found = next((name for name in names if _canonical_key(name.value) == key), None)

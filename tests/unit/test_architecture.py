@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "allhands.files": 0,
     "allhands.staging": 0,
     "allhands.formatting": 0,
+    "allhands.gpus": 0,
     "allhands.faults": 0,
     "allhands.kernels": 0,
     "allhands.checkpoints": 1,
