@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -161,21 +162,24 @@ def training(kind: str, model: Path, work: Path, options: argparse.Namespace) ->
 
 def wait_for(command: Sequence[str], beginning: str, timeout_s: float) -> float:
     """Run ``command`` to its end; when it wrote the first line that begins so (a pattern), in Unix time."""
-    child = subprocess.Popen(
+    seen, lines = None, list[str]()
+    with subprocess.Popen(
         command,
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    assert child.stdout is not None
-    seen, lines = None, list[str]()
-    for line in child.stdout:
-        lines.append(line)
-        if seen is None and re.match(beginning, _COLOUR.sub("", line)):
-            seen = time.time()
-    if child.wait(timeout_s) or seen is None:
+    ) as child:
+        late = threading.Timer(timeout_s, child.kill)
+        late.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line)
+            if seen is None and re.match(beginning, _COLOUR.sub("", line)):
+                seen = time.time()
+        late.cancel()
+    if child.returncode or seen is None:
         raise BenchmarkError(f"{' '.join(command[1:4])} ended with code {child.returncode}:\n{''.join(lines[-15:])}")
     return seen
 
