@@ -1,7 +1,7 @@
 """Fine-tune and pre-train language models on MLX, on one computer or on every computer you own.
 
 The public names are imported when they are first used, so that ``import allhands`` is quick; on Linux it
-also prepares a fast BLAS, which must be loaded before MLX is.
+also sees to it that a fast BLAS is loaded before MLX is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from allhands.blas import preload_blas
+from allhands.blas import preload_with_mlx
 from allhands.kernels import prepare
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _HOMES = {
     "save_checkpoint": "allhands.supervised",
 }
 
-preload_blas()
+preload_with_mlx()
 # Before MLX looks for a place for the kernels that it compiles.
 prepare(os.environ)
 

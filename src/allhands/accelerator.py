@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,26 +78,3 @@ def peak_memory_bytes(accelerator: Accelerator) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def default_backend(num_ranks: int, mpi_installed: bool) -> Literal["none", "ring", "mpi", "nccl"]:
-    """Who should move the bytes between local processes, without touching MLX's device."""
-    if num_ranks == 1:
-        return "none"
-    if sys.platform == "linux" and nvidia_gpus() >= num_ranks:
-        return "nccl"
-    # Open MPI's shared memory moves a gradient in a third of the ring's time on one host.
-    return "mpi" if mpi_installed and sys.platform == "linux" else "ring"
-
-
-def nvidia_gpus() -> int:
-    """NVIDIA GPUs visible to this process."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip()])
-    import subprocess
-
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
-    return listed.stdout.count("GPU ")

@@ -57,6 +57,21 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands"
 
 
+class _BeforeMlx:
+    """A finder of modules that notices when MLX is about to be imported, and leaves finding it to the others."""
+
+    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
+        if fullname == "mlx.core" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            preload_blas()
+
+
+def preload_with_mlx() -> None:
+    """Have :func:`preload_blas` called when MLX is first imported: what does not use it need not wait for a BLAS."""
+    if sys.platform == "linux" and not any(isinstance(finder, _BeforeMlx) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeMlx())
+
+
 @cache
 def preload_blas() -> BlasStatus:
     """Load the fast BLAS into this process, once. Never raises: the outcome is in the returned status."""

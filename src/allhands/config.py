@@ -12,50 +12,15 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from allhands.aliases import ALIASES, ELSEWHERE
 from allhands.errors import ConfigError
 
-# Other people's names for our keys.
-ALIASES: dict[str, str] = {
-    "num_train_epochs": "epochs",
-    "max_steps": "iters",
-    "gradient_accumulation_steps": "grad_accumulation_steps",
-    "output_dir": "adapter_path",
-    "lr": "learning_rate",
-    "lr_scheduler_type": "lr_schedule",
-    "save_steps": "save_every",
-    "eval_steps": "steps_per_eval",
-    "logging_steps": "steps_per_report",
-    "max_length": "max_seq_length",
-    "gradient_checkpointing": "grad_checkpoint",
-    "train_type": "fine_tune_type",
-    "optim": "optimizer",
-    "num_processes": "num_ranks",
-    "n": "num_ranks",
-    "early_stopping": "early_stopping_patience",
-    "clip_grad_norm": "max_grad_norm",
-    "pack": "packing",
-    "packed": "packing",
-    "sample_packing": "packing",
-    "resume_from_checkpoint": "resume",
-    "save_total_limit": "keep_last",
-}
-# Names that cannot be taken over because they mean something else; each with what to do.
-ELSEWHERE: dict[str, str] = {
-    "per_device_train_batch_size": "use batch_size: it is the global batch, over all ranks",
-    "lora_r": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.0}\'',
-    "lora_rank": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.0}\'',
-    "lora_alpha": "use lora_parameters with scale = alpha / rank",
-    "target_modules": 'use lora_parameters with keys, for example \'{"keys": ["self_attn.q_proj"], ...}\'',
-    "load_in_4bit": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
-    "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
-    "neat_packing": "use packing with isolate_documents",
-    "warmup_ratio": "use warmup_steps (optimizer updates)",
-}
+if TYPE_CHECKING:
+    import yaml
 
 
 class _Strict(BaseModel):
@@ -360,6 +325,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
     """
+    import yaml
+
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -383,6 +350,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _yaml_loader() -> type[yaml.SafeLoader]:
     """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
+    import yaml
 
     class Loader(yaml.SafeLoader):
         pass
@@ -420,6 +388,8 @@ def _canonical_key(raw: Any) -> str:
 
 def _place_in_yaml(path: str | Path, key: str) -> str:
     """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    import yaml
+
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())
     names = [name for name, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     found = next((name for name in names if _canonical_key(name.value) == key), None)

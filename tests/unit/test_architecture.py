@@ -21,11 +21,13 @@ SOURCE = ROOT / "src"
 # The longest prefix that fits counts. Imports point to the same layer or further down.
 LAYERS: dict[str, int] = {
     "allhands.errors": 0,
+    "allhands.aliases": 0,
     "allhands.config": 0,
     "allhands.blas": 0,
     "allhands.files": 0,
     "allhands.staging": 0,
     "allhands.formatting": 0,
+    "allhands.gpus": 0,
     "allhands.faults": 0,
     "allhands.kernels": 0,
     "allhands.checkpoints": 1,

@@ -94,6 +94,16 @@ def test_a_good_copy_is_kept_and_a_corrupted_one_remade(cache: Path) -> None:
     assert sha256(library) == good
 
 
+def test_it_is_loaded_when_mlx_is_and_not_before(cache: Path) -> None:
+    code = (
+        "import sys, allhands\n"
+        "def loaded(): return 'libopenblas_cblas' in open('/proc/self/maps').read()\n"
+        "import numpy; print(loaded()); finders = len(sys.meta_path)\n"
+        "import mlx.core; print(loaded(), finders - len(sys.meta_path))"
+    )
+    assert run_python(code, cache).splitlines() == ["False", "True 1"]
+
+
 def test_processes_that_start_together_all_get_it(cache: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: status(tmp_path / "fresh"), range(4)))

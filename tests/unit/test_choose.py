@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -271,3 +272,12 @@ def test_one_that_does_not_answer_is_not_known(answer: str, tmp_path: Path, monk
     monkeypatch.setattr(module, "_ASK_S", 0.5)
     (found,) = facts_of([Host("far", "far")], ask=True).hosts
     assert (found.system, found.gpus, found.mpi) == (None, None, None)
+
+
+def test_a_supervisor_that_chooses_loads_neither_mlx_nor_numpy() -> None:
+    code = (
+        "import sys, allhands.cli.train\nfrom allhands.cluster.choose import choose, facts_here\n"
+        "print(choose(facts_here(2)).backend, [name for name in ('mlx', 'numpy', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split(maxsplit=1)[1] == "[]\n"

@@ -11,7 +11,7 @@ import pytest
 from command_line import parse, verbs
 from tiny import run_allhands
 
-from allhands.cli.main import main
+from allhands.cli.main import main, make_app
 from allhands.config import ALIASES, ELSEWHERE, TrainConfig
 
 # Of two seconds on a busy machine most is Python's own start; importing MLX alone would add more than that.
@@ -70,6 +70,48 @@ def test_the_help_comes_quickly_and_without_mlx() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert loaded.stdout.splitlines()[-1] == "[]"
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """What the command imports that is not Python's own: packages, and the modules of allhands."""
+    code = (
+        "import sys\nbare = set(sys.modules)\nfrom allhands.cli.main import main\n"
+        f"try:\n    main({list(arguments)!r})\nexcept SystemExit:\n    pass\nfinally:\n"
+        "    names = {n if n.startswith('allhands') else n.partition('.')[0] for n in set(sys.modules) - bare}\n"
+        "    print('loaded', *sorted(n for n in names - sys.stdlib_module_names if n[0] != '_'), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stderr.splitlines()[-1].split()[1:])
+
+
+# What the parser itself needs; anything else would be waited for by everybody at every command.
+PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
+OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels"}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)], ids=" ".join)
+def test_the_overview_imports_the_parser_and_nothing_else(arguments: tuple[str, ...]) -> None:
+    found = loaded_by(*arguments)
+    assert "typer" in found
+    assert found - PARSER <= {f"allhands{name}" for name in OWN}
+
+
+@pytest.mark.parametrize("arguments", [("plot", "--help"), ("model", "get", "--help"), ("trian",), ("version",)])
+def test_a_verb_imports_nothing_for_the_others(arguments: tuple[str, ...]) -> None:
+    found = {name for name in loaded_by(*arguments) if name.startswith("allhands")}
+    assert found == {f"allhands{name}" for name in OWN}
+
+
+def test_options_are_all_that_the_help_of_training_loads() -> None:
+    found = {name for name in loaded_by("train", "--help") if name.startswith("allhands")}
+    assert found == {f"allhands{name}" for name in OWN | {".config", ".cli.options"}}
+
+
+def test_the_overview_says_of_each_verb_what_the_verb_says(capsys: pytest.CaptureFixture[str]) -> None:
+    _, quick, _ = run_main(capsys, "--help")
+    with pytest.raises(SystemExit):
+        make_app()(args=["--help"], prog_name="allhands")
+    assert quick == capsys.readouterr().out
 
 
 def test_every_verb_explains_itself_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:

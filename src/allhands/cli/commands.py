@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from allhands.cli.check import check
-from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
-from allhands.cli.cluster_check import cluster_check
-from allhands.cli.cluster_init import cluster_init
-from allhands.cli.cluster_sync import sync
-from allhands.cli.container import SETTINGS as CONTAINER_SETTINGS
-from allhands.cli.container import container
-from allhands.cli.env import show_environment
-from allhands.cli.launch import SETTINGS, launch
-from allhands.cli.netbench import bench
-from allhands.cli.options import option_function
-from allhands.cli.prepare import prepare
-from allhands.cli.style import style
 
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[
@@ -38,37 +26,110 @@ Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --b
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Attach every verb to ``app``."""
+# Of the verbs that have modules of their own: their line of the overview, for which nothing is imported.
+_LAUNCH = "Start a program of your own on every rank, and keep it going."
+_CONTAINER = "Train as the program of a container image."
+_ENV = "Show who has started this process, and what follows from it."
+
+
+def register(app: typer.Typer, verb: str | None = None) -> None:
+    """Attach every verb to ``app``.
+
+    Args:
+        verb: the one that is called, or what stands in its place; the others then get no more than their line of
+            the overview, and what they need is not imported. ``None``: all of them in full.
+    """
+
+    def attach(name: str, summary: str, fill: Callable[[typer.Typer], None]) -> None:
+        if verb in (None, name):
+            fill(app)
+        else:
+            app.command(name, help=summary)(_not_called)
+
+    def group(name: str, summary: str, fill: Callable[[typer.Typer], None]) -> None:
+        inner = typer.Typer(help=summary, no_args_is_help=True)
+        if verb in (None, name):
+            fill(inner)
+        app.add_typer(inner, name=name)
+
+    attach("train", _TRAIN_HELP, _add_train)
+    attach("launch", _LAUNCH, _add_launch)
+    for function in (generate, compare, plot, demo):
+        attach(function.__name__, function.__doc__ or "", partial(_add, function))
+    attach("container", _CONTAINER, _add_container)
+    attach("env", _ENV, _add_env)
+    attach("version", version.__doc__ or "", partial(_add, version))
+    group("model", "Fetch and convert models.", _fill_model)
+    group("data", "Training data.", _fill_data)
+    group("checkpoint", "Checkpoints of a training run.", _fill_checkpoint)
+    group("cluster", "Several computers: check, prepare and measure them.", _fill_cluster)
+
+
+def _not_called() -> None:
+    """In the place of a verb that only has to be named."""
+
+
+def _add(function: Callable[..., None], app: typer.Typer) -> None:
+    app.command(function.__name__)(function)
+
+
+def _add_train(app: typer.Typer) -> None:
+    from allhands.cli.options import option_function
+
     app.command("train", help=_TRAIN_HELP)(option_function(_train, _TRAIN_HELP))
+
+
+def _add_launch(app: typer.Typer) -> None:
+    from allhands.cli.launch import SETTINGS, launch
+
     app.command("launch", context_settings=SETTINGS)(launch)
-    app.command("generate")(generate)
-    app.command("compare")(compare)
-    app.command("plot")(plot)
-    app.command("demo")(demo)
-    model = typer.Typer(help="Fetch and convert models.", no_args_is_help=True)
+
+
+def _add_container(app: typer.Typer) -> None:
+    from allhands.cli.container import SETTINGS, container
+
+    app.command("container", context_settings=SETTINGS)(container)
+
+
+def _add_env(app: typer.Typer) -> None:
+    from allhands.cli.env import show_environment
+
+    app.command("env")(show_environment)
+
+
+def _fill_model(model: typer.Typer) -> None:
     model.command("get")(model_get)
-    app.add_typer(model, name="model")
-    data = typer.Typer(help="Training data.", no_args_is_help=True)
+
+
+def _fill_data(data: typer.Typer) -> None:
+    from allhands.cli.check import check
+    from allhands.cli.prepare import prepare
+    from allhands.cli.style import style
+
     data.command("prepare")(prepare)
     data.command("check")(check)
     data.command("style")(style)
     data.command("demo")(data_demo)
-    app.add_typer(data, name="data")
-    checkpoint = typer.Typer(help="Checkpoints of a training run.", no_args_is_help=True)
+
+
+def _fill_checkpoint(checkpoint: typer.Typer) -> None:
+    from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
+
     checkpoint.command("list")(list_checkpoints)
     checkpoint.command("inspect")(inspect_checkpoint)
     checkpoint.command("verify")(verify_checkpoints)
-    app.add_typer(checkpoint, name="checkpoint")
-    cluster = typer.Typer(help="Several computers: check, prepare and measure them.", no_args_is_help=True)
+
+
+def _fill_cluster(cluster: typer.Typer) -> None:
+    from allhands.cli.cluster_check import cluster_check
+    from allhands.cli.cluster_init import cluster_init
+    from allhands.cli.cluster_sync import sync
+    from allhands.cli.netbench import bench
+
     cluster.command("init")(cluster_init)
     cluster.command("sync")(sync)
     cluster.command("check")(cluster_check)
     cluster.command("bench")(bench)
-    app.add_typer(cluster, name="cluster")
-    app.command("container", context_settings=CONTAINER_SETTINGS)(container)
-    app.command("env")(show_environment)
-    app.command("version")(version)
 
 
 def _train(flags: dict[str, Any]) -> None:

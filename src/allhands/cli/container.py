@@ -99,7 +99,7 @@ def here() -> Machine:
     """This machine."""
     if not has_cuda():
         return Machine()
-    from allhands.accelerator import nvidia_gpus
+    from allhands.gpus import nvidia_gpus
 
     return Machine(gpus=nvidia_gpus(), cuda=True)
 

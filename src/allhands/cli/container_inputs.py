@@ -135,8 +135,9 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     import typer
     import typer.main
 
+    from allhands.aliases import canonical_flag
     from allhands.cli.main import with_auto_resume
-    from allhands.cli.options import canonical_flag, option_function
+    from allhands.cli.options import option_function
 
     given: dict[str, Any] = {}
     app = typer.Typer(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})

@@ -172,7 +172,7 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 def hardware_line(cores: int) -> str:
     """What each "computer" of the two runs was, so that nobody takes the speed-up for something else."""
-    from allhands.accelerator import nvidia_gpus
+    from allhands.gpus import nvidia_gpus
 
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()

@@ -112,7 +112,7 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
 
 
 def _check_backend(job: Job, size: int) -> None:
-    from allhands.accelerator import nvidia_gpus
+    from allhands.gpus import nvidia_gpus
 
     if job.hostfile is not None:
         asked = hostfile_backend(job.hostfile) if job.backend == "auto" else job.backend

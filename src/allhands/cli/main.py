@@ -8,15 +8,15 @@ from typing import Any
 
 import typer
 
+from allhands.aliases import ELSEWHERE, canonical_flag
 from allhands.cli import commands
-from allhands.cli.options import canonical_flag
 from allhands.errors import AllhandsError, ConfigError
 
 _INTERRUPTED = 130
 
 
-def make_app() -> typer.Typer:
-    """The parser with every verb."""
+def make_app(verb: str | None = None) -> typer.Typer:
+    """The parser with every verb; given the one that is called, what the others need is not imported."""
     app = typer.Typer(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
@@ -27,7 +27,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"token_normalize_func": canonical_flag},
     )
-    commands.register(app)
+    commands.register(app, verb)
     return app
 
 
@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[:1] == ["train"]:
         arguments = with_auto_resume(arguments)
     try:
-        result: Any = make_app()(args=arguments, prog_name="allhands", standalone_mode=False)
+        result: Any = make_app(canonical_flag(arguments[0]) if arguments else "")(
+            args=arguments, prog_name="allhands", standalone_mode=False
+        )
         code = result if isinstance(result, int) else 0
         if code == _INTERRUPTED and arguments[:1] not in (["train"], ["launch"]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
@@ -88,8 +90,6 @@ def _exit_of(error: Exception) -> int | None:
 
 def _hint_for_flag(flag: str | None) -> str | None:
     """What to do instead of an unknown flag, where it is other people's name for something that we have."""
-    from allhands.config import ELSEWHERE
-
     return ELSEWHERE.get((flag or "").lstrip("-").replace("-", "_"))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from allhands.config import ALIASES, TrainConfig
+from allhands.config import TrainConfig
 
 # Numbers that may be written with a unit: the configuration reads them.
 AS_TEXT = frozenset({"clear_cache_threshold"})
@@ -55,12 +55,6 @@ def _annotation(name: str) -> Any:
         kind | None,
         typer.Option(*names, help=text, show_default=False, metavar=_metavar(name, kind)),
     ]
-
-
-def canonical_flag(name: str) -> str:
-    """The flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
-    key = name.replace("-", "_")
-    return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")
 
 
 def _metavar(name: str, kind: Any) -> str | None:

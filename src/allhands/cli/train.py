@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from allhands import faults
 from allhands.cli.launching import Job, check, run, way_on
@@ -26,6 +24,9 @@ from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOG_DIRECTORY = "logs"
 HOSTS_FILE = "hosts.txt"
@@ -246,6 +247,8 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 def _console(launch: Launch) -> Console:
     """Progress goes here. Open MPI gives a rank a terminal of its own, wherever the output really ends up."""
+    from rich.console import Console
+
     return Console(highlight=False, force_terminal=False if launch.launcher == "openmpi" else None)
 
 

@@ -207,8 +207,8 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostFacts:
 
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostFacts:
     # Only now: they need a moment, and the table alone needs neither.
-    from allhands.accelerator import nvidia_gpus
     from allhands.cluster.mpi import find_mpi
+    from allhands.gpus import nvidia_gpus
 
     mpi = find_mpi()
     version = ".".join(map(str, mpi.version)) if mpi else ""

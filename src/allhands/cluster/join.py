@@ -119,7 +119,8 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
             where=launch.reason,
             hint="start `allhands container` in its place, which starts them; or set ALLHANDS_RANKS_PER_NODE=1",
         )
-    prepare_mpi_environment(os.environ)
+    if launch.backend == "mpi":
+        prepare_mpi_environment(os.environ)
     with (
         tempfile.TemporaryDirectory(prefix="allhands-") as scratch,
         rendezvous(launch, Path(scratch), patience_for(launch, timeout_s)) as variables,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from allhands.errors import DistributedError
@@ -115,6 +116,12 @@ def _library_of(mpirun: Path) -> Path | None:
 
 
 def _version_of(mpirun: Path) -> tuple[int, ...] | None:
+    return _asked_version(mpirun, mpirun.stat().st_mtime_ns)
+
+
+@cache
+def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
+    """The version that a launcher gives, asked for once; one that is changed is another one."""
     try:
         answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

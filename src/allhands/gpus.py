@@ -1,0 +1,19 @@
+"""NVIDIA GPUs, counted without MLX: who only has to choose or to check need not load it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+
+def nvidia_gpus() -> int:
+    """NVIDIA GPUs visible to this process."""
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip()])
+    listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    return listed.stdout.count("GPU ")
