@@ -72,7 +72,8 @@ def group(peer: str, options: argparse.Namespace, work: Path) -> list[dict[str, 
     return timings_in(run([*command, *program], work / "log", options.timeout))
 
 
-def by_allhands(backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def by_allhands(backend: str, options: argparse.Namespace, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+    """The timings of a group that allhands starts."""
     from allhands.cluster.hosts import Host
     from allhands.cluster.netbench import BenchOptions
     from allhands.cluster.netbench import measure as measure_network
@@ -80,7 +81,7 @@ def by_allhands(backend: str, options: argparse.Namespace) -> list[dict[str, Any
 
     try:
         found = measure_network(
-            [Host("here", slots=options.ranks)], backend, BenchOptions(sizes=SIZES, timeout_s=options.timeout)
+            [Host("here", slots=options.ranks)], backend, BenchOptions(sizes=sizes, timeout_s=options.timeout)
         )
     except AllhandsError as error:
         raise BenchmarkError(str(error)) from error

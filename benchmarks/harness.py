@@ -58,6 +58,14 @@ def peer_list(peers: Sequence[str], text: str) -> tuple[str, ...]:
     return tuple(peer for peer in peers if peer in asked)
 
 
+def pythons(text: str) -> dict[str, str]:
+    """An option that says which Python has MLX and allhands, and which has PyTorch: ``mlx=PATH,torch=PATH``."""
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if not found.keys() <= {"mlx", "torch"} or not all(found.values()):
+        raise argparse.ArgumentTypeError("give mlx=PATH,torch=PATH")
+    return found
+
+
 @dataclass(frozen=True)
 class Measured:
     """A child that ended well.
