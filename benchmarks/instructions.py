@@ -151,7 +151,8 @@ def by_callgrind(name: str, repeat: int, timeout_s: float, work: Path) -> list[i
     for _ in range(repeat if whole else 1):
         for old in work.glob("callgrind.out*"):
             old.unlink()
-        command = ["valgrind", "--tool=callgrind", f"--instr-atstart={'yes' if whole else 'no'}"]
+        # Fair: else one thread that waits takes the turns of the one that works.
+        command = ["valgrind", "--fair-sched=yes", "--tool=callgrind", f"--instr-atstart={'yes' if whole else 'no'}"]
         command += [f"--callgrind-out-file={work / 'callgrind.out'}", *program("callgrind", name, repeat, work)]
         run_measured(command, work / "log", environ(), timeout_s)
         # Each dump has a number; the file without is what was counted after the last one.
