@@ -47,7 +47,7 @@ format: $(STAMP) ## rewrite the files in the project's style
 # What needs more than Python (sync.py: root, sshd, rsync) says so and is passed over.
 BENCHES ?= cpu_lora data backends recovery sync instructions ceilings
 bench: $(STAMP) ## every table of a CPU, then what is worse than before (cpu_lora 25 minutes, data 35, backends 4, recovery 8, sync 6, instructions 8, ceilings 3; one of them: ONLY=cpu_lora)
-	@for name in $(or $(ONLY),$(BENCHES)); do \
+	@failed=; for name in $(or $(ONLY),$(BENCHES)); do \
 	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --write || failed="$$failed $$name"; \
 	done; \
 	$(BIN)/python benchmarks/regressions.py || failed="$$failed regressions"; \
