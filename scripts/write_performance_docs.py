@@ -132,7 +132,13 @@ def newest(records: Sequence[Record]) -> list[Record]:
 def section(record: Record) -> str:
     """One record: where and when, and its table."""
     told = "\n".join(f"- {line}" for line in environment_lines(record))
-    return f"{told}\n\n{table(rows_in(record))}\n"
+    failed = [
+        f"{peer} has no figure for {work}: {one['error']}"
+        for work, peers in record["details"].get("results", {}).items()
+        for peer, one in peers.items()
+        if "error" in one
+    ]
+    return f"{told}\n\n{table(rows_in(record))}\n" + "".join(f"\n{text}\n" for text in failed)
 
 
 def table(rows: Sequence[Row]) -> str:

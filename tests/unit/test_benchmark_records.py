@@ -359,6 +359,11 @@ def test_the_page_shows_the_newest_and_says_where_a_peer_is_ahead(
     assert "In none of the figures above." in docs["page"](tmp_path)
 
 
+def test_a_peer_that_failed_is_named(bench: dict[str, Any], docs: dict[str, Any]) -> None:
+    made = record(bench, speeds(bench, 1.0, 1.0), results={"lora": {"torch": {"error": "out of memory"}}})
+    assert docs["section"](made).endswith("\n\ntorch has no figure for lora: out of memory\n")
+
+
 def test_the_script_for_gpus_says_what_it_needs() -> None:
     script = ROOT / "benchmarks" / "h200.sh"
     done = subprocess.run(["/bin/sh", script], env={"PATH": "/bin"}, capture_output=True, text=True, check=False)
