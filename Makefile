@@ -44,8 +44,15 @@ format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## LoRA on this CPU beside mlx_lm and PyTorch + PEFT (about 25 minutes)
-	$(BIN)/python benchmarks/cpu_lora.py
+# What needs more than Python (sync.py: root, sshd, rsync) says so and is passed over.
+BENCHES ?= cpu_lora data backends recovery sync instructions ceilings
+bench: $(STAMP) ## every table of a CPU, then what is worse than before (cpu_lora 25 minutes, data 35, backends 4, recovery 8, sync 6, instructions 8, ceilings 3; one of them: ONLY=cpu_lora)
+	@failed=; for name in $(or $(ONLY),$(BENCHES)); do \
+	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --write || failed="$$failed $$name"; \
+	done; \
+	$(BIN)/python benchmarks/regressions.py || failed="$$failed regressions"; \
+	$(BIN)/python scripts/write_performance_docs.py; \
+	if [ -n "$$failed" ]; then echo "not done, or worse than before:$$failed" >&2; exit 1; fi
 
 clean: ## remove what the other targets made, the environment included
 	rm -rf $(VENV) demo-run build dist .pytest_cache .ruff_cache

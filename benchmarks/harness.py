@@ -7,6 +7,7 @@ child into that child's peak (``ru_maxrss`` survives ``exec``), so a fat parent 
 from __future__ import annotations
 
 import argparse
+import datetime
 import hashlib
 import json
 import os
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from records import Row, environment_lines, make_record, work_rows, write_record
 
 ROOT = Path(__file__).resolve().parent.parent
 # Settings of the person's shell that would change what a peer computes with.
@@ -53,6 +56,14 @@ def peer_list(peers: Sequence[str], text: str) -> tuple[str, ...]:
     if not asked:
         raise argparse.ArgumentTypeError("no peer named")
     return tuple(peer for peer in peers if peer in asked)
+
+
+def pythons(text: str) -> dict[str, str]:
+    """An option that says which Python has MLX and allhands, and which has PyTorch: ``mlx=PATH,torch=PATH``."""
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if not found.keys() <= {"mlx", "torch"} or not all(found.values()):
+        raise argparse.ArgumentTypeError("give mlx=PATH,torch=PATH")
+    return found
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,8 @@ def machine() -> dict[str, Any]:
         "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        "os": _os_name(),
+        "gpus": _gpus(),
         "load_at_start": round(os.getloadavg()[0], 2),
     }
 
@@ -189,8 +202,12 @@ def run_benchmark(
     options: argparse.Namespace,
     measure: Callable[[argparse.Namespace, Path, dict[str, Any]], dict[str, Any]],
     report: Callable[[dict[str, Any]], str],
+    rows: Callable[[dict[str, Any]], Iterable[Row]] = work_rows,
 ) -> int:
     """Measure in a temporary directory below ``options.scratch``, print the report; with ``options.write`` record it.
+
+    Args:
+        rows: the figures to keep, in the shape of all benchmarks, of what ``measure`` has found.
 
     Returns:
         The exit code.
@@ -198,15 +215,15 @@ def run_benchmark(
     facts = quiet_machine()
     try:
         with tempfile.TemporaryDirectory(prefix=f"allhands-{name}-", dir=options.scratch) as directory:
-            record = measure(options, Path(directory), facts)
+            found = measure(options, Path(directory), facts)
     except BenchmarkError as error:
         say(f"error: {error}")
         return 1
-    print(report(record))
+    now = datetime.datetime.now(datetime.UTC).strftime("%H:%M:%S")
+    record = make_record(name, found, rows(found), now)
+    print("\n".join([*environment_lines(record), "", report(found)]))
     if options.write:
-        out = ROOT / "benchmarks" / "results" / f"{name}-{record['date']}.json"
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        say(f"written: {out}")
+        say(f"written: {write_record(record)}")
     return 0
 
 
@@ -222,8 +239,32 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _os_name() -> str:
+    """For people: the distribution, or the version of macOS."""
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return f"{platform.system()} {platform.release()}"
+
+
+def _gpus() -> list[str]:
+    """Name and power limit of each NVIDIA GPU."""
+    command = ["nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
 def git_commit() -> str:
-    """The commit of the tree, with ``+`` if it has changes; ``unknown`` outside of git."""
+    """The commit of the tree, with ``+`` if it has changes; ``unknown`` outside of git.
+
+    ``ALLHANDS_BENCHMARK_COMMIT`` says it for a copy of the tree that is no checkout.
+    """
+    if told := os.environ.get("ALLHANDS_BENCHMARK_COMMIT"):
+        return told
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness import BenchmarkError, clean_environ, git_commit, positive, run_benchmark, run_measured, say, versions
+from records import OURS, Row, row_of
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "numpy")
@@ -193,7 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--saves", type=positive, default=4, help="checkpoints to time (%(default)s)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a job may take")
     parser.add_argument("--scratch", type=Path, help="a directory with room for checkpoints of the whole model (5 GB)")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/recovery-DATE.json")
+    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
     options = parser.parse_args(arguments)
     options.kinds = [kind.strip() for kind in options.kinds.split(",")] if options.kinds else list(KINDS)
     if unknown := [kind for kind in options.kinds if kind not in KINDS]:
@@ -203,7 +204,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    return run_benchmark("recovery", options, measure, report)
+    return run_benchmark("recovery", options, measure, report, rows)
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +214,6 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     found, step_s = faults(options, work, data)
     saves = {name: checkpoint_pause(options, work, data, name) for name in METHODS}
     return {
-        "benchmark": "recovery",
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
@@ -315,12 +315,27 @@ def checkpoint_pause(options: argparse.Namespace, work: Path, data: Path, name: 
     }
 
 
+def rows(record: dict[str, Any]) -> list[Row]:
+    """The figures that are kept."""
+    found: list[Row] = []
+    for name in dict.fromkeys(one["name"] for one in record["faults"]):
+        ours = [one for one in record["faults"] if one["name"] == name]
+        detected = [one["detected_s"] for one in ours if one["detected_s"] is not None]
+        if detected:
+            found.append(row_of(f"{name}: found after", OURS, "s", detected, "lower"))
+        found.append(row_of(f"{name}: training again after", OURS, "s", [o["working_s"] for o in ours], "lower"))
+    for name, figures in record["checkpoints"].items():
+        for key, what in (("pause_s", "training pauses"), ("write_s", "written in")):
+            times = [1e3 * value for value in figures[key]]
+            found.append(row_of(f"checkpoint of {name}: {what}", OURS, "ms", times, "lower"))
+    return found
+
+
 def report(record: dict[str, Any]) -> str:
     """The figures as Markdown, with what one must know to read them."""
-    facts, settings = record["machine"], record["settings"]
+    settings = record["settings"]
     lines = [
-        f"{settings['model']} on {settings['ranks']} ranks, a checkpoint every {settings['save_every']} steps; "
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}; load {facts['load_at_start']} at the start",
+        f"{settings['model']} on {settings['ranks']} ranks, a checkpoint every {settings['save_every']} steps",
         "",
         *recovery_table([Recovery(**one) for one in record["faults"]]),
         "",
@@ -340,7 +355,7 @@ def report(record: dict[str, Any]) -> str:
             f"{1000 * figures['step_s']:.0f} ms",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", ", ".join(f"{name} {version}" for name, version in record["versions"].items())])
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""Write docs/performance.md from benchmarks/results; ``--check`` only tells whether it is up to date."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from records import (  # noqa: E402
+    OURS,
+    Row,
+    device_of,
+    environment_lines,
+    gpus_of,
+    is_ours,
+    machine_of,
+    read_records,
+    rows_in,
+)
+from roofline import utilisation  # noqa: E402
+
+PAGE = ROOT / "docs" / "performance.md"
+# Less than this is no finding.
+CLOSE = 0.05
+Record = Mapping[str, Any]
+
+INTRODUCTION = """# Performance
+
+Every table here is of one run of a script in `benchmarks/`, in which all peers were measured one after the other on
+the same machine with the same work ([what is the same, and how](../benchmarks/README.md)). This page is made from the
+records in `benchmarks/results`: `python scripts/write_performance_docs.py`.
+
+How to read it:
+
+- A figure is the median of its repeats, with the lowest and the highest in brackets.
+- The last column says how many times as good allhands is: above 1 it is ahead, **in bold below 1 the peer is**. For
+  times and memory less is better, for speeds more.
+- Ratios travel from one machine to another of its kind; absolute figures of a shared machine do not.
+- `make bench` repeats the tables of a CPU, `benchmarks/h200.sh` those of NVIDIA GPUs. `benchmarks/regressions.py` names
+  each ratio and each count of instructions that is more than 5 % worse than in the record before.
+"""
+
+# Name of the benchmark: heading, and what one must know. In the order of the page.
+TABLES = {
+    "gpu": (
+        "Training on one GPU",
+        "Random tokens and weights, bfloat16, AdamW. `qlora`: the shape of Mistral-7B in 4 bits, rank 8 on the last 8 "
+        "layers, 4 x 512 tokens; PyTorch has the weights in bfloat16, because it cannot read MLX's 4 bits. `lora` and "
+        "`full`: a Llama of 1.24 billion, 8 x 1024. `smol`: the shape of SmolLM-135M, all of it, 32 x 512. The first "
+        "step includes the building of kernels.",
+    ),
+    "gpu_many": (
+        "Training on several GPUs",
+        "Data parallel over NCCL, beside PyTorch's DistributedDataParallel on the same machine.",
+    ),
+    "cpu_lora": (
+        "LoRA on a Linux CPU",
+        "Rank 8 on the last 8 layers of SmolLM2-135M-Instruct, 4 bits, batches of 4; float32 everywhere, the same "
+        "batches for everybody. `mlx_lm` is what pip installs.",
+    ),
+    "data": (
+        "Data",
+        "Generated text and chats. mlx_lm gets a tenth of the text, which is why memory is given for a token. Its "
+        "batches and random ones stand beside those of allhands on a CPU and on a GPU.",
+    ),
+    "backends": (
+        "Bytes between processes of one computer",
+        "float32, summed over two processes. The program is the same; what differs is who starts it.",
+    ),
+    "sync": (
+        "A model to every computer",
+        "From one host to three others by cables of 200 Mbit/s, in network namespaces of one computer. `allhands` is "
+        "the chain that it takes by itself.",
+    ),
+    "recovery": (
+        "Faults and checkpoints",
+        "The demo model on two ranks of one computer; no peer does this. "
+        "[What happens at a fault](reliability.md) says more.",
+    ),
+    "instructions": (
+        "Instructions",
+        "In user space, for pieces of allhands' own work: figures that do not depend on what else the machine does.",
+    ),
+}
+
+LIMIT = """## The limit
+
+No step can be faster than its matrix products. The fastest ones that were measured on the machine, by anybody:
+"""
+
+UTILISATION = """The FLOPs of the model are 2 for each weight that is multiplied and each token, in the forward pass,
+again for the gradient of each input that is needed and again for the gradient of each weight that is trained; attention
+counts the half that is not masked ([the formula](../benchmarks/roofline.py)). Recomputation and padding do not count.
+Held against the fastest matrix product of the same type:
+"""
+
+LEFT = """The rest goes into what is no matrix product (norms, softmax, cross-entropy, the optimizer), into products
+smaller than that of the ceiling, and into reading weights; `allhands train --profile` shows how a step's time is split.
+"""
+
+
+def page(directory: Path = ROOT / "benchmarks" / "results") -> str:
+    """The whole page."""
+    records = newest(read_records(directory))
+    parts = [INTRODUCTION]
+    for name, (heading, text) in TABLES.items():
+        of_name = [record for record in records if record["name"] == name]
+        if of_name:
+            parts.append(f"## {heading}\n\n{text}\n")
+            parts += [section(record) for record in of_name]
+    if not any(gpus_of(record["environment"]["machine"]) for record in records):
+        parts.append("There is no record of a GPU yet.\n")
+    parts += limit(records)
+    parts.append(behind(records))
+    return "\n".join(parts)
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """The last record of each benchmark on each machine."""
+    found: dict[tuple[str, str], Record] = {}
+    for record in records:
+        key = record["name"], machine_of(record)
+        found.pop(key, None)
+        found[key] = record
+    return list(found.values())
+
+
+def section(record: Record) -> str:
+    """One record: where and when, and its table."""
+    told = "\n".join(f"- {line}" for line in environment_lines(record))
+    failed = [
+        f"{peer} has no figure for {work}: {one['error']}"
+        for work, peers in record["details"].get("results", {}).items()
+        for peer, one in peers.items()
+        if "error" in one
+    ]
+    return f"{told}\n\n{table(rows_in(record))}\n" + "".join(f"\n{text}\n" for text in failed)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each figure, a column for each who was measured, ours first; then the ratios."""
+    who = sorted(dict.fromkeys(row.who for row in rows), key=lambda name: (name != OURS, not is_ours(name)))
+    compared = any(row.ratios for row in rows)
+    head = ["", *who, *(["allhands is"] if compared else [])]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * len(who)}{'---|' if compared else ''}"]
+    for name, unit in dict.fromkeys((row.name, row.unit) for row in rows):
+        by_who = {row.who: row for row in rows if (row.name, row.unit) == (name, unit)}
+        cells = [f"{name}, {unit}", *(cell(by_who.get(one)) for one in who)]
+        if compared:
+            cells.append(ratios(by_who[OURS]) if OURS in by_who else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(row: Row | None) -> str:
+    """The median, and the spread where there is one."""
+    if row is None:
+        return ""
+    if row.repeats == 1:
+        return number(row.median)
+    return f"{number(row.median)} ({number(row.least)} to {number(row.most)})"
+
+
+def number(value: float) -> str:
+    """With three digits that count, and all those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def ratios(row: Row) -> str:
+    """Against each peer; those that are ahead in bold."""
+    told = [f"{factor(ratio)} {who}" for who, ratio in row.ratios.items()]
+    return ", ".join(
+        text if ratio >= 1 else f"**{text}**" for text, ratio in zip(told, row.ratios.values(), strict=True)
+    )
+
+
+def factor(ratio: float) -> str:
+    """Times, with digits enough to tell 0.98 from 1."""
+    return f"{ratio:,.0f} x" if ratio >= 100 else f"{ratio:.1f} x" if ratio >= 10 else f"{ratio:.2f} x"
+
+
+def limit(records: Sequence[Record]) -> list[str]:
+    """Ceilings, and what part of them training reaches."""
+    ceilings = [record for record in records if record["name"] == "ceilings"]
+    if not ceilings:
+        return ["## The limit\n\nThe ceilings of a machine are measured by `benchmarks/ceilings.py`; no record yet.\n"]
+    parts = [LIMIT, *(section(record) for record in ceilings)]
+    lines = ["| on | work | who | model FLOP/s | of the fastest product |", "|---|---|---|---:|---:|"]
+    for record in records:
+        for row, rate, part in utilisation(record, records):
+            work = f"{record['name']}, {row.name.removesuffix('speed').rstrip(': ')}".rstrip(", ")
+            flops = f"{rate / 1e12:,.0f} T" if rate >= 1e13 else f"{rate / 1e9:,.0f} G"
+            lines.append(f"| {device_of(record)} | {work} | {row.who} | {flops} | {100 * part:.0f} % |")
+    if len(lines) > 2:
+        parts += [UTILISATION, "\n".join(lines) + "\n", LEFT]
+    return parts
+
+
+def behind(records: Sequence[Record]) -> str:
+    """Every figure in which a peer is ahead, the furthest first; those that are close in a line each benchmark."""
+    far: list[tuple[float, str]] = []
+    close: dict[str, list[str]] = {}
+    for record in records:
+        place = f"{TABLES.get(record['name'], (record['name'],))[0]} ({device_of(record)})"
+        for row in rows_in(record):
+            for who, ratio in row.ratios.items():
+                if ratio < 1 - CLOSE:
+                    far.append((ratio, f"- {place}, {row.name}: {who}; allhands is {factor(ratio)} as good."))
+                elif ratio < 1:
+                    close.setdefault(place, []).append(f"{row.name} ({who})")
+    lines = [line for _, line in sorted(far)]
+    lines += [f"- By less than {100 * CLOSE:.0f} %: {place}: {', '.join(names)}." for place, names in close.items()]
+    return f"## Where a peer is ahead, and what is left\n\n{chr(10).join(lines) or 'In none of the figures above.'}\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text() == page() else f"{PAGE} is out of date: run {sys.argv[0]}")
+    PAGE.write_text(page())
