@@ -15,12 +15,14 @@ import pytest
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Alone
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import install_dropout
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
 from allhands.model.fused.linear import Product
-from allhands.train.step import make_gradient, make_joined_gradient
+from allhands.train.step import TrainStep, make_gradient, make_joined_gradient
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, unflatten
 
@@ -143,3 +145,43 @@ def test_many_numbers_are_an_array_for_each_product(monkeypatch: pytest.MonkeyPa
     assert len(made.chunks) == 2 + 3 * 6
     named = dict(flatten(model.trainable_parameters()))
     assert {name for name, _ in made.named(made.joined(named))} == named.keys()
+
+
+def micro_batch(number: int) -> MicroBatch:
+    ids = (np.arange(80).reshape(2, 40) * (number + 3) + number) % 96
+    return MicroBatch(
+        inputs=ids.astype(np.int32),
+        positions=np.arange(80, dtype=np.int32),
+        targets=((ids * 5) % 96).reshape(-1).astype(np.int32),
+        num_tokens=80,
+        examples=np.arange(2, dtype=np.int32),
+    )
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
+def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*, ahead: bool) -> tuple[list[float], dict[str, np.ndarray[Any, Any]]]:
+        model = trained("lora")
+        fuse(model, 40)
+        model.train()
+        step = TrainStep(model, optim.AdamW(1e-2), Alone(), eager=False, compiled=compiled)
+        batches = [micro_batch(number) for number in range(5)]
+        losses = []
+        for here, following in zip(batches, [*batches[1:], None], strict=True):
+            coming = [following] if ahead and following is not None else []
+            losses.append(step([here], upcoming=lambda coming=coming: coming).loss_sum)
+            prepared.append(step._prepared is not None)
+            if here is batches[2]:  # somebody else sets weights between two steps
+                layer = model.layers[2].mlp.down_proj
+                layer.lora_b = layer.lora_b * 2
+        return losses, {name: np.array(array) for name, array in flatten(model.trainable_parameters())}
+
+    prepared: list[bool] = []
+    plain, weights = run(ahead=False)
+    assert prepared == [False] * 5
+    prepared.clear()
+    ahead, others = run(ahead=True)
+    assert prepared == [True] * 4 + [False]
+    assert ahead == plain
+    for name, array in weights.items():
+        assert array.tobytes() == others[name].tobytes(), name

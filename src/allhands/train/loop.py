@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +47,7 @@ class LoopParts:
         regroup_requested: whether the run should end at a checkpoint, to go on with other ranks.
         learning_rate: of the last update.
         total: batches to train on.
+        loaded: micro-batches of an update before its turn, by the number of its first batch.
     """
 
     config: TrainConfig
@@ -63,6 +66,7 @@ class LoopParts:
     regroup_requested: Callable[[], bool]
     learning_rate: Callable[[], float]
     total: int
+    loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
 
 
 def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
@@ -187,15 +191,36 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     # Nothing of ours draws from it; for models that do.
     mx.random.seed(parts.config.seed + state.iteration)
     fire("step", state.iteration, parts.communicator.rank)
-    end = min(state.iteration + parts.config.grad_accumulation_steps, parts.total)
-    micro_batches = [batch for i in range(state.iteration, end) for batch in parts.load(i)]
+    end = _end(parts, state.iteration)
+    micro_batches = parts.loaded.pop(state.iteration, None)
+    if micro_batches is None:
+        micro_batches = _load(parts, state.iteration)
     loaded = time.perf_counter()
-    result = parts.step(micro_batches, stop=parts.stop_requested)
+    result = parts.step(micro_batches, stop=parts.stop_requested, upcoming=partial(_load_ahead, parts, end))
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
     state.trained_tokens += result.num_targets
     state.window.add(result, time.perf_counter() - begun, loaded - begun)
     return result
+
+
+def _end(parts: LoopParts, begin: int) -> int:
+    """The number of batches after an update that begins at ``begin``."""
+    return min(begin + parts.config.grad_accumulation_steps, parts.total)
+
+
+def _load(parts: LoopParts, begin: int) -> list[MicroBatch]:
+    return [batch for i in range(begin, _end(parts, begin)) for batch in parts.load(i)]
+
+
+def _load_ahead(parts: LoopParts, begin: int) -> list[MicroBatch]:
+    """The micro-batches of the update that begins at ``begin``, kept for it; none at the end."""
+    if begin < parts.total:
+        mx.random.seed(parts.config.seed + begin)
+        # What fails does so again when its turn comes, after the update that is being made.
+        with suppress(AllhandsError, OSError):
+            parts.loaded[begin] = _load(parts, begin)
+    return parts.loaded.get(begin, [])
 
 
 def _note_skipped(parts: LoopParts, state: LoopState, result: StepResult) -> None:

@@ -7,12 +7,10 @@ not below what is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
-
-from allhands.data.loader import MicroBatch
 
 # Of what a step without a limit holds beyond what stays (weights, optimizer). On an H200 0.64 cost 0.8 % in LoRA of 1.2
 # billion parameters, 0.4 0.6 % in QLoRA of 7 billion, and 0.2 there 4 %.
@@ -38,9 +36,8 @@ class RunAhead:
         self._own: int | None = None  # MLX's, while ours is set
         self._measured = False
 
-    def before(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """To be called before a step: one that is larger than any before it is not limited."""
-        largest = max((batch.inputs.size for batch in micro_batches), default=0)
+    def before(self, largest: int) -> None:
+        """To be called before a step with the places of its largest micro-batch: more than ever are not limited."""
         if largest > self._most:
             self._most, self._measured = largest, False
             self.close()

@@ -274,23 +274,29 @@ class TrainStep:
         self._window_name = "packed row" if packed else "training example"
         self._beat = beat
         self._rehearse = rehearse
+        self._prepared: tuple[MicroBatch, list[mx.array], tuple[mx.array, Any]] | None = None
         self._ahead = RunAhead() if kernels.available() else None
 
     def __call__(
-        self, micro_batches: Sequence[MicroBatch], *, stop: Callable[[], object] = lambda: False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        stop: Callable[[], object] = lambda: False,
+        upcoming: Callable[[], Sequence[MicroBatch]] = tuple,
     ) -> StepResult:
         """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
 
         Args:
             stop: whether this rank has been asked to stop, asked once it has computed; all ranks learn of it in
                 :attr:`StepResult.stop_votes`.
+            upcoming: gives the micro-batches of the step after this one, if there is one; asked while a device works.
 
         Raises:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
         """
         started = time.perf_counter()
         if self._ahead is not None:
-            self._ahead.before(micro_batches)
+            self._ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
         loss, grads = self._accumulate(micro_batches)
         if self._rehearse("reduce") == "nan":
             grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
@@ -299,8 +305,11 @@ class TrainStep:
         sums, totals = self._reduce(grads, mine)
         del grads
         reduced = time.perf_counter()
-        update = self._update_by_hand if self._graph is None else self._update_in_graph
-        result = update(sums, totals, StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed))
+        timed = StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed)
+        if self._graph is None:
+            result = self._update_by_hand(sums, totals, timed)
+        else:
+            result = self._update_in_graph(sums, totals, timed, upcoming)
         if self._ahead is not None:
             self._ahead.after()
         if problem := _not_finite(result):
@@ -325,7 +334,13 @@ class TrainStep:
             mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return result
 
-    def _update_in_graph(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
+    def _update_in_graph(
+        self,
+        sums: list[tuple[str, mx.array]],
+        totals: mx.array,
+        timed: StepResult,
+        upcoming: Callable[[], Sequence[MicroBatch]],
+    ) -> StepResult:
         """Update the model if all numbers are finite, then look at them: on one rank the first wait of a step."""
         assert self._graph is not None
         if self._after_backward is not None:
@@ -337,10 +352,29 @@ class TrainStep:
         self._rehearse("update")
         begun = time.perf_counter()
         norm = self._graph(sums, totals[0], totals[1])
+        self._prepare(upcoming())
         mx.eval(norm, totals, self._graph.arrays())
         # On one rank this includes the passes themselves.
         waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
         return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
+
+    def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Put the next step's first pass together, of weights that are still being computed.
+
+        This takes the host a while, in which a device would have nothing to do.
+        """
+        known = self._graph is not None and self._graph.leaves is not None
+        if known and micro_batches and micro_batches[0].shape in self.shapes:
+            assert self._graph is not None
+            batch = micro_batches[0]
+            self._prepared = batch, self._graph.weights(), self._gradient(*self._arguments(batch))
+
+    def _gradient_of(self, batch: MicroBatch) -> tuple[mx.array, Any]:
+        prepared, self._prepared = self._prepared, None
+        # Not if somebody has set weights since.
+        if prepared and prepared[0] is batch and self._graph is not None and prepared[1] is self._graph.weights():
+            return prepared[2]
+        return self._gradient(*self._arguments(batch))
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
@@ -350,7 +384,7 @@ class TrainStep:
         for number_of, batch in enumerate(micro_batches, 1):
             self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
             self.shapes.add(batch.shape)
-            loss, new = self._gradient(*self._arguments(batch))
+            loss, new = self._gradient_of(batch)
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
             total, grads = total + loss, new
