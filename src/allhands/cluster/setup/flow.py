@@ -225,9 +225,8 @@ class SetUp:
         try:
             self._runner.run(steps)
         except (Failed, AllhandsError) as error:
-            hint = f"run it by hand: {plan.shown(error.step)}" if isinstance(error, Failed) else error.hint or ""
             for outcome in outcomes:
-                outcome.fail(str(error) if isinstance(error, Failed) else error.message, hint)
+                outcome.fail(str(error) if isinstance(error, Failed) else error.message, error.hint or "")
             return False
         for outcome in outcomes:
             outcome.done += [step.why for step in steps if step.changes]
