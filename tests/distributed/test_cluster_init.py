@@ -267,7 +267,7 @@ def test_a_computer_that_knows_only_a_password(
     asked.chmod(0o700)
     for name, value in (("SSH_ASKPASS", str(asked)), ("SSH_ASKPASS_REQUIRE", "force"), ("SSH_AUTH_SOCK", "")):
         monkeypatch.setenv(name, value)
-    key = tmp_path / "me" / ".ssh" / "id_ed25519"
+    key = tmp_path / "keys" / "id_ed25519"  # and so there is no ~/.ssh, in which ssh-copy-id has to work
     with password_only(ready, "a password", key) as program:
         monkeypatch.setenv("ALLHANDS_SSH", program)
         # Not asked for: the computer is left out, with the word that helps.
@@ -286,6 +286,7 @@ def test_a_computer_that_knows_only_a_password(
         assert init("--hosts", "node0", "--yes", "--install-key") == 0
         assert (tmp_path / "asked").read_text() == "asked\n"
         assert key.stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "me" / ".ssh").stat().st_mode & 0o777 == 0o700
         authorised = ready.cluster.directory / "files-node0-1" / ".ssh" / "authorized_keys"
         assert authorised.read_text() == key.with_suffix(".pub").read_text()
         # Again: nothing is asked, nothing added.

@@ -98,7 +98,9 @@ class SetUp:
         denied = [o for o in waiting if found[o.name].kind == "denied" and found[o.name].identity is not None]
         if not denied or not self._wishes.install_key:
             return set()
-        steps = plan.login_steps([(o.name, o.host.ssh or o.name, found[o.name]) for o in denied])
+        own = Path.home() / ".ssh"
+        lacking = None if own.is_dir() else own
+        steps = plan.login_steps([(o.name, o.host.ssh or o.name, found[o.name]) for o in denied], lacking)
         if not self._agreed("These computers refuse your key:", steps, "install your key there?"):
             for outcome in denied:
                 outcome.fail(found[outcome.name].reason, f"ssh-copy-id {outcome.host.ssh}")
