@@ -194,16 +194,17 @@ def test_an_unknown_host_key(
     out = capsys.readouterr().out
     assert print_of in out
     assert known_lines(ready) == before
-    # Refused by the person: the other computer is set up all the same.
+    # Refused by the person: no hostfile without it.
     answers("n\n")
     assert init("--hosts", "node0,node1") == 7
     err = capsys.readouterr().err
     assert err.index(print_of) < err.index("is this the key of node1? [y/N]")
     assert "node1: cannot be used: its host key is not known" in err
+    assert "hosts.json is not written, because you did not agree to what is needed on node1" in err
     assert known_lines(ready) == before
-    assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0"]
+    assert not Path("hosts.json").exists()
     # Accepted.
-    answers("y\ny\n")
+    answers("y\n")
     assert init("--hosts", "node0,node1") == 0
     assert known_lines(ready) == [*before, line]
     assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0", "node1"]
@@ -328,9 +329,11 @@ def test_a_computer_that_is_not_there_does_not_stop_the_others(
     began = time.monotonic()
     assert init("--hosts", "node0,node1,no-such-name.invalid") == 7
     assert time.monotonic() - began < 25
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert "node1: cannot be used" in err
     assert "no-such-name.invalid: cannot be used" in err
+    assert "hosts.json written without node1, no-such-name.invalid (see above)" in out
+    assert "train" not in out
     assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0"]
 
 
