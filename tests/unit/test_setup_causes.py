@@ -48,7 +48,7 @@ VENV = (
     "Error: Command '['/e/bin/python3', '-m', 'ensurepip', '--upgrade', '--default-pip']' "
     "returned non-zero exit status 1.\n"
 )
-NO_NETWORK = "let it reach the package index, or set a mirror there (PIP_INDEX_URL, or UV_DEFAULT_INDEX for uv)"
+NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (for uv: uv.toml)"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from allhands.cli.cluster_sync import Wanted, run_sync
 from allhands.cluster.hosts import Host
 from allhands.cluster.sync import SyncOptions, SyncState, make_plan, run, synchronise
 from allhands.cluster.sync.blocks import BLOCK_BYTES
-from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError, ModelError, StorageError
+from allhands.errors import ConfigError, DataError, DistributedError, StorageError
 
 # Runs here what a host would run, in its own home; a host named "down" does not answer, one named "noisy" greets.
 PRETENDED = """#!/bin/sh
@@ -467,26 +467,6 @@ def test_the_demo_model_goes_to_the_cache(hosts: Hosts, monkeypatch: pytest.Monk
     made = [replace(hosts.make("a")[0], envs={"ALLHANDS_CACHE": str(hosts.place / "other")})]
     assert run_sync(Wanted("demo", "demo", None, ()), made, SyncOptions(), as_json=False) == 0
     assert (hosts.place / "other" / "SmolLM" / "config.json").read_text() == "{}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "code"),
-    [
-        (["--data", "absent"], DataError, 3),
-        (["--data", "/absent/data"], DataError, 3),
-        (["--model", "./absent"], ModelError, 4),
-        (["absent"], ConfigError, 2),
-        (["-c", "absent.yaml"], ConfigError, 2),
-    ],
-)
-def test_what_is_missing_has_the_code_that_training_has_for_it(
-    hosts: Hosts, arguments: list[str], kind: type[AllhandsError], code: int
-) -> None:
-    error = command("--hosts", "a", *arguments).exception
-    assert isinstance(error, kind)
-    assert error.exit_code == code
-    assert error.where == arguments[-1]
-    assert error.hint
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from allhands.cluster.setup.shell import Done
 
-_NO_NETWORK = "let it reach the package index, or set a mirror there (PIP_INDEX_URL, or UV_DEFAULT_INDEX for uv)"
+_NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (for uv: uv.toml)"
 _MEND = "mend that Python, install uv there, or name another Python with --python"
 # Of pip and uv. A connection may break and come back: only where the last word is that nothing was found.
 _BROKEN = re.compile(r"connection broken by|Max retries exceeded|error sending request|Failed to fetch|dns error")
