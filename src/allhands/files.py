@@ -30,6 +30,7 @@ _REMEDY = {
     errno.EROFS: "the file system is read-only: choose another directory",
     errno.ENOTDIR: "a part of the path is a file: choose another directory",
     errno.EEXIST: "there is a file of that name: choose another directory",
+    errno.EISDIR: "there is a directory of that name: move it away, or choose another name",
     errno.ENOENT: "there is no directory to hold it: check the path",
     errno.EFBIG: "the file is larger than is allowed here (ulimit -f, or the file system's limit)",
 }

@@ -31,6 +31,13 @@ def format_bytes(number: float) -> str:
     return f"{number / 1e6:.0f} MB" if number < 999.5e6 else f"{number / 1e9:.3g} GB"
 
 
+def format_size(number: float) -> str:
+    """Of files, which may be small: ``17 B``, ``182.0 kB``, then as :func:`format_bytes`."""
+    if number < 1000:
+        return f"{number:.0f} B"
+    return f"{number / 1e3:.1f} kB" if number < 999_950 else format_bytes(number)
+
+
 def format_memory(per_rank: Sequence[int]) -> str:
     """One figure, or the range over the ranks; ``?`` if none is known."""
     ends = (min(per_rank), max(per_rank)) if per_rank else ()

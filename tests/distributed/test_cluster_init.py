@@ -194,16 +194,17 @@ def test_an_unknown_host_key(
     out = capsys.readouterr().out
     assert print_of in out
     assert known_lines(ready) == before
-    # Refused by the person: the other computer is set up all the same.
+    # Refused by the person: no hostfile without it.
     answers("n\n")
     assert init("--hosts", "node0,node1") == 7
     err = capsys.readouterr().err
     assert err.index(print_of) < err.index("is this the key of node1? [y/N]")
     assert "node1: cannot be used: its host key is not known" in err
+    assert "hosts.json is not written, because you did not agree to what is needed on node1" in err
     assert known_lines(ready) == before
-    assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0"]
+    assert not Path("hosts.json").exists()
     # Accepted.
-    answers("y\ny\n")
+    answers("y\n")
     assert init("--hosts", "node0,node1") == 0
     assert known_lines(ready) == [*before, line]
     assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0", "node1"]
@@ -267,7 +268,7 @@ def test_a_computer_that_knows_only_a_password(
     asked.chmod(0o700)
     for name, value in (("SSH_ASKPASS", str(asked)), ("SSH_ASKPASS_REQUIRE", "force"), ("SSH_AUTH_SOCK", "")):
         monkeypatch.setenv(name, value)
-    key = tmp_path / "me" / ".ssh" / "id_ed25519"
+    key = tmp_path / "keys" / "id_ed25519"  # and so there is no ~/.ssh, in which ssh-copy-id has to work
     with password_only(ready, "a password", key) as program:
         monkeypatch.setenv("ALLHANDS_SSH", program)
         # Not asked for: the computer is left out, with the word that helps.
@@ -286,6 +287,7 @@ def test_a_computer_that_knows_only_a_password(
         assert init("--hosts", "node0", "--yes", "--install-key") == 0
         assert (tmp_path / "asked").read_text() == "asked\n"
         assert key.stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "me" / ".ssh").stat().st_mode & 0o777 == 0o700
         authorised = ready.cluster.directory / "files-node0-1" / ".ssh" / "authorized_keys"
         assert authorised.read_text() == key.with_suffix(".pub").read_text()
         # Again: nothing is asked, nothing added.
@@ -327,9 +329,11 @@ def test_a_computer_that_is_not_there_does_not_stop_the_others(
     began = time.monotonic()
     assert init("--hosts", "node0,node1,no-such-name.invalid") == 7
     assert time.monotonic() - began < 25
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert "node1: cannot be used" in err
     assert "no-such-name.invalid: cannot be used" in err
+    assert "hosts.json written without node1, no-such-name.invalid (see above)" in out
+    assert "train" not in out
     assert [host.ssh for host in read_hostfile("hosts.json")] == ["node0"]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allhands.errors import DataError, StorageError
-from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
+from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate, format_size
 from allhands.metrics import (
     ConsoleSink,
     Event,
@@ -478,5 +478,7 @@ def test_other_units() -> None:
         "7.62 B",
     ]
     assert [format_bytes(n) for n in (0, 612e6, 999.6e6, 80e9)] == ["0 MB", "612 MB", "1 GB", "80 GB"]
+    sizes = (0, 999, 182_000, 999_949, 999_950, 80e9)
+    assert [format_size(n) for n in sizes] == ["0 B", "999 B", "182.0 kB", "999.9 kB", "1 MB", "80 GB"]
     assert [format_memory(m) for m in ((), (612_100_000, 612_000_000))] == ["?", "612 MB"]
     assert [format_rate(r) for r in (4.24, 9.96, 213.4, 12345.0)] == ["4.2", "10", "213", "12345"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import typer
 
-from allhands.cli.cluster_init import cluster_init
+from allhands.cli.cluster_init import cluster_init, run_init
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
+from allhands.cluster.setup import hostfile
 from allhands.cluster.setup.flow import SetUp
 from allhands.cluster.setup.outcome import Mode, Report, Wishes
 from allhands.cluster.setup.plan import Step
@@ -90,10 +92,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def set_up(place: Path, person: Answers, *states: HostState, mode: Mode = "ask", wanted: Wanted = WANTED) -> Report:
+def wishes_for(place: Path, *states: HostState, mode: Mode = "ask", wanted: Wanted = WANTED) -> Wishes:
     surveyor: Any = OnPaper({state.name: state for state in states})
-    wishes = Wishes([state.name for state in states], place / "hosts.json", wanted, surveyor, mode=mode)
-    return SetUp(wishes, person).run()
+    return Wishes([state.name for state in states], place / "hosts.json", wanted, surveyor, mode=mode)
+
+
+def set_up(place: Path, person: Answers, *states: HostState, mode: Mode = "ask", wanted: Wanted = WANTED) -> Report:
+    return SetUp(wishes_for(place, *states, mode=mode, wanted=wanted), person).run()
 
 
 def addresses(place: Path) -> dict[str, list[str]]:
@@ -192,7 +197,10 @@ def test_refused_changes_are_not_made(place: Path) -> None:
     assert person.asked == ["do this on 1 computer?"]
     assert person.begun == []
     assert report.outcomes[1].trouble == "it lacks what was not to be installed"
-    assert addresses(place) == {"mac1": ["10.0.0.1"]}
+    assert report.refused == ["mac2"]
+    # Without it: that was not asked for.
+    assert (report.text, report.written) == (None, None)
+    assert not (place / "hosts.json").exists()
 
 
 def test_a_step_that_fails_is_told_with_its_last_word_and_how_to_run_it(
@@ -212,6 +220,23 @@ def test_nobody_can_be_used(place: Path) -> None:
     assert not (place / "hosts.json").exists()
 
 
+def test_one_that_tells_nothing_of_itself_is_not_passed_over(place: Path) -> None:
+    report = set_up(place, Answers(), mac(1, 9), replace(mac(2, 9), facts=None))
+    assert report.outcomes[1].trouble == "its Python does not tell what the computer has"
+    assert (report.hosts, report.without) == (["mac1"], ["mac2"])
+
+
+def test_what_runs_here_is_packed_only_for_who_needs_it(place: Path) -> None:
+    pack = (sys.executable, "-c", "raise SystemExit(1)")
+    wanted = replace(WANTED, source=Source("1.2", place / "allhands.whl", made_by=pack))
+    lacks_a_directory = replace(mac(1, 9), cwd_exists=False)
+    shown = set_up(place, Answers(), lacks_a_directory, mode="dry-run", wanted=wanted).shown
+    assert [step.argv[0] for step in shown] == ["mkdir"]
+    person = Answers()
+    set_up(place, person, lacks_a_directory, mode="yes", wanted=wanted)
+    assert [step.argv[0] for step in person.begun] == ["mkdir"]
+
+
 def test_hosts_with_gpus_get_a_rank_for_each(place: Path) -> None:
     gpu = {"kind": "cuda", "name": "H100", "driver": "580.1"}
     state = mac(1, 9)
@@ -221,6 +246,135 @@ def test_hosts_with_gpus_get_a_rank_for_each(place: Path) -> None:
     installed = Installed("/env/bin/python", (3, 11, 1), versions)
     set_up(place, Answers(), replace(state, system="Linux", driver="580.1", facts=facts, installed=(installed,)))
     assert json.loads((place / "hosts.json").read_text())["hosts"][0]["slots"] == 2
+
+
+# --- what is told at the end ----------------------------------------------------------------------------
+
+
+class Typed(io.StringIO):
+    """A person at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def at_terminal(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", Typed(text))
+
+
+NEEDS_A_DIRECTORY = replace(mac(2, 9), cwd_exists=False)
+
+
+@pytest.mark.parametrize("answer", ["n\n", "maybe\n", ""], ids=["no", "maybe", "Ctrl-D"])
+def test_a_refusal_writes_no_hostfile_and_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
+) -> None:
+    at_terminal(monkeypatch, answer)
+    assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY)) == 7
+    assert not (place / "hosts.json").exists()
+    said = capsys.readouterr()
+    assert "hosts.json is not written, because you did not agree to what is needed on mac2" in said.err
+    assert "what to do: run this again and agree, or leave mac2 out of --hosts" in said.err
+    assert "train" not in said.out + said.err
+
+
+def test_who_fails_is_missing_from_the_hostfile_and_that_is_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "ssh").write_text('#!/bin/sh\ncase "$*" in *mkdir*) echo "disk full" >&2; exit 1;; esac\n')
+    assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mac(3, 9), mode="yes")) == 7
+    assert list(addresses(place)) == ["mac1", "mac3"]
+    said = capsys.readouterr().out
+    assert said.startswith("hosts.json written without mac2 (see above)\n")
+    assert "allhands train --hostfile hosts.json" in said
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_is_left_alone_is_not_sent_to_train(
+    place: Path, capsys: pytest.CaptureFixture[str], again: bool
+) -> None:
+    (place / "ssh").write_text('#!/bin/sh\ncase "$*" in *mkdir*) exit 1;; esac\n')
+    for _ in range(1 + again):
+        capsys.readouterr()
+        assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="yes")) == 7
+    said = capsys.readouterr().out
+    assert said == (
+        f"hosts.json {'is up to date' if again else 'written'} without mac2 (see above)\n"
+        "it has one computer alone: mend what is wrong with the others, and run this again\n"
+    )
+
+
+def test_one_that_was_asked_for_alone_may_train(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_init(wishes_for(place, mac(1, 9), mode="yes")) == 0
+    assert capsys.readouterr().out.startswith("hosts.json written\nnext:\n")
+
+
+def test_only_shown_it_says_who_would_be_missing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacking = replace(mac(2, 9), installed=(), env_dir="/home/me/env", home="/home/me")
+    assert run_init(wishes_for(place, mac(1, 9), lacking, mac(3, 9), mode="dry-run")) == 7
+    assert f"# {place}/hosts.json without mac2\ncat > " in capsys.readouterr().out
+
+
+OLD = {"mac1": "10.0.0.1", "mac2": "10.0.0.2", "far": "10.0.9.1", "farther": "10.0.9.2"}
+
+
+def earlier(place: Path) -> str:
+    """A hostfile of an earlier run, over more computers."""
+    entries = [hostfile.Entry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()]
+    (place / "hosts.json").write_text(hostfile.compose(entries))
+    return (place / "hosts.json").read_text()
+
+
+def test_who_else_is_in_the_hostfile_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = earlier(place)
+    assert run_init(wishes_for(place, mac(1, 9), mac(2, 9), mode="yes")) == 0
+    assert (place / "hosts.json").read_text() == before
+    said = capsys.readouterr().out
+    assert said.startswith("hosts.json is up to date\nit also has far, farther, as before\nnext:\n")
+
+
+def test_one_that_fails_stays_in_an_earlier_hostfile(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = earlier(place)
+    (place / "ssh").write_text('#!/bin/sh\ncase "$*" in *mkdir*) exit 1;; esac\n')
+    assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="yes")) == 7
+    assert (place / "hosts.json").read_text() == before
+    assert "it also has mac2, far, farther, as before" in capsys.readouterr().out
+
+
+def test_a_plan_has_no_step_that_changes_nothing(place: Path) -> None:
+    earlier(place)
+    with pytest.raises(ConfigError) as caught:
+        run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="refuse"))
+    lines = caught.value.message.splitlines()[1:]
+    assert lines == ["  # mac2: make the directory to work in", f"  {place}/ssh mac2 'mkdir -p -- /work'"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "flags"),
+    [
+        ({"place_named": True}, "--env-dir is"),
+        ({"wanted": replace(WANTED, python_path="/no/python3.11")}, "--python is"),
+        ({"place_named": True, "wanted": replace(WANTED, python_path="/no/python3.11")}, "--env-dir and --python are"),
+        ({}, None),
+        ({"wanted": replace(WANTED, python_path="/env/bin/python")}, None),
+    ],
+)
+def test_what_is_asked_for_and_not_needed_is_told(
+    place: Path, capsys: pytest.CaptureFixture[str], wishes: dict[str, Any], flags: str | None
+) -> None:
+    wanted = replace(wishes_for(place, replace(mac(1, 9), env_dir="/X"), mode="yes"), **wishes)
+    assert run_init(wanted) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "kept" in line]
+    text = f"  kept: /env/bin/python is there and has everything, so {flags} not used"
+    assert said == ([] if flags is None else [text])
+
+
+def test_an_environment_in_the_named_place_is_what_was_asked_for(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wishes = wishes_for(place, replace(mac(1, 9), env_dir="/env"), mode="yes")
+    assert run_init(replace(wishes, place_named=True)) == 0
+    assert "kept" not in capsys.readouterr().err
 
 
 # --- the command ----------------------------------------------------------------------------------------

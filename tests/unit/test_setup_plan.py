@@ -285,6 +285,19 @@ def test_a_key_is_made_with_its_public_half_and_never_over_another(tmp_path: Pat
     assert key.read_bytes() == made
 
 
+def test_ssh_copy_id_gets_its_directory(tmp_path: Path) -> None:
+    own = tmp_path / "me" / ".ssh"
+    elsewhere = [("a", "a", Access("denied", identity=Identity(tmp_path / "keys" / "id", False)))]
+    here = [("a", "a", Access("denied", identity=Identity(own / "id_ed25519", False)))]
+    make, key, copy = plan.login_steps(elsewhere, own)
+    assert (make.host, key.host, copy.argv[0]) == ("", "", "ssh-copy-id")
+    assert run_step(make) == 0
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert plan.login_steps(elsewhere) == [key, copy]
+    # A key that is made in there brings its directory with it.
+    assert plan.login_steps(here, own) == plan.login_steps(here)
+
+
 @pytest.mark.parametrize(
     ("program", "words"), [("ssh -F 'my file' -p 2222", ["-F", "my file", "-p", "2222"]), ("/usr/bin/ssh", [])]
 )

@@ -95,6 +95,27 @@ def test_the_directory_below_home_is_that_below_the_other_home(home: Path, monke
     assert looked(cwd="/root-of-mine/projects/llm").cwd_exists
 
 
+def test_a_directory_outside_of_home_is_found_where_it_was_made(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/root-of-mine")
+    elsewhere = tmp_path / "data disk" / "work"  # not on the other computer: that is a directory of the same name
+    state = looked(cwd=str(elsewhere))
+    assert (state.cwd, state.cwd_exists) == (f"{home}/work", False)
+    (home / "work").mkdir()
+    state = looked(cwd=str(elsewhere))
+    assert (state.cwd, state.cwd_exists) == (f"{home}/work", True)
+    elsewhere.mkdir(parents=True)
+    state = looked(cwd=str(elsewhere))
+    assert (state.cwd, state.cwd_exists) == (str(elsewhere), True)
+
+
+def test_the_home_itself_is_the_other_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root-of-mine")
+    state = looked(cwd="/root-of-mine")
+    assert (state.cwd, state.cwd_exists) == (str(home), True)
+
+
 def test_pythons_are_told_with_what_they_can_do() -> None:
     lines = [*SAID, ("python", "3.11.2 no /usr/bin/python3.11"), ("python", "3.13.0 yes /opt/my pythons/python3.13")]
     lines += [("python", "3.8.1 yes /old"), ("has", "/a b/python"), ("uv", "/opt/uv")]

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from allhands.blas import cache_dir
+from allhands.cli.cluster_sync import sync
 from allhands.cluster.hosts import Host
 from allhands.cluster.sync.plan import Found, Root, environment_of, make_plan, parents
 from allhands.cluster.sync.worker import base_directory, root_directory
-from allhands.errors import ConfigError, DataError
+from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 
 @pytest.fixture
@@ -187,6 +189,28 @@ def test_wrong_paths_are_told(here: Path) -> None:
     for words in ([], ["empty"]):
         with pytest.raises(ConfigError, match="nothing to bring"):
             make_plan(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        (["--data", "absent"], DataError, 3),
+        (["--data", "/absent/data"], DataError, 3),
+        (["--model", "./absent"], ModelError, 4),
+        (["absent"], ConfigError, 2),
+        (["-c", "absent.yaml"], ConfigError, 2),
+    ],
+)
+def test_what_is_missing_has_the_code_that_training_has_for_it(
+    here: Path, arguments: list[str], kind: type[AllhandsError], code: int
+) -> None:
+    app = typer.Typer()
+    app.command()(sync)
+    with pytest.raises(kind) as caught:
+        app(["--hosts", "a", *arguments], standalone_mode=False)
+    assert caught.value.exit_code == code
+    assert caught.value.where == arguments[-1]
+    assert caught.value.hint
 
 
 def test_an_unreadable_directory_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

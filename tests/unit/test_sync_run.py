@@ -157,13 +157,19 @@ def test_what_cannot_be_written_fails_that_host_and_the_chain_goes_on(hosts: Hos
     (hosts.home("b") / "there" / "model" / "weights").mkdir(parents=True)  # where a file must be
     state = bring(made)
     assert [host.state for host in state.hosts] == ["done", "failed", "done"]
-    assert isinstance(state.hosts[1].error, StorageError)
-    assert str(state.hosts[1].error.where).startswith("b:")
+    error = state.hosts[1].error
+    assert isinstance(error, StorageError)
+    assert error.where == f"b:{hosts.home('b')}/there/model/weights"
+    assert "it is a directory, and a file is to be brought" in error.message
+    assert "move it away" in str(error.hint)
+    # Found before anything is sent, and so nothing is left there.
+    assert (state.hosts[1].received, hosts.got("b")) == (0, {})
     assert (hosts.got("a"), hosts.got("c")) == (hosts.has(), hosts.has())
     assert state.exit_code == 5
+    assert bring(made, dry_run=True).hosts[1].state == "failed"
     (hosts.home("b") / "there" / "model" / "weights").rmdir()
     state = bring(made)
-    assert state.hosts[1].received == 0  # the last block had come, only its place was not free
+    assert state.exit_code == 0
     assert hosts.got("b") == hosts.has()
 
 
@@ -420,7 +426,11 @@ def test_the_command_says_what_it_has_done(hosts: Hosts) -> None:
     dry = command("--hostfile", hostfile, "--model", "model", "--data", "data", "--dry-run")
     assert dry.exit_code == 0
     assert "a: lacks 4 files; 13 MB would be sent" in dry.output
-    assert f"  {hosts.work}/data/train.jsonl" in dry.output
+    # Where they would come to, and not where they are here.
+    assert f"a: lacks 4 files; 13 MB would be sent\n  {hosts.home('a')}/there/data/train.jsonl\n" in dry.output
+    assert f"  {hosts.home('b')}/there/model/weights\n" in dry.output
+    small = command("--hostfile", hostfile, "--data", "data", "--dry-run")
+    assert "1 files, 5.0 kB\na: lacks 1 file; 5.0 kB would be sent\n" in small.output
     done = command("--hostfile", hostfile, "--model", "model", "--data", "data")
     assert "4 files, 13 MB" in done.output
     assert "a: 4 files, 13 MB received from this computer, done after" in done.output
@@ -436,6 +446,7 @@ def test_the_command_in_json_and_its_exit_code(hosts: Hosts) -> None:
     assert [host["state"] for host in record["hosts"]] == ["done", "failed"]
     assert record["hosts"][0]["bytes_received"] == record["bytes"] == 5000
     assert record["hosts"][0]["files"] == [str(hosts.work / "data/train.jsonl")]
+    assert record["hosts"][0]["paths"] == [f"{hosts.home('a')}/there/data/train.jsonl"]
     assert "Connection refused" in record["hosts"][1]["error"]
     assert "host down cannot be reached" in found.stderr
 

@@ -61,6 +61,30 @@ def test_a_file_appears_when_its_last_block_has_come(tmp_path: Path) -> None:
     assert destination(tmp_path / "root", entry).missing() == []
 
 
+def test_a_directory_in_the_place_of_a_file_is_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "sub" / "file").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as caught:
+        destination(tmp_path, entry_of(CONTENT, "sub", "file"))
+    assert (caught.value.filename, caught.value.strerror) == (
+        str(tmp_path / "sub" / "file"),
+        "it is a directory, and a file is to be brought",
+    )
+    # A link to a directory is no directory: the file takes the place of the link.
+    (tmp_path / "link").symlink_to(tmp_path / "sub")
+    entry = entry_of(CONTENT, "link")
+    fill(destination(tmp_path, entry), 0, CONTENT)
+    assert not (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link").read_bytes() == CONTENT
+
+
+def test_a_directory_that_gets_in_between_is_named_by_its_own_name(tmp_path: Path) -> None:
+    found = destination(tmp_path, entry_of(CONTENT))
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError, match="directory") as caught:
+        fill(found, 0, CONTENT)
+    assert (caught.value.errno, caught.value.filename) == (errno.EISDIR, str(tmp_path / "file"))
+
+
 def test_verified_blocks_of_an_earlier_run_are_kept_and_damaged_ones_are_not(tmp_path: Path) -> None:
     entry = entry_of(CONTENT)
     first = destination(tmp_path, entry)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from allhands.errors import CheckpointError
+from allhands.formatting import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,7 +166,7 @@ def _table(found: list[Found], good: str, *, of_run: bool) -> Table:
         words += _named(look)
         row = ["?"] * 4
         if (it := look.checkpoint) is not None:
-            row = [str(it.step), _when(it.time), _size(it.num_bytes), _printable(it.run_id)[:_ID_DIGITS]]
+            row = [str(it.step), _when(it.time), format_size(it.num_bytes), _printable(it.run_id)[:_ID_DIGITS]]
         table.add_row(*row, ", ".join(words))
     return table
 
@@ -185,14 +186,6 @@ def _when(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
         return "?"
-
-
-def _size(number: int) -> str:
-    from allhands.formatting import format_bytes
-
-    if number < 1000:
-        return f"{number} B"
-    return f"{number / 1e3:.1f} kB" if number < 999_950 else format_bytes(number)
 
 
 # --- inspect -----------------------------------------------------------------------------------------
@@ -228,7 +221,9 @@ def _show(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, Mapping[str
         console.print(settings)
     console.print("\nfiles, and their tensors (* stands for any number)")
     for name, file in checkpoint.files.items():
-        console.print(f"  {_printable(name)}  {_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}", soft_wrap=True)
+        console.print(
+            f"  {_printable(name)}  {format_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}", soft_wrap=True
+        )
         if tensors.get(name):
             console.print(_tensor_table(tensors[name]))
 
@@ -246,7 +241,11 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     if (loss := _number(state, "best_loss")) is not None:
         at = _number(state, "best_iteration")
         facts.append(("best loss", f"{loss:.4g}" + ("" if at is None else f" at step {at:.0f}")))
-    facts += [("written", _when(checkpoint.time)), ("run", checkpoint.run_id), ("size", _size(checkpoint.num_bytes))]
+    facts += [
+        ("written", _when(checkpoint.time)),
+        ("run", checkpoint.run_id),
+        ("size", format_size(checkpoint.num_bytes)),
+    ]
     if (elapsed := _number(state, "elapsed_s")) is not None:
         facts.append(("trained for", format_duration(elapsed)))
     if (ranks := _number(state, "world_size")) is not None:

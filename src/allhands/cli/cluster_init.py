@@ -97,6 +97,7 @@ def _wishes(
         mode,
         install_key,
         {entry["ssh"]: entry["python"] for entry in old["hosts"] if entry.get("python")},
+        place_named=env_dir != _PLACE,
     )
 
 
@@ -150,6 +151,8 @@ def _print_script(report: Report, output: Path) -> None:
     if report.up_to_date:
         typer.echo(f"# {output} stays as it is")
     elif report.text is not None:
+        if report.without:
+            typer.echo(f"# {output} without {', '.join(report.without)}")
         if output.exists():
             typer.echo(f"cp {shlex.quote(str(output))} {shlex.quote(f'{output}.bak')}")
         typer.echo(f"cat > {shlex.quote(str(output))} <<'{_END}'\n{report.text}{_END}")
@@ -157,7 +160,7 @@ def _print_script(report: Report, output: Path) -> None:
 
 def _refuse(report: Report, output: Path) -> None:
     steps = _lines(report.shown, "  ")
-    if report.text is not None and output.exists():
+    if report.text is not None and not report.up_to_date and output.exists():
         steps.append(f"  # bring {output} up to date")
     raise ConfigError(
         "nothing has been changed, because there is no terminal to ask on. This would be done:\n" + "\n".join(steps),
@@ -174,6 +177,9 @@ def _print_outcomes(report: Report) -> None:
                 typer.echo(f"  what to do: {outcome.hint}" if outcome.hint else "", nl=bool(outcome.hint), err=True)
             continue
         typer.echo(f"{outcome.name}: {_described(outcome)}", err=True)
+        if unused := " and ".join(outcome.unused):
+            verb = "is" if len(outcome.unused) == 1 else "are"
+            typer.echo(f"  kept: {outcome.python} is there and has everything, so {unused} {verb} not used", err=True)
     if report.why and len(report.outcomes) > 1:
         typer.echo(f"network: {report.why}", err=True)
     if report.warning:
@@ -200,11 +206,24 @@ def _print_end(report: Report, output: Path) -> None:
     except ValueError:
         name = str(output)
     name = shlex.quote(name)
-    if report.up_to_date:
-        typer.echo(f"{name} is up to date")
-    elif report.written:
-        typer.echo(f"{name} written" + (f"; the earlier one is {report.kept.name}" if report.kept else ""))
-    else:
+    if report.refused:
+        names = ", ".join(report.refused)
+        typer.echo(f"{name} is not written, because you did not agree to what is needed on {names}", err=True)
+        typer.echo(f"  what to do: run this again and agree, or leave {names} out of --hosts", err=True)
+    elif not (report.up_to_date or report.written):
         typer.echo(f"{name} is not written", err=True)
+    else:
+        _print_hostfile(report, name)
+
+
+def _print_hostfile(report: Report, name: str) -> None:
+    """Who is in it and who is not, and what can be done with it."""
+    missing = f" without {', '.join(report.without)} (see above)" if report.without else ""
+    kept = f"; the earlier one is {report.kept.name}" if report.kept else ""
+    typer.echo(f"{name} is up to date{missing}" if report.up_to_date else f"{name} written{missing}{kept}")
+    if report.also:
+        typer.echo(f"it also has {', '.join(report.also)}, as before")
+    if len(report.hosts) == 1 and report.without:
+        typer.echo("it has one computer alone: mend what is wrong with the others, and run this again")
         return
     typer.echo(f"next:\n  allhands cluster check --hostfile {name}\n  allhands train --hostfile {name} ...")

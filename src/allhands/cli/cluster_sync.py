@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, DataError
+from allhands.formatting import format_duration, format_size
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -131,8 +132,19 @@ def _words(wanted: Wanted) -> list[str]:
     if model is not None:
         words.append(_model_path(str(model)))
     if data is not None and data != "demo":  # that is part of allhands
-        words.append(data)
+        words.append(_data_path(data))
     return words
+
+
+def _data_path(data: str) -> str:
+    """The path of the data, if it is there.
+
+    Raises:
+        DataError: it is not, which is the same mistake as in training.
+    """
+    if not Path(data).expanduser().exists():
+        raise DataError("the data folder does not exist", where=data, hint="check --data; nothing has been sent")
+    return data
 
 
 def _model_path(source: str) -> str:
@@ -150,34 +162,29 @@ def _model_path(source: str) -> str:
 
 def report_lines(state: SyncState, dry_run: bool) -> list[str]:
     """What was done, in words."""
-    from allhands.formatting import format_bytes
-
-    head = f"{len(state.sizes)} files, {format_bytes(state.total)}"
+    head = f"{len(state.sizes)} files, {format_size(state.total)}"
     lines = [f"note: {note}" for note in state.notes] + [head]
     for host in state.hosts:
         lines.append(f"{host.name}: {_outcome(host, dry_run)}")
         if dry_run:
-            names = [state.names[file] for file in host.lacking[:_SHOWN_FILES]]
-            more = len(host.lacking) - len(names)
-            lines += [f"  {name}" for name in names] + [f"  and {more} more"] * bool(more)
+            more = len(host.paths) - _SHOWN_FILES
+            lines += [f"  {path}" for path in host.paths[:_SHOWN_FILES]] + [f"  and {more} more"] * (more > 0)
     return lines
 
 
 def _outcome(host: HostState, dry_run: bool) -> str:
-    from allhands.formatting import format_bytes, format_duration
-
     files = f"{len(host.lacking)} file{'s' * (len(host.lacking) != 1)}"
     if host.state == "failed":
-        kept = f"; {format_bytes(host.received)} received, which are kept" if host.received else ""
+        kept = f"; {format_size(host.received)} received, which are kept" if host.received else ""
         return f"failed{kept}"
     if not host.lacking:
         return "has everything already"
     if dry_run:
-        return f"lacks {files}; {format_bytes(host.needed)} would be sent"
+        return f"lacks {files}; {format_size(host.needed)} would be sent"
     if host.done_s is None:
         return "not finished"
     origin = f" from {host.parent}" if host.received and host.parent else ""
-    return f"{files}, {format_bytes(host.received)} received{origin}, done after {format_duration(host.done_s)}"
+    return f"{files}, {format_size(host.received)} received{origin}, done after {format_duration(host.done_s)}"
 
 
 def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
@@ -187,6 +194,7 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
             "name": host.name,
             "state": host.state,
             "files": [state.names[file] for file in host.lacking],
+            "paths": list(host.paths),
             "bytes_needed": host.needed,
             "bytes_received": host.received,
             "bytes_sent": host.sent,

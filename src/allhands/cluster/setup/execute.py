@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 
-from allhands.cluster.setup.plan import Step
+from allhands.cluster.setup.causes import cause_of
+from allhands.cluster.setup.plan import Step, shown
 from allhands.cluster.setup.shell import Done, Shell, on
 
 # On another computer a command outlives its ssh. This one ends with its input, which is ours to hold.
@@ -17,12 +18,13 @@ _WATCHED = (
 
 
 class Failed(Exception):
-    """A step has not done what it should; ``done`` is what came of it."""
+    """A step has not done what it should; ``hint`` is what the person can do."""
 
     def __init__(self, step: Step, done: Done) -> None:
-        super().__init__(f"{step.why}: {done.last_line}")
+        cause, by_hand = cause_of(done), f"by hand: {shown(step)}"
+        super().__init__(f"{step.why}: {cause.text}")
         self.step = step
-        self.done = done
+        self.hint = f"{cause.hint}, then run this again; {by_hand}" if cause.hint else f"run it {by_hand}"
 
 
 class Runner:

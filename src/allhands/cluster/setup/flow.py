@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,12 @@ class SetUp:
         self.report.shown += steps if self._only_shows else []
         return not self._only_shows and (self._wishes.mode == "yes" or self._person.agrees(question))
 
+    def _refuse(self, outcome: Outcome, message: str, hint: str) -> None:
+        """What a computer needs is not done: it is only shown, or the person does not want it."""
+        outcome.fail(message, hint)
+        outcome.pending = self._only_shows
+        self.report.refused += [] if self._only_shows else [outcome.name]
+
     # --- access -----------------------------------------------------------------------------------------
 
     def _gain_access(self) -> None:
@@ -90,19 +96,19 @@ class SetUp:
             if self._agreed(title, steps, f"is this the key of {outcome.name}?"):
                 tried |= {outcome.name} if self._run(steps, outcome) else set()
             else:
-                outcome.fail("its host key is not known", f"run `ssh {outcome.host.ssh} true` once by hand")
-                outcome.pending = self._only_shows
+                self._refuse(outcome, "its host key is not known", f"run `ssh {outcome.host.ssh} true` once by hand")
         return tried
 
     def _install_keys(self, waiting: Sequence[Outcome], found: Mapping[str, Access]) -> set[str]:
         denied = [o for o in waiting if found[o.name].kind == "denied" and found[o.name].identity is not None]
         if not denied or not self._wishes.install_key:
             return set()
-        steps = plan.login_steps([(o.name, o.host.ssh or o.name, found[o.name]) for o in denied])
+        own = Path.home() / ".ssh"
+        lacking = None if own.is_dir() else own
+        steps = plan.login_steps([(o.name, o.host.ssh or o.name, found[o.name]) for o in denied], lacking)
         if not self._agreed("These computers refuse your key:", steps, "install your key there?"):
             for outcome in denied:
-                outcome.fail(found[outcome.name].reason, f"ssh-copy-id {outcome.host.ssh}")
-                outcome.pending = self._only_shows
+                self._refuse(outcome, found[outcome.name].reason, f"ssh-copy-id {outcome.host.ssh}")
             return set()
         if not all(self._run([step], *denied) for step in steps if not step.host):
             return set()
@@ -146,7 +152,7 @@ class SetUp:
     def _equip(self) -> None:
         """Give every computer what it lacks."""
         plans = {outcome.name: self._planned(outcome) for outcome in self._usable()}
-        if any(plans.values()) and self._wanted.source.wheel is not None:
+        if _needs_wheel(plans.values()):
             with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
                 prepared = self._prepared(Path(scratch))
                 self._wanted = replace(self._wanted, source=prepared)
@@ -178,17 +184,24 @@ class SetUp:
         try:
             found = plan.fitting(state, self._wanted)
             outcome.python = found.python if found else plan.environment_python(state)
+            outcome.unused = self._unused(state, found) if found else ()
             steps = [] if found else plan.environment_steps(state, self._wanted)
         except CannotSetUp as error:
             outcome.fail(error.message, error.hint)
             return []
         return [*steps, *plan.directory_steps(state)]
 
+    def _unused(self, state: HostState, found: Installed) -> tuple[str, ...]:
+        """The options that would have a say if an environment had to be made."""
+        elsewhere = self._wishes.place_named and found.python != plan.environment_python(state)
+        python = self._wanted.python_path not in (None, found.python)
+        return ("--env-dir",) * elsewhere + ("--python",) * python
+
     def _equip_with(self, plans: Mapping[str, Sequence[Step]]) -> None:
         steps = [step for steps in plans.values() for step in steps]
         if not steps:
             return
-        if made_by := self._wanted.source.made_by:
+        if (made_by := self._wanted.source.made_by) and _needs_wheel([steps]):
             steps.insert(0, Step("", "pack the allhands that runs here", made_by, changes=False))
         lacking = [outcome for outcome in self._usable() if plans[outcome.name]]
         count = f"{len(lacking)} computer{'s' if len(lacking) > 1 else ''}"
@@ -196,7 +209,7 @@ class SetUp:
             _at_once(lambda outcome: self._equip_one(outcome, plans[outcome.name]), lacking)
         elif not self._only_shows:
             for outcome in lacking:
-                outcome.fail("it lacks what was not to be installed", "run this again, and agree")
+                self._refuse(outcome, "it lacks what was not to be installed", "run this again, and agree")
 
     def _equip_one(self, outcome: Outcome, steps: Sequence[Step]) -> None:
         """Run a computer's steps; the note that its environment is finished is written when that has been seen."""
@@ -225,9 +238,8 @@ class SetUp:
         try:
             self._runner.run(steps)
         except (Failed, AllhandsError) as error:
-            hint = f"run it by hand: {plan.shown(error.step)}" if isinstance(error, Failed) else error.hint or ""
             for outcome in outcomes:
-                outcome.fail(str(error) if isinstance(error, Failed) else error.message, hint)
+                outcome.fail(str(error) if isinstance(error, Failed) else error.message, error.hint or "")
             return False
         for outcome in outcomes:
             outcome.done += [step.why for step in steps if step.changes]
@@ -237,7 +249,12 @@ class SetUp:
 
     def _write(self) -> None:
         ready = [outcome for outcome in self._usable() if outcome.facts is not None and outcome.python]
-        if not ready:
+        if not self._only_shows:
+            for outcome in self._usable():
+                if outcome not in ready:
+                    outcome.fail("its Python does not tell what the computer has", "see what `allhands env` says there")
+        # Whoever says no has not asked for a hostfile without that computer.
+        if not ready or self.report.refused:
             return
         wiring = self._wired(ready)
         self._address(ready)
@@ -246,6 +263,7 @@ class SetUp:
         entries = [_entry(outcome) for outcome in ready]
         output, old = self._wishes.output, hostfile.read_old(self._wishes.output)
         self.report.text = hostfile.compose(entries, wiring, old)
+        self.report.hosts = hostfile.names_in(self.report.text)
         self.report.up_to_date = old is not None and output.read_text(encoding="utf-8") == self.report.text
         # A new file harms nobody, so it needs no question.
         asks = self._wishes.mode == "ask" or (self._wishes.mode == "refuse" and not self.report.shown and old is None)
@@ -284,6 +302,11 @@ class SetUp:
                 self._person.tell(f"Thunderbolt is left as it is: {text}\n  by hand: {plan.shown(step)}")
                 return None
         return found if set(found.hosts) == set(names) else None
+
+
+def _needs_wheel(plans: Iterable[Sequence[Step]]) -> bool:
+    """Whether a wheel of allhands is copied to anybody."""
+    return any(step.feed is not None for steps in plans for step in steps)
 
 
 def _hint(access: Access, outcome: Outcome, install_key: bool) -> str:

@@ -66,6 +66,11 @@ def compose(entries: Sequence[Entry], wiring: Wiring | None = None, old: Mapping
     return json.dumps(content, indent=2) + "\n"
 
 
+def names_in(text: str) -> list[str]:
+    """The computers of what :func:`compose` has made."""
+    return [entry["ssh"] for entry in json.loads(text)["hosts"]]
+
+
 def read_old(path: Path) -> dict[str, Any] | None:
     """An earlier hostfile as an object of MLX's form, whatever its own; ``None`` if there is none.
 

@@ -32,6 +32,7 @@ class Wishes:
         surveyor: how they are asked.
         origin: where allhands comes from; see :func:`allhands.cluster.setup.source.find_source`.
         candidates: interpreters that an earlier hostfile names, by host.
+        place_named: whether the person has said where environments shall be.
     """
 
     names: Sequence[str]
@@ -42,6 +43,7 @@ class Wishes:
     mode: Mode = "ask"
     install_key: bool = False
     candidates: Mapping[str, str] = field(default_factory=dict[str, str])
+    place_named: bool = False
 
 
 class Person(Protocol):
@@ -71,6 +73,7 @@ class Outcome:
     Attributes:
         state: as it was found; ``None``: it could not be asked.
         python: the interpreter to use there.
+        unused: options that ask for an environment, where one is there that will do.
         choice: its address.
         done: what was done.
         trouble: why it cannot be used, and ``hint`` what to do.
@@ -81,6 +84,7 @@ class Outcome:
     host: Host
     state: HostState | None = None
     python: str | None = None
+    unused: tuple[str, ...] = ()
     choice: Choice | None = None
     done: list[str] = field(default_factory=list[str])
     trouble: str | None = None
@@ -104,20 +108,34 @@ class Report:
 
     Attributes:
         shown: the steps that were only shown.
+        refused: names of the computers that need what the person did not agree to; then nothing is written.
         written: the hostfile; ``kept`` is where an earlier one is now.
-        text: its content; ``None``: there is none.
+        text: its content, and ``hosts`` the computers in it; ``None``: there is none.
         up_to_date: whether it said the same before.
         why: what made the addresses these, and ``warning`` what may be wrong with them.
     """
 
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     shown: list[Step] = field(default_factory=list[Step])
+    refused: list[str] = field(default_factory=list[str])
     written: Path | None = None
     kept: Path | None = None
     text: str | None = None
+    hosts: list[str] = field(default_factory=list[str])
     up_to_date: bool = False
     why: str = ""
     warning: str | None = None
+
+    @property
+    def without(self) -> list[str]:
+        """Computers that should be in the hostfile and are not."""
+        return [o.name for o in self.outcomes if o.trouble and not o.pending and o.name not in self.hosts]
+
+    @property
+    def also(self) -> list[str]:
+        """Computers that are in the hostfile only because an earlier one had them."""
+        good = {outcome.name for outcome in self.outcomes if outcome.trouble is None}
+        return [name for name in self.hosts if name not in good]
 
 
 def hosts_of(text: str) -> list[tuple[str, Host]]:

@@ -25,6 +25,7 @@ _NOTE = 'umask 077 && mkdir -p "${1%/*}" && printf "%s\\n" "$2" > "$1.part" && m
 # Renamed first: what is half removed would not be known for ours.
 _REMOVE = 'old="$1.allhands-old" && rm -rf -- "$old" && { test ! -e "$1" || mv -- "$1" "$old"; } && rm -rf -- "$old"'
 _APPEND = 'umask 077 && mkdir -p "${2%/*}" && printf "%s\\n" "$1" >> "$2"'
+_MAKE_OWN = 'umask 077 && mkdir -p "$1"'
 # It asks before it overwrites anything, and gets no answer.
 _MAKE_KEY = 'umask 077 && mkdir -p "${1%/*}" && ssh-keygen -q -t ed25519 -N "" -f "$1" < /dev/null'
 
@@ -76,17 +77,21 @@ def key_steps(host: str, access: Access) -> list[Step]:
     ]
 
 
-def login_steps(denied: Sequence[tuple[str, str, Access]]) -> list[Step]:
+def login_steps(denied: Sequence[tuple[str, str, Access]], lacking: Path | None = None) -> list[Step]:
     """Make the person's key where there is none, and put it onto the computers that refuse it.
 
     Args:
         denied: name, ssh's words and access of each of them.
+        lacking: the directory in which ssh-copy-id works, wherever the key is, if it is not there.
 
     Raises:
         ConfigError: ALLHANDS_SSH is something that ssh-copy-id cannot use.
     """
     missing = dict.fromkeys(str(a.identity.path) for _, _, a in denied if a.identity and not a.identity.exists)
-    steps = [
+    steps: list[Step] = []
+    if lacking is not None and not any(Path(path).is_relative_to(lacking) for path in missing):
+        steps.append(Step("", "make the directory in which ssh-copy-id works", _sh(_MAKE_OWN, str(lacking))))
+    steps += [
         Step("", "make an ssh key of your own, without a passphrase so that training starts unattended", argv)
         for argv in (_sh(_MAKE_KEY, path) for path in missing)
     ]

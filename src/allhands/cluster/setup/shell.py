@@ -22,6 +22,7 @@ _QUERY_S = 15.0
 _TAIL = 4  # "-T", "--", the host, the command
 _MOST_SHOWN = 200
 _ERRORS = ("error", "\u00d7")  # pip's and uv's marks; hints follow them
+_FOLLOWS = "failing command"  # venv's last line, after what was wrong
 _MOST_SAID = 1 << 20
 _GRACE_S = 5.0
 _SLICE_S = 0.1
@@ -42,8 +43,9 @@ class Done:
         for text in (self.errors, self.output):
             lines = [line for line in (printable(line).strip() for line in text.splitlines()) if line]
             errors = [line for line in lines if line.lower().startswith(_ERRORS)]
+            causes = [line for line in lines if not line.lower().startswith(_FOLLOWS)]
             if lines:
-                return (errors or lines)[-1][:_MOST_SHOWN]
+                return (errors or causes or lines)[-1][:_MOST_SHOWN]
         return "no answer in time" if self.code is None else f"it ended with code {self.code}"
 
 

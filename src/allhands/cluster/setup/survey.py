@@ -61,7 +61,7 @@ if test -f "$place.allhands"; then say note "$(cat "$place.allhands")"; fi
 if test -e "$place" || test -L "$place"; then say there; fi
 if test -f "$place/pyvenv.cfg"; then say environment; fi
 if test -d "$place" && test -z "$(ls -A "$place")"; then say empty; fi
-if test -d "$cwd"; then say cwd "$cwd"; elif test -n "$under" && test -d "$HOME/$under"; then say cwd "$HOME/$under"; fi
+if test -d "$cwd"; then say cwd "$cwd"; elif test -d "$HOME/$under"; then say below; fi
 for folder in {_PLACES}; do PATH=$PATH:$folder; done
 uv=$(command -v uv) && say uv "$uv"
 tell() {{
@@ -113,7 +113,7 @@ class Surveyor:
             ConfigError: there is no ssh.
         """
         token = secrets.token_hex(8)
-        words = (token, self.place, str(self.cwd), _under_home(self.cwd), self.asked, *more, *self.candidates)
+        words = (token, self.place, str(self.cwd), _below_home(self.cwd), self.asked, *more, *self.candidates)
         done = shell.ask(host.ssh, ("sh", "-c", _ASK, "sh", *words), timeout_s=_LOOK_S)
         state, others = state_from(HostState(host.name, host.ssh), _lines(done, token), self.cwd)
         env = (environment_python(state),) if state.place == "complete" else ()
@@ -139,8 +139,7 @@ def state_from(state: HostState, lines: Sequence[tuple[str, str]], cwd: Path) ->
         raise CannotSetUp(message, "set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`")
     pythons = [value.split(" ", 2) for word, value in lines if word == "python"]
     found = [Interpreter(path, version_of(text), makes == "yes") for text, makes, path in pythons]
-    under = _under_home(cwd)
-    default = str(PurePosixPath(said["home"]) / (under or cwd.name))
+    default = str(PurePosixPath(said["home"]) / _below_home(cwd))
     return replace(
         state,
         system=said.get("system", ""),
@@ -152,7 +151,7 @@ def state_from(state: HostState, lines: Sequence[tuple[str, str]], cwd: Path) ->
         # The newest first; of equal ones the first of PATH.
         pythons=tuple(sorted((one for one in found if one.version >= (3, 9)), key=lambda one: -one.version[1])),
         cwd=said.get("cwd", default),
-        cwd_exists="cwd" in said,
+        cwd_exists="cwd" in said or "below" in said,
     ), [value for word, value in lines if word == "has"]
 
 
@@ -170,13 +169,12 @@ def version_of(text: str) -> Version:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def _under_home(cwd: Path) -> str:
-    """The directory relative to the person's own; empty if it is not in there."""
+def _below_home(cwd: Path) -> str:
+    """The directory relative to the home there: as it is relative to this one, or else of the same name."""
     try:
-        found = str(cwd.relative_to(Path.home()))
+        return str(cwd.relative_to(Path.home()))
     except ValueError:
-        return ""
-    return "" if found == "." else found
+        return cwd.name
 
 
 def _lines(done: Done, token: str) -> list[tuple[str, str]]:

@@ -58,7 +58,7 @@ class HostState:
         state: ``connecting``, ``looking``, ``receiving``, ``done`` or ``failed``.
         read: bytes of its own files that it has read.
         needed: bytes that must come from elsewhere.
-        lacking: numbers of the files that are not there, or not the same.
+        lacking: numbers of the files that are not there, or not the same; ``paths`` is where they belong there.
         received: bytes of blocks that have come, wrong ones too.
         parent: who feeds it; ``None`` before that is known.
         error: why it failed.
@@ -70,6 +70,7 @@ class HostState:
     read: int = 0
     needed: int = 0
     lacking: tuple[int, ...] = ()
+    paths: tuple[str, ...] = ()
     received: int = 0
     sent: int = 0
     parent: str | None = None
@@ -308,6 +309,8 @@ class _Run:
     def _on_looked(self, number: int, said: Mapping[str, Any]) -> None:
         host = self._state.hosts[number]
         host.needed, host.lacking = said["needed"], tuple(said["files"])
+        wanting = [self._entries[file] for file in host.lacking]
+        host.paths = tuple("/".join((said["roots"][entry.root], *entry.parts)) for entry in wanting)
         if self._options.dry_run or not host.lacking:
             self._finish(number)
             return

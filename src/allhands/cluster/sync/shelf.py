@@ -34,6 +34,7 @@ _READERS = 4
 _MOST_FINISHING = 16  # each has its file open
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another sync is writing it; of hosts that share a file system, name only one"
+_DIRECTORY_THERE = "it is a directory, and a file is to be brought"
 _PARTIAL = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -122,7 +123,7 @@ class Destination(Shelf):
         """Find out what is there already; ``told`` hears of every number of bytes that has been read.
 
         Raises:
-            OSError: a file that is there cannot be read.
+            OSError: a file that is there cannot be read, or a directory stands where a file must be.
         """
         with ThreadPoolExecutor(_READERS) as pool:
             for future in [pool.submit(self._look_at, file, told) for file in range(len(self.entries))]:
@@ -135,6 +136,8 @@ class Destination(Shelf):
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY, errno.EISDIR):
                 raise
+            if os.path.isdir(path) and not os.path.islink(path):
+                raise IsADirectoryError(errno.EISDIR, _DIRECTORY_THERE, path) from None
         else:
             if status.st_size == entry.size and digests == entry.digests:
                 self.add((file, block) for block in range(entry.num_blocks))
@@ -331,7 +334,7 @@ class Destination(Shelf):
             if entry.num_blocks > 1:
                 os.fsync(growing.descriptor)
             with _Directory(self._roots[entry.root], entry.parts[:-1]) as directory:
-                os.rename(entry.partial_name, entry.parts[-1], src_dir_fd=directory, dst_dir_fd=directory)
+                self._rename(file, directory)
             self._unsynced.append(self.path(file))
             status = os.fstat(growing.descriptor)
         finally:
@@ -340,6 +343,13 @@ class Destination(Shelf):
         self._cache.received(self.path(file), status, entry.digests)
         with self._lock:
             del self._growing[file]
+
+    def _rename(self, file: int, directory: int) -> None:
+        entry = self.entries[file]
+        try:
+            os.rename(entry.partial_name, entry.parts[-1], src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError as error:  # it names the hidden form
+            raise OSError(error.errno, error.strerror, self.path(file)) from None
 
     def read(self, file: int, block: int) -> bytes:
         """As in :class:`Shelf`; the hash is left to who receives it."""
