@@ -61,10 +61,16 @@ def detect() -> Accelerator:
         return Accelerator("cpu", platform.processor() or platform.machine(), memory, cores, True, warning)
     info = mx.device_info()
     name = str(info.get("device_name", "GPU"))
-    memory = int(info.get("memory_size", info.get("total_memory", memory)))
+    memory = device_memory()
     if mx.metal.is_available():
         mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
     return Accelerator("metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None)
+
+
+def device_memory() -> int:
+    """Bytes of the default device's memory; those of the computer where MLX does not say."""
+    info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
+    return int(info.get("memory_size", info.get("total_memory", psutil.virtual_memory().total)))
 
 
 def peak_memory_bytes(accelerator: Accelerator) -> int:

@@ -27,9 +27,9 @@ class Device:
         return during
 
 
-def made() -> tuple[Device, RunAhead]:
+def made(memory: int = 60) -> tuple[Device, RunAhead]:
     device = Device()
-    return device, RunAhead(device.set_limit, lambda: device.stays, lambda: device.most)
+    return device, RunAhead(memory, device.set_limit, lambda: device.stays, lambda: device.most)
 
 
 def test_the_first_step_is_free_and_gives_the_limit() -> None:
@@ -37,6 +37,13 @@ def test_the_first_step_is_free_and_gives_the_limit() -> None:
     assert device.run(ahead, 50, 20) == OWN
     assert device.limit == 100 + 300
     assert [device.run(ahead, 50), device.run(ahead, 10, 30)] == [400, 400]
+
+
+def test_where_there_is_plenty_nothing_is_limited() -> None:
+    device, ahead = made(memory=1000)
+    assert [device.run(ahead, 50), device.run(ahead, 50)] == [OWN, OWN]
+    # 100 and 510 of 1000: no longer plenty.
+    assert [device.run(ahead, 51), device.run(ahead, 51)] == [OWN, 100 + 306]
 
 
 def test_a_larger_step_is_free_again() -> None:

@@ -38,7 +38,7 @@ class KernelAdam(optim.Adam):
         root = mx.array(1.0)
         if self.bias_correction:
             rate, root = rate / (1.0 - b1**step), mx.rsqrt(1.0 - b2**step)
-        values = [factor, finite, rate, b1, b2, self.eps, shrunk, root]
+        values = [factor, finite, rate, b1, b2, self.eps, shrunk, root, 1 - b1, 1 - b2]
         scalars = mx.stack([mx.array(value).astype(mx.float32) for value in values])
 
         def update(gradient: mx.array, weight: mx.array, state: Any) -> mx.array:

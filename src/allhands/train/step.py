@@ -15,6 +15,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
 
+from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
@@ -275,7 +276,7 @@ class TrainStep:
         self._beat = beat
         self._rehearse = rehearse
         self._prepared: tuple[MicroBatch, list[mx.array], tuple[mx.array, Any]] | None = None
-        self._ahead = RunAhead() if kernels.available() else None
+        self._ahead = RunAhead(device_memory()) if kernels.available() else None
 
     def __call__(
         self,

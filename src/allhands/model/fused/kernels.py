@@ -144,7 +144,7 @@ def adam(
     """Weight and moments after an update of Adam, computed in float32; all of one shape and type.
 
     Args:
-        scalars: (8,) float32, see :data:`sources.ADAM`.
+        scalars: (10,) float32, see :data:`sources.ADAM`.
     """
     work = _Work("ADAM", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
     return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))

@@ -414,8 +414,9 @@ extern "C" __global__ void NAME(const T* x, float* out, int count) {
 }
 """
 
-# g, w, m, v: (count,) gradient, weight and moments; s: (8,) float32: factor of the gradient, whether to update at all,
-# learning rate, both betas, epsilon, factor of the weight, factor of the root.
+# g, w, m, v: (count,) gradient, weight and moments; s: (10,) float32: factor of the gradient, whether to update at all,
+# learning rate, both betas, epsilon, factor of the weight, factor of the root, and what both betas lack to one, since
+# 0.001 is not what float32 makes of 1 - 0.999.
 ADAM = r"""
 extern "C" __global__ void NAME(
     const T* g, const T* w, const T* m, const T* v, const float* s, T* new_w, T* new_m, T* new_v, int count) {
@@ -427,8 +428,8 @@ extern "C" __global__ void NAME(
     #pragma unroll
     for (int j = 0; j < W; j++) {
       float d = static_cast<float>(gradient.v[j]) * s[0];
-      float a = s[3] * static_cast<float>(first.v[j]) + (1.f - s[3]) * d;
-      float b = s[4] * static_cast<float>(second.v[j]) + (1.f - s[4]) * d * d;
+      float a = s[3] * static_cast<float>(first.v[j]) + s[8] * d;
+      float b = s[4] * static_cast<float>(second.v[j]) + s[9] * d * d;
       first.v[j] = static_cast<T>(a);
       second.v[j] = static_cast<T>(b);
       weight.v[j] = static_cast<T>(
