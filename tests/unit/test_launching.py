@@ -105,6 +105,7 @@ _VALID = ValidReport(step=8, loss=2.5, num_tokens=10, elapsed_s=4.0, duration_s=
 _END = RunEnded(step=100, reason="finished", total_time_s=12.0, best_step=90, best_valid_loss=2.5, test_loss=2.6)
 _LINES = (
     *started_lines(_START),
+    *started_lines(replace(_START, resumed_from="/old/checkpoints/step-0000020")),
     *started_lines(replace(_START, attempt=2)),
     train_line(_TRAINED, 100, 60.0),
     train_line(replace(_TRAINED, data_wait_s=0.4, peak_memory_bytes=(2**30,)), 100, float("nan")),
@@ -116,6 +117,12 @@ _LINES = (
     ended_line(_END),
 )
 _SKIPPED = skipped_line(StepSkipped(step=9, reason="the loss is nan", examples=(17,), where=("train.jsonl:18",)))
+
+
+def test_a_start_tells_from_where_it_goes_on_unless_it_is_its_own() -> None:
+    elsewhere = replace(_START, resumed_from="/old/checkpoints/step-0000020")
+    found = [started_lines(start)[-1] for start in (_START, elsewhere)]
+    assert found == ["resumed     from step 20", "resumed     from step 20: /old/checkpoints/step-0000020"]
 
 
 @pytest.mark.parametrize("line", _LINES)

@@ -174,7 +174,8 @@ def banner(started: RunStarted) -> list[str]:
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
     epochs = started.total_steps * started.batch_size / max(started.num_train_examples, 1)
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
-    resumed = [f"resumed     from step {started.step}"] if started.step else []
+    place = f": {started.resumed_from}" if started.resumed_from else ""
+    resumed = [f"resumed     from step {started.step}{place}"] if started.step else []
     return [
         f"run         {started.name}",
         f"model       {started.model}",

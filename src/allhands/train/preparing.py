@@ -36,7 +36,7 @@ from allhands.model.fused.blocks import fuse
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
-from allhands.train.restore import Restored, find_checkpoint, keeps_files, receive
+from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
@@ -148,9 +148,11 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if communicator.size > 1:
         agree(communicator, run_facts(config, loaded, data, start))
     run_id: str = hand_out_json(communicator, surroundings.run_id)
-    restored = receive(communicator, checkpoint, partial(_busy, surroundings))
+    restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
         restore_weights(model, restored.weights, restored.place)
+    elif config.train and config.resume == AUTO:
+        notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
     surroundings.started()

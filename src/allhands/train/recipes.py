@@ -316,7 +316,7 @@ class _Run:
         return evaluator(step)[0]
 
     def _started(self, total: int, state: LoopState) -> RunStarted:
-        config, windows = self.config, self.ready.data.train
+        config, windows, restored = self.config, self.ready.data.train, self.ready.restored
         return RunStarted(
             name=self.directory.name,
             model=config.model,
@@ -334,6 +334,7 @@ class _Run:
             step=state.iteration,
             attempt=self.surroundings.attempt,
             elapsed_s=state.before_s,
+            resumed_from=restored.place if restored and not restored.own else None,
         )
 
     @contextmanager
