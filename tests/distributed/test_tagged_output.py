@@ -85,6 +85,21 @@ def test_training_shows_all_ranks_if_asked(tmp_path: Path, tiny_model: Path, tin
     assert losses["0"] == losses["1"]
 
 
+def test_several_ranks_of_one_other_computer_are_joined_by_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """It has MPI, too, but nobody who starts it there."""
+    (tmp_path / "cluster").mkdir()
+    with namespaces(1, tmp_path / "cluster"):
+        monkeypatch.chdir(tmp_path)
+        for number, words in enumerate((["--hosts", "node0:2"], ["--hosts", "localhost:2"])):
+            logs = ["--log-dir", f"logs-{number}"]
+            done = run_allhands("launch", *words, *logs, "--", sys.executable, program)
+            assert done.returncode == 0, done.stderr
+            assert "2 processes, ring: 2 ranks on" in done.stderr
+            assert list(_by_tag(done.stdout).values()) == [_expected(0), _expected(1)]
+
+
 def test_hosts_by_name_are_joined_shown_and_tagged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:

@@ -226,7 +226,7 @@ def _choose_backend(job: Job) -> Backend:
 
     facts = facts_here(job.size)
     if job.hostfile is not None:
-        facts = facts_of(read_hostfile(job.hostfile), job.size, ask=True)
+        facts = replace(facts_of(read_hostfile(job.hostfile), job.size, ask=True), by_agents=True)
     choice = choose(facts, training_s=job.expected_s, cores_per_rank=job.cores_per_rank)
     before = _backend_before(job)
     if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):
