@@ -247,7 +247,10 @@ class TrainConfig(_Strict):
         None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
     )
     stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
-    tag_output: bool = Field(False, description="Show the lines of all ranks, each with its rank before it.")
+    tag_output: bool | None = Field(
+        None,
+        description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
+    )
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
     profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
 

@@ -168,6 +168,52 @@ def test_an_explained_error_needs_no_way_on(err: Err) -> None:
     assert err() == expected
 
 
+def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
+    told = replace(of_training(None), places=True, sync="allhands cluster sync --hostfile h --data d")
+    data = replace(failed(3), explanation="data: there is none", error="DataError: there is none", host="node7")
+    told.show(data)
+    assert err() == (
+        "allhands: error: on node7 (rank 1): data: there is none\n"
+        "  if node7 has no copy, or an old one: allhands cluster sync --hostfile h --data d\n"
+        "  log of rank 1, on node7: logs/rank-1.log\n"
+    )
+    told.show(replace(data, error="ConfigError: it cannot work", explanation="it cannot work"))
+    assert "sync" not in err()
+    here = "allhands: error: data: there is none\n  log of rank 1: logs/rank-1.log\n"
+    for event in (replace(data, host="localhost"), replace(data, host=None)):
+        told.show(event)
+        assert err() == here
+    # What the supervisor finds names its ranks and computers itself.
+    told.show(replace(data, error=None, explanation="rank 1 did not finish starting within 5 s"))
+    assert err().startswith("allhands: error: rank 1 did not finish")
+
+
+def test_what_is_on_the_screen_is_not_shown_again(err: Err) -> None:
+    show(replace(of_a_program(), tagged=True), failed(1, "rank 1 exited with code 1", "ValueError: x"))
+    assert err() == "allhands: error: rank 1 exited with code 1\n  log of rank 1: logs/rank-1.log\n"
+    show(of_a_program(), failed(1, "rank 1 exited with code 1", "ValueError: x"))
+    assert "last lines of rank 1:\n  ValueError: x\n" in err()
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked", "train", "launch"),
+    [
+        ("localhost slots=2\n", None, False, True),
+        ("localhost\nnode1\n", None, True, True),
+        ("node1 slots=2\n", None, True, True),
+        ("localhost\nnode1\n", False, False, False),
+        ("localhost slots=2\n", True, True, True),
+        ("node1\n", None, False, False),
+    ],
+)
+def test_whose_lines_are_shown(tmp_path: Path, lines: str, asked: bool | None, train: bool, launch: bool) -> None:
+    (tmp_path / "hosts").write_text(lines)
+    job = Job(tmp_path, tmp_path, hostfile=str(tmp_path / "hosts"), tag_output=asked)
+    assert (replace(job, tag_here=False).tagged, job.tagged) == (train, launch)
+    alone = Job(tmp_path, tmp_path, num_ranks=2)
+    assert (replace(alone, tag_here=False).tagged, alone.tagged) == (False, True)
+
+
 def test_what_could_not_even_begin_is_an_error(err: Err) -> None:
     event = SupervisorEvent("given up", "not started: b", exit_code=7, explanation="not started: b\n  what to do: c")
     of_training().show(event)

@@ -62,6 +62,7 @@ class Surroundings:
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
         log_file: where this rank's own lines go besides the console.
+        short_lines: whether something will stand before each line, which should fit on a screen nevertheless.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -77,6 +78,7 @@ class Surroundings:
     console: Console | None = None
     cores_per_rank: int | None = None
     log_file: Path | None = None
+    short_lines: bool = False
 
 
 @dataclass(frozen=True)
