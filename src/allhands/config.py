@@ -238,7 +238,7 @@ class TrainConfig(_Strict):
     bucket_mb: float = Field(32.0, gt=0, description="Size of an all-reduce call in MB.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")
-    hosts: str | None = Field(None, description="The same by name: node1,node2:2 for one rank and two.")
+    hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")
     min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
     max_restarts: int | None = Field(
         None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"

@@ -13,7 +13,9 @@ from allhands.checkpoints import checkpoint_path, write_checkpoint
 from allhands.cli import launching, notices
 from allhands.cli.launching import Job, step_in, way_on
 from allhands.cli.notices import Notices, telling
+from allhands.cluster import addresses
 from allhands.cluster.supervisor import SupervisorEvent
+from allhands.errors import ConfigError
 from allhands.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
 from allhands.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
 
@@ -300,6 +302,19 @@ def test_a_place_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path) -> Non
     assert step_in(tmp_path / "none") is None
     (tmp_path / "file").touch()
     assert step_in(tmp_path / "file") is None
+
+
+def test_one_computer_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses.ssh, "real_name", lambda host: {"a": "192.0.2.7", "b": "192.0.2.8"}[host])
+    hosts = tmp_path / "hosts"
+    job = Job(tmp_path, tmp_path, hostfile=str(hosts), backend="ring")
+    hosts.write_text("a\n192.0.2.7\n")
+    with pytest.raises(ConfigError, match=r"a and 192\.0\.2\.7 are one computer") as refused:
+        launching.check(job)
+    assert "a:2" in (refused.value.hint or "")
+    for lines in ("a\nb\n", "a slots=2\n", "localhost\n192.0.2.7\n"):
+        hosts.write_text(lines)
+        launching.check(job)
 
 
 # --- more ranks than slots ------------------------------------------------------------------------------

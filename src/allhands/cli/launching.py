@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from allhands.cli.notices import Notices, say
+from allhands.cluster.addresses import require_distinct
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.journal import EVENTS_FILE, Journal
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
@@ -107,6 +108,8 @@ def check(job: Job) -> None:
         )
     if job.hostfile is None:
         _check_cores(job.cores_per_rank, size)
+    else:
+        require_distinct(read_hostfile(job.hostfile))
     if size > 1:
         _check_backend(job, size)
 

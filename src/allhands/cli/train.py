@@ -35,6 +35,11 @@ RESTARTS_OF_SEVERAL = 3
 # At the end one rank may have trackers to close and curves to draw when the others have ended.
 _FINISH_GRACE_S = 600.0
 _LOG_WIDTH = 200
+# Who has started the ranks decides how many there are.
+_LAUNCHED_WITH = {
+    "slurm": "leave -n out under another launcher: srun -n {} starts as many",
+    "openmpi": "leave -n out under another launcher: mpirun -np {} starts as many",
+}
 _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
@@ -88,7 +93,7 @@ def _check_launch(config: TrainConfig, launch: Launch) -> None:
         raise ConfigError(
             f"{config.num_ranks} processes are asked for, but {launch.launcher} has started {launch.size}",
             where="-n",
-            hint="leave -n out under another launcher",
+            hint=_LAUNCHED_WITH.get(launch.launcher, "leave -n out under another launcher").format(config.num_ranks),
         )
     if launch.size > 1 and config.backend not in ("auto", launch.backend):
         raise ConfigError(
