@@ -203,7 +203,7 @@ class TrainConfig(_Strict):
     bucket_mb: float = Field(32.0, gt=0, description="Size of an all-reduce call in MB.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")
-    hosts: str | None = Field(None, description="The same by name: node1,node2:2 for one rank and two.")
+    hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")
     min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
     max_restarts: int | None = Field(
         None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
@@ -212,7 +212,10 @@ class TrainConfig(_Strict):
         None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
     )
     stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
-    tag_output: bool = Field(False, description="Show the lines of all ranks, each with its rank before it.")
+    tag_output: bool | None = Field(
+        None,
+        description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
+    )
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
     profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
 

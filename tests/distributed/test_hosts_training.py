@@ -217,6 +217,49 @@ def test_it_goes_on_where_the_checkpoint_is_and_takes_in_a_computer(
 
 
 @pytest.mark.slow
+def test_a_copy_in_another_directory_is_no_less_the_runs(
+    trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
+) -> None:
+    """Each computer works in a directory of its own, as ``cluster init`` writes it into the hostfile."""
+    names = ["node0", "node1"]
+    entries = json.loads(hosts.cluster.hostfile(tmp_path / "hosts.json", names=names).read_text())
+    for name, entry in zip(names, entries, strict=True):
+        entry["cwd"] = str(hosts.shown / f"work-of-{name}")
+        (hosts.files(name) / f"work-of-{name}").mkdir()
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(json.dumps(entries))
+    first, second = (hosts.files(name) / f"work-of-{name}" / trial.token for name in names)
+    more = ["--adapter-path", trial.token]
+
+    trial.plan(slow(0, 7, 1))
+    job = hosts.start(trial, hostfile, *more)
+    trial.wait_for_fired()
+    job.signal(signal.SIGINT)
+    assert job.finish(60) == 130, (job.out, job.err)
+    stopped = steps_kept(first)
+    assert stopped == steps_kept(second)
+    # It goes on, and is lost before it saves again.
+    trial.schedule = tmp_path / "second.json"
+    trial.plan(slow(0, stopped[-1] + 1, 1, 30.0))
+    job = hosts.start(trial, hostfile, *more, "--resume")
+    trial.wait_for_fired()
+    job.process.send_signal(signal.SIGKILL)
+    for name in names:
+        hosts.cluster.wait_for_none(name, 10.0)
+    job.finish()
+    assert steps_kept(second) == stopped
+    assert not list(second.glob("*.1*"))
+    # The other computer has lost all of it.
+    shutil.rmtree(first)
+    job = hosts.start(trial, hostfile, *more, "--resume", "auto")
+    assert job.finish(90) == 0, (job.out, job.err)
+    assert starts(second)[-1] == (2, stopped[-1])
+    for out in (first, second):
+        assert_same_curve(out, alone)
+        assert_same_weights(out, alone)
+
+
+@pytest.mark.slow
 def test_the_computer_with_rank_0_loses_its_power_and_comes_back(
     trial: Trial, hosts: Hosts, alone: Run, tmp_path: Path
 ) -> None:

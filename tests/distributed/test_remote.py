@@ -451,6 +451,7 @@ HELLO = {
     "address": "127.0.0.1",
     "cwd": "/",
     "cwd_required": True,
+    "below_home": "",
     "forwarded": {},
     "descriptors": [],
     "adapter_path": None,

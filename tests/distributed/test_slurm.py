@@ -195,7 +195,7 @@ def test_a_task_that_is_killed_ends_the_step(alone_here: Slurm, trial: Trial, be
 def test_another_size_than_srun_has_started(alone_here: Slurm, trial: Trial, bench: Bench) -> None:
     job = finish(srun(alone_here, trial, "train", *options(bench, trial.out), "-n", "3"), code=2)
     assert "allhands: error: -n: 3 processes are asked for, but slurm has started 2" in job.err
-    assert "leave -n out under another launcher" in job.err
+    assert "leave -n out under another launcher: srun -n 3 starts as many" in job.err
     assert not trial.out.exists()
 
 

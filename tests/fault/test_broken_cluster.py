@@ -87,13 +87,21 @@ def test_one_that_does_not_know_the_key_of_another(sick: Broken) -> None:
 def test_a_name_that_does_not_resolve(sick: Broken) -> None:
     sick.entries["node1"]["ssh"] = "nowhere.invalid"
     remedy, message = sick.finds(("stop", "ssh", ("nowhere.invalid",)))
-    assert "its name is not known" in message
+    assert "its name cannot be resolved" in message
+    assert "did you mean" not in message
     assert remedy == "echo 'ADDRESS nowhere.invalid' | sudo tee -a /etc/hosts"
 
 
 def test_a_name_that_does_not_resolve_without_a_hostfile(sick: Broken) -> None:
     _, message = sick.finds(("stop", "ssh", ("nowhere.invalid",)), named=["--hosts", "node0,node1,nowhere.invalid"])
-    assert "its name is not known" in message
+    assert "its name cannot be resolved" in message
+
+
+def test_a_name_that_is_mistyped(sick: Broken) -> None:
+    remedy, message = sick.finds(("stop", "ssh", ("me@ndoe1",)), named=["--hosts", "node0,me@ndoe1"])
+    assert "its name cannot be resolved" in message
+    assert "; did you mean node1" in message
+    assert remedy == "ssh me@node1 true   # and write node1 for ndoe1"
 
 
 def test_no_ssh_server(sick: Broken) -> None:

@@ -224,6 +224,15 @@ def test_explanation(make: Make) -> None:
 # --- facts --------------------------------------------------------------------------------------------
 
 
+def test_mpi_is_not_chosen_for_what_agents_start(tmp_path: Path) -> None:
+    """Neither on one other computer nor on this one, if it stands in a hostfile."""
+    for facts in (Facts((LINUX,), by_agents=True), Facts((replace(LINUX, here=False),))):
+        assert table_choice(facts).backend == "ring"
+        assert choose(facts, seams=Seams(directory=tmp_path)).backend == "ring"
+    assert table_choice(Facts((LINUX,))).backend == "mpi"
+    assert [host.here for host in facts_of([Host("far", "far"), Host("here")]).hosts] == [False, True]
+
+
 def test_facts_of_this_computer() -> None:
     import platform
 

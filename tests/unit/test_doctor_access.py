@@ -41,7 +41,7 @@ def test_every_check_has_a_name_of_its_own_and_does_not_fail_on_computers_that_t
         ("changed-key", "ssh-keygen -R node2 && ssh me@node2 true"),
         ("timeout", "ping -c 3 10.0.0.2"),
         ("unreachable", "ping -c 3 10.0.0.2"),
-        ("refused", "nc -vz 10.0.0.2 22"),
+        ("refused", "nc -vz 10.0.0.2 22   # on 10.0.0.2: sudo systemctl"),
         ("no-ssh", "sudo apt install openssh-client"),
         ("login", "ssh me@node2 '/env/bin/python --version'"),
         ("address", "getent hosts node2"),

@@ -180,9 +180,9 @@ def test_the_network_in_words() -> None:
         }
     )
     assert network_lines(network) == [
-        "all-reduce (ring), all together: 0.40 ms at least, 11.5 MB/s",
-        "  a - b: 0.10 ms at least, 1.13 GB/s",
-        "  a - c: 0.30 ms at least, 11.8 MB/s  <- slowest",
+        "all-reduce (ring), all together: latency 0.40 ms (4 KiB), 11.5 MB/s over each link",
+        "  a - b: latency 0.10 ms (4 KiB), 1.13 GB/s over each link",
+        "  a - c: latency 0.30 ms (4 KiB), 11.8 MB/s over each link  <- slowest",
         "communication a step, at 4 bytes a parameter: LoRA (rank 8, last 16 layers) 41.2 ms, all weights 2m05s",
     ]
     assert network_lines(Network()) == []

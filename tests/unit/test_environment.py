@@ -170,6 +170,17 @@ _ROWS = {
     "srun --mpi=pmix": (_slurm(PMIX_RANK="4"), ("slurm", 4, 5, 0, 1, "mpi")),
     "srun --mpi=pmi2": (_slurm(PMI_RANK="4", PMI_SIZE="5"), ("slurm", 4, 5, 0, 1, "ring")),
     "srun -n 1": (_slurm(0, SLURM_STEP_NUM_TASKS="1"), ("slurm", 0, 1, 0, 1, "none")),
+    "srun, tasks of one node not told": (
+        {k: v for k, v in _slurm(SLURM_STEP_NODELIST="n8", SLURM_LOCALID="4").items() if "TASKS_PER" not in k},
+        ("slurm", 4, 5, 4, 5, "ring"),
+    ),
+    "srun, tasks of each node as asked for": (
+        {
+            **{k: v for k, v in _slurm(3, SLURM_STEP_NUM_TASKS="6", SLURM_LOCALID="1").items() if "TASKS_PER" not in k},
+            "SLURM_NTASKS_PER_NODE": "2",
+        },
+        ("slurm", 3, 6, 1, 2, "ring"),
+    ),
     "srun by a job called bash": (_slurm(SLURM_JOB_NAME="bash"), ("slurm", 4, 5, 0, 1, "ring")),
     "srun with torch's names": (
         _slurm(3, SLURM_LOCALID="1") | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "5", "MASTER_ADDR": "n08"},
@@ -270,6 +281,10 @@ _WRONG = {
     "Slurm, cyclic": (_slurm(1, SLURM_LOCALID="0"), "not in blocks"),
     "Slurm, other sum": (_slurm(SLURM_STEP_TASKS_PER_NODE="2(x3)"), "5 tasks"),
     "Slurm, rank too large": (_slurm(5), "rank 5 of a world of 5"),
+    "Slurm, tasks of nodes unknown": (
+        {name: value for name, value in _slurm().items() if name != "SLURM_STEP_TASKS_PER_NODE"},
+        "neither SLURM_TASKS_PER_NODE nor SLURM_STEP_TASKS_PER_NODE is set",
+    ),
     "Slurm, odd nodes": (_slurm(SLURM_STEP_NODELIST="n[a-b]"), "not a list of nodes"),
 }
 

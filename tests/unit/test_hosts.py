@@ -13,7 +13,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, is_here, read_hostfile, write_hosts
+from allhands.cluster import probe
+from allhands.cluster.agent import enter_directory
+from allhands.cluster.hosts import (
+    Host,
+    below_home,
+    host_from_name,
+    hostfile_backend,
+    is_here,
+    read_hostfile,
+    write_hosts,
+)
+from allhands.config import build_config
 from allhands.errors import ConfigError
 
 
@@ -164,6 +175,8 @@ def test_reads_what_mlx_reads(hosts_of: Any, tmp_path: Path) -> None:
         ('[{"ssh": "a", "envs": {"A": "x\\u0000y"}}]', 1, "'A'"),
         ('[{"ssh": "a", "rdma": [7]}]', 1, "rdma"),
         ('["a"]', None, "not an object"),
+        ('[{"ips": ["10.0.0.1"]}, 5]', None, "entry 2 of the list of hosts, 5, is not an object"),
+        ('[{"ssh": "a"}, {"ips": ["10.0.0.1"]}]', 1, 'host 2 has no "ssh"'),
         ('{"hosts": {"ssh": "a"}}', None, "not a list"),
         ('{"host": []}', None, "'host'"),
         ('{"envs": []}', None, '"hosts" is missing'),
@@ -208,6 +221,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 # --- this computer ------------------------------------------------------------------------------------
+
+
+def test_a_computer_without_the_directory_has_it_below_its_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory in (here / "a" / "work", there / "work", there / "a" / "work"):
+        directory.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(here))
+    names = [below_home(path) for path in (here / "a" / "work", tmp_path / "data" / "work", Path("/"))]
+    assert names == ["a/work", "work", ""]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(there))
+    gone = str(tmp_path / "gone")
+    for name, place in zip(names, ("a/work", "work", "."), strict=True):
+        enter_directory(gone, name)
+        assert Path.cwd() == there / place
+        assert probe.facts({"cwd": gone, "below_home": name, "timeout_s": 0.0})["cwd"] == str(there / place)
+    enter_directory(gone, "nowhere")
+    assert Path.cwd() == there, "where it was"
+    enter_directory(str(here), "work")
+    assert Path.cwd() == here
+    with pytest.raises(ConfigError, match="cannot be entered"):
+        enter_directory(gone, None)
 
 
 def test_this_computer_needs_no_ssh(hosts_of: Any) -> None:
@@ -277,3 +314,19 @@ def test_what_is_no_list_of_names_is_refused_and_nothing_is_written(tmp_path: Pa
         write_hosts(names, tmp_path / "hosts.txt")
     assert refused.value.where == "--hosts"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_slots_go_is_said_where_a_name_alone_is_wanted() -> None:
+    with pytest.raises(ConfigError, match="not the name of a host") as refused:
+        host_from_name("node0:2", "--hosts")
+    assert "how many ranks it gets stands in the hostfile (slots)" in (refused.value.hint or "")
+    with pytest.raises(ConfigError) as refused:
+        host_from_name("a;b", "--hosts")
+    assert "slots" not in (refused.value.hint or "")
+
+
+def test_no_names_at_all_is_told_in_words_of_its_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_config({"hosts": ""})
+    assert "Computers to train on, by name" in str(refused.value)
+    assert "same" not in str(refused.value)

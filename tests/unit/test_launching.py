@@ -13,7 +13,9 @@ from allhands.checkpoints import checkpoint_path, write_checkpoint
 from allhands.cli import launching, notices
 from allhands.cli.launching import Job, step_in, way_on
 from allhands.cli.notices import Notices, telling
+from allhands.cluster import addresses
 from allhands.cluster.supervisor import SupervisorEvent
+from allhands.errors import ConfigError
 from allhands.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
 from allhands.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
 
@@ -105,6 +107,7 @@ _VALID = ValidReport(step=8, loss=2.5, num_tokens=10, elapsed_s=4.0, duration_s=
 _END = RunEnded(step=100, reason="finished", total_time_s=12.0, best_step=90, best_valid_loss=2.5, test_loss=2.6)
 _LINES = (
     *started_lines(_START),
+    *started_lines(replace(_START, resumed_from="/old/checkpoints/step-0000020")),
     *started_lines(replace(_START, attempt=2)),
     train_line(_TRAINED, 100, 60.0),
     train_line(replace(_TRAINED, data_wait_s=0.4, peak_memory_bytes=(2**30,)), 100, float("nan")),
@@ -116,6 +119,12 @@ _LINES = (
     ended_line(_END),
 )
 _SKIPPED = skipped_line(StepSkipped(step=9, reason="the loss is nan", examples=(17,), where=("train.jsonl:18",)))
+
+
+def test_a_start_tells_from_where_it_goes_on_unless_it_is_its_own() -> None:
+    elsewhere = replace(_START, resumed_from="/old/checkpoints/step-0000020")
+    found = [started_lines(start)[-1] for start in (_START, elsewhere)]
+    assert found == ["resumed     from step 20", "resumed     from step 20: /old/checkpoints/step-0000020"]
 
 
 @pytest.mark.parametrize("line", _LINES)
@@ -159,6 +168,52 @@ def test_an_explained_error_needs_no_way_on(err: Err) -> None:
     show(of_training(), event)
     expected = "allhands: error: data: there is none\n  what to do: make some\n  log of rank 1: logs/rank-1.log\n"
     assert err() == expected
+
+
+def test_an_error_of_another_computer_is_told_with_its_name(err: Err) -> None:
+    told = replace(of_training(None), places=True, sync="allhands cluster sync --hostfile h --data d")
+    data = replace(failed(3), explanation="data: there is none", error="DataError: there is none", host="node7")
+    told.show(data)
+    assert err() == (
+        "allhands: error: on node7 (rank 1): data: there is none\n"
+        "  if node7 has no copy, or an old one: allhands cluster sync --hostfile h --data d\n"
+        "  log of rank 1, on node7: logs/rank-1.log\n"
+    )
+    told.show(replace(data, error="ConfigError: it cannot work", explanation="it cannot work"))
+    assert "sync" not in err()
+    here = "allhands: error: data: there is none\n  log of rank 1: logs/rank-1.log\n"
+    for event in (replace(data, host="localhost"), replace(data, host=None)):
+        told.show(event)
+        assert err() == here
+    # What the supervisor finds names its ranks and computers itself.
+    told.show(replace(data, error=None, explanation="rank 1 did not finish starting within 5 s"))
+    assert err().startswith("allhands: error: rank 1 did not finish")
+
+
+def test_what_is_on_the_screen_is_not_shown_again(err: Err) -> None:
+    show(replace(of_a_program(), tagged=True), failed(1, "rank 1 exited with code 1", "ValueError: x"))
+    assert err() == "allhands: error: rank 1 exited with code 1\n  log of rank 1: logs/rank-1.log\n"
+    show(of_a_program(), failed(1, "rank 1 exited with code 1", "ValueError: x"))
+    assert "last lines of rank 1:\n  ValueError: x\n" in err()
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked", "train", "launch"),
+    [
+        ("localhost slots=2\n", None, False, True),
+        ("localhost\nnode1\n", None, True, True),
+        ("node1 slots=2\n", None, True, True),
+        ("localhost\nnode1\n", False, False, False),
+        ("localhost slots=2\n", True, True, True),
+        ("node1\n", None, False, False),
+    ],
+)
+def test_whose_lines_are_shown(tmp_path: Path, lines: str, asked: bool | None, train: bool, launch: bool) -> None:
+    (tmp_path / "hosts").write_text(lines)
+    job = Job(tmp_path, tmp_path, hostfile=str(tmp_path / "hosts"), tag_output=asked)
+    assert (replace(job, tag_here=False).tagged, job.tagged) == (train, launch)
+    alone = Job(tmp_path, tmp_path, num_ranks=2)
+    assert (replace(alone, tag_here=False).tagged, alone.tagged) == (False, True)
 
 
 def test_what_could_not_even_begin_is_an_error(err: Err) -> None:
@@ -247,6 +302,19 @@ def test_a_place_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path) -> Non
     assert step_in(tmp_path / "none") is None
     (tmp_path / "file").touch()
     assert step_in(tmp_path / "file") is None
+
+
+def test_one_computer_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses.ssh, "real_name", lambda host: {"a": "192.0.2.7", "b": "192.0.2.8"}[host])
+    hosts = tmp_path / "hosts"
+    job = Job(tmp_path, tmp_path, hostfile=str(hosts), backend="ring")
+    hosts.write_text("a\n192.0.2.7\n")
+    with pytest.raises(ConfigError, match=r"a and 192\.0\.2\.7 are one computer") as refused:
+        launching.check(job)
+    assert "a:2" in (refused.value.hint or "")
+    for lines in ("a\nb\n", "a slots=2\n", "localhost\n192.0.2.7\n"):
+        hosts.write_text(lines)
+        launching.check(job)
 
 
 # --- more ranks than slots ------------------------------------------------------------------------------

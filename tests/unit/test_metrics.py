@@ -281,6 +281,20 @@ def test_plain_output_is_one_line_an_event_however_narrow_the_window() -> None:
     ]
 
 
+def test_a_line_with_a_tag_before_it_fits_on_a_screen() -> None:
+    plain, out = console(terminal=False)
+    slow = replace(train(10_000, 12.31, 4e4), data_wait_s=0.4, tokens_per_s=12345.0)
+    with ConsoleSink(plain, 10_000, short=True) as sink:
+        for event in (train(10), slow):
+            sink.emit(event)
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "step 10/10000  loss 2.310  lr 1.0e-04  tokens/s 213  peak 640 MB  left 1h23m",
+        "step 10000/10000  loss 12.310  lr 1.0e-04  tokens/s 12345  left 0.0 s  data wait 80%",
+    ]
+    assert max(len(f"[rank 0 node0] {line}") for line in lines) <= 100
+
+
 def test_the_banner_says_what_is_trained() -> None:
     plain, out = console(terminal=False)
     ConsoleSink(plain, 600).emit(STARTED)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from test_checkpoints import write
+from twins import ThreadCommunicator, run_ranks
 
-from allhands.checkpoints import checkpoint_path, checkpoints_in
+from allhands.checkpoints import checkpoint_path, checkpoints_in, find
 from allhands.config import build_config
 from allhands.errors import ModelError
 from allhands.train.preparing import Surroundings, starting_weights
-from allhands.train.restore import Restored
+from allhands.train.restore import Restored, receive
 from allhands.train.rundir import kept_as, make_room
 
 FILES = ("metrics.jsonl", "loss.png", "0000100_adapters.safetensors", "0000200_adapters.safetensors")
@@ -42,7 +43,7 @@ def names(directory: Path) -> list[str]:
 
 
 def restored(path: Path, step: int) -> Restored:
-    return Restored({"iteration": step}, {}, {}, str(path.resolve()), "old")
+    return Restored({"iteration": step}, {}, {}, str(path.resolve()), "old", own=True)
 
 
 def test_a_new_run_sets_everything_aside_under_one_number(run: Path) -> None:
@@ -76,6 +77,47 @@ def test_a_restart_and_a_resumed_run_keep_all(run: Path) -> None:
     (run / "more").touch()
     assert make_room(run, None, "new") == []
     assert names(run) == sorted([*before, ".run", "more"])
+
+
+def test_a_copy_at_another_path_is_the_runs_own_too(run: Path, tmp_path: Path) -> None:
+    """Computers work in directories of their own: what rank 0 goes on from has another path on each."""
+    elsewhere = shutil.copytree(run, tmp_path / "home" / "work" / "run")
+    before = names(run)
+    found = find(str(run), run)
+
+    def go_on(communicator: ThreadCommunicator) -> list[str]:
+        directory = elsewhere if communicator.rank else run
+        restored = receive(communicator, None if communicator.rank else found, directory)
+        return make_room(directory, restored, "new")
+
+    assert run_ranks(2, go_on) == [[], []]
+    assert names(run) == names(elsewhere) == sorted([*before, ".run"])
+    assert [path.name for path in checkpoints_in(elsewhere)] == ["step-0000200", "step-0000100"]
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "aside"])
+def test_what_is_not_gone_on_from_is_set_aside_on_every_computer(place: str, run: Path, tmp_path: Path) -> None:
+    """Rank 0 goes on from another directory, or from what was set aside: that holds for the copies, too."""
+    copy = shutil.copytree(run, tmp_path / "home" / "run")
+    source = shutil.copytree(run / "checkpoints", tmp_path / "old" / "checkpoints")
+    if place == "aside":
+        make_room(run, None, "between")
+        make_room(copy, None, "between")
+        source = run / "checkpoints.1"
+        for directory in (run, copy):
+            write(checkpoint_path(directory, 50), 50)
+    found = find(str(source / "step-0000200"), run)
+
+    def go_on(communicator: ThreadCommunicator) -> list[str]:
+        directory = copy if communicator.rank else run
+        restored = receive(communicator, None if communicator.rank else found, directory)
+        return make_room(directory, restored, "new")
+
+    notes = run_ranks(2, go_on)
+    number = 2 if place == "aside" else 1
+    assert all(f"checkpoints.{number}" in note[0] for note in notes if isinstance(note, list)), notes
+    assert checkpoints_in(run) == checkpoints_in(copy) == []
+    assert len(checkpoints_in(copy / f"checkpoints.{number}")) == (1 if place == "aside" else 2)
 
 
 def test_of_a_branch_that_is_left_the_numbered_adapters_are_kept_too(run: Path) -> None:

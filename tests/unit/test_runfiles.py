@@ -11,12 +11,36 @@ import pytest
 from allhands.cluster.environment import Launch
 from allhands.cluster.ranks import Beat, Marks
 from allhands.cluster.runfiles import BEAT_BYTES, RunFiles, oom_counters, tail
-from allhands.cluster.worker import WorkerContext
+from allhands.cluster.worker import WorkerContext, as_message
+from allhands.errors import AllhandsError, DataError, Interrupted
 
 
 def _pair(tmp_path: Path, rank: int = 1) -> tuple[WorkerContext, RunFiles]:
     launch = Launch("allhands", rank, 2, rank, 2, "ring", "a test")
     return WorkerContext(launch, tmp_path, tmp_path), RunFiles(tmp_path, tmp_path, counters=[])
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "hidden"),
+    [
+        (1, DataError("it is empty", where="data", hint="fill it"), True),
+        (0, DataError("it is empty", where="data", hint="fill it"), True),
+        (1, Interrupted("stopped after step 3", hint="go on"), True),
+        (0, Interrupted("stopped after step 3", hint="go on"), False),
+        (1, ValueError("a defect"), False),
+    ],
+)
+def test_what_the_supervisor_tells_of_an_error_is_known(
+    tmp_path: Path, rank: int, error: Exception, hidden: bool
+) -> None:
+    """Of a stop rank 0 speaks itself, and the supervisor has no more of a defect than its name."""
+    worker, files = _pair(tmp_path, rank)
+    text = as_message(error) if isinstance(error, AllhandsError) else f"ValueError: {error}"
+    lines = [line.encode() for line in text.splitlines()]
+    assert not any(files.tells_error(rank, line) for line in lines)
+    worker._write_error_file(error, 3)
+    assert [files.tells_error(rank, line) for line in lines] == [hidden] * len(lines)
+    assert not any(files.tells_error(rank, line) for line in (b"", b"step 3/9  loss 2.0", b"\xff\xfe"))
 
 
 def test_marks_and_beats_arrive(tmp_path: Path) -> None:

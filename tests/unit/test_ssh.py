@@ -226,3 +226,21 @@ def test_an_alias_is_resolved_by_ssh_itself(monkeypatch: pytest.MonkeyPatch, tmp
     assert ssh.real_name("big") == "192.0.2.7"
     assert ssh.real_name("me@big") == "192.0.2.7"
     assert ssh.real_name("small") == "small"
+
+
+def test_names_that_look_like_one_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host studio-1 Studio-2 *.lan !other\n  HostName 10.0.0.1\n  User me\n")
+    (tmp_path / ".ssh" / "known_hosts").write_text(
+        "|1|abc=|def= ssh-ed25519 AAAA\nmacbook,10.0.0.9 ssh-ed25519 AAAA\n[minimac]:2222 ssh-ed25519 AAAA\n"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ALLHANDS_SSH", "ssh")
+    assert set(ssh.near_names("me@studio1")) == {"studio-1", "studio-2"}
+    assert ssh.near_names("MacBok") == ("macbook",)
+    assert ssh.near_names("mini-mac") == ("minimac",)
+    assert ssh.near_names("10.0.0.8") == ()
+    assert ssh.near_names("wholly-else") == ()
+    (tmp_path / "other").write_text("Host gpubox\n")
+    monkeypatch.setenv("ALLHANDS_SSH", f"ssh -F {tmp_path / 'other'}")
+    assert ssh.near_names("gpu-box") == ("gpubox",)

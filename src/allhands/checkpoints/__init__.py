@@ -16,7 +16,7 @@ from allhands.checkpoints.layout import (
     run_name,
 )
 from allhands.checkpoints.reading import Checkpoint, StoredFile, open_checkpoint
-from allhands.checkpoints.resuming import damage, find, find_latest
+from allhands.checkpoints.resuming import damage, find, find_latest, kept_aside
 from allhands.checkpoints.runs import Found, is_checkpoint, latest, look_at, prune, quick_step, survey
 from allhands.checkpoints.tensors import Tensor
 from allhands.checkpoints.writing import write_checkpoint
@@ -38,6 +38,7 @@ __all__ = [
     "find",
     "find_latest",
     "is_checkpoint",
+    "kept_aside",
     "latest",
     "look_at",
     "open_checkpoint",

@@ -60,12 +60,22 @@ def find_latest(
         rejected += errors
     if found is not None or not errors:
         return found
-    whole = [str(path) for path in _aside(run_dir) if quick_step(path) is not None]
-    advice = [f"go on from another one with --resume PATH{f' (there is {whole[0]})' if whole else ''}"]
+    kept = kept_aside(run_dir)
+    advice = [f"go on from another one with --resume PATH{f' (there is {kept[0]})' if kept else ''}"]
     advice += ["leave --resume out to begin anew: the damaged ones are set aside then, not removed"]
     advice += [text] if (text := _from_weights(run_dir)) else []
     what = f"none of the checkpoints in {run_dir} is whole: {_told(errors)}"
     raise CheckpointError(what, where="--resume auto", hint="; or ".join(advice))
+
+
+def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
+    """What was last set aside in ``run_dir`` and has a whole checkpoint, with the last step of it, by sizes alone.
+
+    Raises:
+        CheckpointError: a directory cannot be read.
+    """
+    steps = ((path, quick_step(path)) for path in _aside(run_dir))
+    return next(((path, step) for path, step in steps if step is not None), None)
 
 
 def damage(error: CheckpointError) -> str:

@@ -210,7 +210,7 @@ def network_lines(network: Network) -> list[str]:
 def _speed(link: LinkSpeed) -> str:
     rate = link.bus_bytes_per_s
     carried = f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
-    return f"{1000 * link.latency_s:.2f} ms at least, {carried}"
+    return f"latency {1000 * link.latency_s:.2f} ms (4 KiB), {carried} over each link"
 
 
 def _seconds(taken: float) -> str:

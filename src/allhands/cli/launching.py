@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from allhands.cli.notices import Notices, say
+from allhands.cluster.addresses import require_distinct
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.journal import EVENTS_FILE, Journal
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
@@ -40,7 +41,9 @@ class Job:
             program of one's own goes on from what it finds.
         expected_s: how long it may take, roughly; ``None``: not known.
         explain: tells why this back-end was chosen, line by line.
-        tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several.
+        tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several
+            on several computers, or anywhere with ``tag_here``.
+        sync: the command that brings what the job needs to a computer that lacks it, if there is one.
     """
 
     directory: Path
@@ -64,6 +67,8 @@ class Job:
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
     resumes: bool = True
     tag_output: bool | None = None
+    tag_here: bool = True
+    sync: str | None = None
     expected_s: float | None = None
     explain: Callable[[list[str]], None] = lambda lines: None
 
@@ -78,7 +83,13 @@ class Job:
     @property
     def tagged(self) -> bool:
         """Whether the lines of all ranks are shown."""
-        return self.size > 1 if self.tag_output is None else self.tag_output
+        if self.tag_output is not None:
+            return self.tag_output
+        return self.size > 1 and (self.tag_here or self._leaves_here)
+
+    @property
+    def _leaves_here(self) -> bool:
+        return self.hostfile is not None and any(host.ssh is not None for host in read_hostfile(self.hostfile))
 
 
 def check(job: Job) -> None:
@@ -97,6 +108,8 @@ def check(job: Job) -> None:
         )
     if job.hostfile is None:
         _check_cores(job.cores_per_rank, size)
+    else:
+        require_distinct(read_hostfile(job.hostfile))
     if size > 1:
         _check_backend(job, size)
 
@@ -156,6 +169,7 @@ def run(job: Job, command: Sequence[str]) -> int:
         ranks_tell=job.resumes,
         tagged=job.tagged,
         places=job.hostfile is not None,
+        sync=job.sync,
     )
     options = SuperviseOptions(job.max_restarts, job.min_ranks, run_id, resize=_resizer(job))
     try:
@@ -226,7 +240,7 @@ def _choose_backend(job: Job) -> Backend:
 
     facts = facts_here(job.size)
     if job.hostfile is not None:
-        facts = facts_of(read_hostfile(job.hostfile), job.size, ask=True)
+        facts = replace(facts_of(read_hostfile(job.hostfile), job.size, ask=True), by_agents=True)
     choice = choose(facts, training_s=job.expected_s, cores_per_rank=job.cores_per_rank)
     before = _backend_before(job)
     if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):

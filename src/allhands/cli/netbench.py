@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _BACKENDS = ("auto", "all", "ring", "mpi", "nccl")
 _WIDTH = 80
 _TAIL = 5
+_LEGEND = """\
+median: of rounds, each as long as on its slowest rank
+middle half: half of the rounds took as long
+of the bus: what each link carries; compare it with the speed of the cable
+"""
 
 
 def bench(
@@ -130,6 +135,8 @@ def show(results: Sequence[Measurement], console: Console | None = None) -> None
         for group in result.not_measured:
             console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)", markup=False)
         console.print()
+    if any(result.whole or result.links for result in results):
+        console.print(_LEGEND, markup=False)
     if len(fastest := [result.whole for result in results if result.whole]) > 1:
         _show_comparison(console, fastest)
 
@@ -145,6 +152,9 @@ def _show_whole(console: Console, figures: Figures) -> None:
     console.print(table)
     latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
     console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}", markup=False)
+    small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
+    text = f"an exchange takes a step {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _show_links(console: Console, result: Measurement) -> None:

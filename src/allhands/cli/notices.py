@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import dropwhile
 
+from allhands.cluster.hosts import is_here
 from allhands.cluster.supervisor import SupervisorEvent
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
+_OF_FILES = ("DataError:", "ModelError:")
 _OF_KILLED = 3  # last lines of a rank that was killed: who is killed says nothing about it
 # What the log of every healthy rank is full of: see metrics.console.
 _FRAME = re.compile(r'  File ".*", line \d+ in .*')
@@ -39,6 +41,7 @@ class Notices:
         ranks_tell: whether rank 0 says itself what has become of a run that was stopped.
         tagged: whether the lines of all ranks are on the screen.
         places: whether it is told on which computers they start, and how these are reached.
+        sync: the command that brings model and data to a computer that lacks them.
     """
 
     memory_hint: str
@@ -47,6 +50,7 @@ class Notices:
     ranks_tell: bool
     tagged: bool = False
     places: bool = False
+    sync: str | None = None
     _launched: bool = False
     _cancelled: bool = False
     _stop_began: float = float("inf")
@@ -64,7 +68,7 @@ class Notices:
         elif event.kind == "killing":
             self._killed = self._why_killed()
         if event.kind in (*_PLAIN, "fault", "failed"):
-            _leave_the_line()
+            self._leave_the_line()
             self._show(event)
         elif event.kind == "finished" and event.exit_code:
             self._show_stop()
@@ -75,19 +79,29 @@ class Notices:
             say(f"{'error: ' if never else ''}{event.explanation or event.message}")
             return
         self._show_cause(event)
+        host = self._elsewhere(event)
         if event.rank is not None and event.log_path is not None:
-            print(f"  log of rank {event.rank}: {event.log_path}", file=sys.stderr, flush=True)
+            place = f", on {host}" if host else ""
+            print(f"  log of rank {event.rank}{place}: {event.log_path}", file=sys.stderr, flush=True)
+
+    def _elsewhere(self, event: SupervisorEvent) -> str | None:
+        """The name of the computer that it is about, if that is not this one."""
+        return event.host if self.places and event.host and not is_here(event.host) else None
 
     def _show_cause(self, event: SupervisorEvent) -> None:
         """The job goes on after a "fault"; "failed" is the last word."""
         title = "error: " if event.kind == "failed" else ""
         if event.explanation:
-            say(f"{title}{event.explanation}")
+            # Only what a rank has written down itself leaves open where.
+            host = self._elsewhere(event) if event.error else None
+            say(f"{title}{f'on {host} (rank {event.rank}): ' if host else ''}{event.explanation}")
+            if host and self.sync and (event.error or "").startswith(_OF_FILES):
+                print(f"  if {host} has no copy, or an old one: {self.sync}", file=sys.stderr)
             return
         killed = event.exit_code == 128 + signal.SIGKILL
         tail = event.log_tail[-_OF_KILLED:] if killed else event.log_tail
-        # Rank 0's output is on the screen already, by itself; among the lines of all ranks nothing is found again.
-        if (event.rank or (self.tagged and event.rank == 0)) and (lines := telling(tail)):
+        # Rank 0's output is on the screen already, or that of all ranks.
+        if event.rank and not self.tagged and (lines := telling(tail)):
             print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
         say(f"{title}{event.message}")
         if event.kind != "failed":
@@ -108,17 +122,22 @@ class Notices:
         """The last line after a stop, where no rank has had the last word."""
         way = self.way_on()
         if self._killed:
-            _leave_the_line()
+            self._leave_the_line()
             say(self._killed)
             if way is None and self.ranks_tell:
                 way = "there is no checkpoint to go on from"
         elif way and not (self._cancelled or self.ranks_tell):
-            _leave_the_line()
+            self._leave_the_line()
             say("stopped")
         elif not self._cancelled:
             return
         if way:
             print(f"  {way}", file=sys.stderr, flush=True)
+
+    def _leave_the_line(self) -> None:
+        """Get off the line on which a progress display may have been left."""
+        if sys.stderr.isatty() and not self.tagged:
+            print(file=sys.stderr)
 
 
 def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,9 +146,3 @@ def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
     The outer end of a stack whose inner one is cut off does not: the log has all of it.
     """
     return tuple(dropwhile(lambda line: _OWN_LINES.fullmatch(line) or _FRAME.fullmatch(line), lines))
-
-
-def _leave_the_line() -> None:
-    """Get off the line on which a progress display may have been left."""
-    if sys.stderr.isatty():
-        print(file=sys.stderr)

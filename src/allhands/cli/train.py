@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Generator
@@ -34,6 +35,12 @@ HOSTS_FILE = "hosts.txt"
 RESTARTS_OF_SEVERAL = 3
 # At the end one rank may have trackers to close and curves to draw when the others have ended.
 _FINISH_GRACE_S = 600.0
+_LOG_WIDTH = 200
+# Who has started the ranks decides how many there are.
+_LAUNCHED_WITH = {
+    "slurm": "leave -n out under another launcher: srun -n {} starts as many",
+    "openmpi": "leave -n out under another launcher: mpirun -np {} starts as many",
+}
 _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
@@ -87,7 +94,7 @@ def _check_launch(config: TrainConfig, launch: Launch) -> None:
         raise ConfigError(
             f"{config.num_ranks} processes are asked for, but {launch.launcher} has started {launch.size}",
             where="-n",
-            hint="leave -n out under another launcher",
+            hint=_LAUNCHED_WITH.get(launch.launcher, "leave -n out under another launcher").format(config.num_ranks),
         )
     if launch.size > 1 and config.backend not in ("auto", launch.backend):
         raise ConfigError(
@@ -178,10 +185,21 @@ def job_of(config: TrainConfig) -> Job:
         earlier=config.resume == "auto" and _has_begun(directory),
         memory_hint=_SHORT_OF_MEMORY,
         tag_output=config.tag_output,
+        tag_here=False,
+        sync=_sync_command(config),
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
         explain=_tell if config.log_level == "verbose" else lambda lines: None,
     )
+
+
+def _sync_command(config: TrainConfig) -> str | None:
+    """What brings model and data, as far as they lie here, to the computers of the hostfile."""
+    if config.hostfile is None:
+        return None
+    found = {"--model": config.model, "--data": str(config.data)}
+    words = [word for flag, path in found.items() if Path(path).expanduser().exists() for word in (flag, path)]
+    return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words]) if words else None
 
 
 def _tell(lines: list[str]) -> None:
@@ -226,18 +244,19 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     # Only now, because importing MLX fixes its BLAS threads and device.
     from allhands.train.recipes import run_finetune
 
-    # Where the lines of all ranks are shown they come from the logs, rank 0's too.
+    # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.
     tagged = TAG_VARIABLE in os.environ
-    console = _console(launch) if launch.rank == 0 and not tagged else None
-    if launch.rank == 0:
-        say = partial(print, flush=True) if console is None else partial(console.print, markup=False)
-        worker.announce_stops(say, partial(way_on, job_of(config), None))
+    console = _console(launch, tagged) if launch.rank == 0 else None
+    if console is not None:
+        worker.announce_stops(partial(console.print, markup=False), partial(way_on, job_of(config), None))
+    log_file = Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
 
     surroundings = replace(
         surroundings_of(worker, launch, config),
         console=console,
         cores_per_rank=cores,
-        log_file=Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log",
+        log_file=None if console is not None and tagged else log_file,
+        short_lines=tagged,
     )
     result = run_finetune(config, surroundings)
     if launch.rank == 0 and config.train:
@@ -245,11 +264,12 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
         print(f"saved in {', '.join(where)}", flush=True)
 
 
-def _console(launch: Launch) -> Console:
+def _console(launch: Launch, tagged: bool) -> Console:
     """Progress goes here. Open MPI gives a rank a terminal of its own, wherever the output really ends up."""
     from rich.console import Console
 
-    return Console(highlight=False, force_terminal=False if launch.launcher == "openmpi" else None)
+    plain = tagged or launch.launcher == "openmpi"
+    return Console(highlight=False, force_terminal=False if plain else None, width=_LOG_WIDTH if tagged else None)
 
 
 def _share_cores(config: TrainConfig, launch: Launch) -> int | None:

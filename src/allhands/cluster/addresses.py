@@ -23,6 +23,26 @@ def addresses(places: Sequence[Place]) -> list[str]:
     return [address or _own_address(place.host, others) for place, address in zip(places, found, strict=True)]
 
 
+def require_distinct(hosts: Sequence[Host]) -> None:
+    """Refuse a computer that is named twice in two ways; what cannot be looked up now is left to the start.
+
+    Raises:
+        ConfigError: two names lead to one address.
+    """
+    known: dict[str, str] = {}
+    for host in hosts if len(hosts) > 1 else ():
+        try:
+            address = None if host.ssh is None else _remote_address(host)
+        except (ConfigError, DistributedError):
+            continue
+        if address and (other := known.setdefault(address, host.name)) != host.name:
+            raise ConfigError(
+                f"{other} and {host.name} are one computer ({address})",
+                where="--hostfile, --hosts",
+                hint=f"name it once, with two slots if it should have two ranks: {other}:2",
+            )
+
+
 def _remote_address(host: Host) -> str:
     assert host.ssh is not None
     if address := _first_ipv4(host):

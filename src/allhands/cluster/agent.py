@@ -63,7 +63,7 @@ class Agent:
         """
         hello = self._hello
         os.environ.update(hello["forwarded"])
-        enter_directory(hello["cwd"], hello["cwd_required"])
+        enter_directory(hello["cwd"], None if hello["cwd_required"] else hello["below_home"])
         self._link.send("ready", ports=self._reserve(hello["address"]), **newest_step(hello), **self_description())
 
     def start(self, peers: Sequence[str]) -> None:
@@ -203,8 +203,11 @@ class Agent:
         }
 
 
-def enter_directory(path: str, required: bool) -> None:
-    """Make ``path`` the working directory; one that is not ``required`` may be absent.
+def enter_directory(path: str, below_home: str | None) -> None:
+    """Make ``path`` the working directory; one that the hostfile does not ask for may be absent.
+
+    Args:
+        below_home: taken instead, if it is there; ``None``: ``path`` is required.
 
     Raises:
         ConfigError: it cannot be entered.
@@ -212,9 +215,11 @@ def enter_directory(path: str, required: bool) -> None:
     try:
         os.chdir(path)
     except OSError as error:
-        if required:
+        if below_home is None:
             hint = 'correct "cwd" in the hostfile'
             raise ConfigError(f"{path} cannot be entered: {error.strerror}", hint=hint) from None
+        with contextlib.suppress(OSError):
+            os.chdir(Path.home() / below_home)
         _say(f"{path} is not here ({error.strerror}); working in {os.getcwd()}")
 
 

@@ -370,7 +370,8 @@ class Attempt:
         text = f"rank {', '.join(map(str, late))} did not finish starting within {self._spec.start_deadline_s:g} s"
         fault = self._fault("not started", late[0], DistributedError.exit_code, "", since)
         last = "".join(f" (its last line: {line})" for line in fault.log_tail[-1:])
-        hint = f"read {fault.log_path}{last}; give it more time with --start-timeout-s if it is only slow"
+        where = f" on {fault.host}" if self._spec.places else ""
+        hint = f"read {fault.log_path}{where}{last}; give it more time with --start-timeout-s if it is only slow"
         return replace(fault, message=text, explanation=str(DistributedError(text, hint=hint)))
 
     def _hang(self, stall: Stall, living: list[int]) -> Fault:

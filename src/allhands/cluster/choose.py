@@ -68,6 +68,7 @@ class HostFacts:
         gpus: NVIDIA GPUs that its ranks may use.
         mpi: the version of its Open MPI, empty if it has none.
         rdma: whether the hostfile names RDMA devices to the others.
+        here: whether it is this one.
     """
 
     name: str
@@ -76,13 +77,19 @@ class HostFacts:
     gpus: int | None = None
     mpi: str | None = None
     rdma: bool = False
+    here: bool = True
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A job: its computers, in order."""
+    """A job: its computers, in order.
+
+    Attributes:
+        by_agents: whether ranks are started by an agent on each computer, as those of every hostfile are.
+    """
 
     hosts: tuple[HostFacts, ...]
+    by_agents: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -165,6 +172,8 @@ def _mpi(facts: Facts) -> Candidate:
     if len(facts.hosts) != 1:
         return Candidate("mpi", False, "the supervisor starts it on one computer only; for several use mpirun itself")
     (host,) = facts.hosts
+    if facts.by_agents or not host.here:
+        return Candidate("mpi", False, "it is for this computer alone, without a hostfile")
     if host.system != "Linux":
         # Possible there, too, but nobody has shown that it is faster.
         return Candidate("mpi", False, "only on Linux is it chosen by itself: give --backend mpi")
@@ -202,7 +211,7 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostFacts:
         return _fact_here(host.name, num_ranks, rdma)
     answer = _ask(host) if ask else {}
     mpi = (answer.get("mpi") or "") if answer else None
-    return HostFacts(host.name, num_ranks, answer.get("system"), answer.get("gpus"), mpi, rdma)
+    return HostFacts(host.name, num_ranks, answer.get("system"), answer.get("gpus"), mpi, rdma, here=False)
 
 
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostFacts:

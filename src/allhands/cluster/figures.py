@@ -9,6 +9,7 @@ from typing import Any
 
 SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 _FIT_ROUNDS = 20
+_LARGE_BYTES = 1 << 20
 _TYPICAL_BYTES = 4 << 20  # by which links are compared: a LoRA adapter's gradient
 
 
@@ -138,11 +139,14 @@ class Measurement:
 
     @property
     def slow_host(self) -> str | None:
-        """The computer all of whose links are at least twice as slow as every other link: its cable, or its Wi-Fi."""
+        """The computer all of whose links are at least twice as slow as every other link: its cable, or its Wi-Fi.
+
+        So they must be at every large size, and by the quartiles: on a busy computer one median is an accident.
+        """
         for name in dict.fromkeys(host for link in self.links for host in link.hosts):
-            own = [link.seconds(_TYPICAL_BYTES) for link in self.links if name in link.hosts]
-            others = [link.seconds(_TYPICAL_BYTES) for link in self.links if name not in link.hosts]
-            if len(own) > 1 and others and min(own) >= 2 * max(others):
+            own = [link for link in self.links if name in link.hosts]
+            others = [link for link in self.links if name not in link.hosts]
+            if len(own) > 1 and others and _all_slower(own, others):
                 return name
         return None
 
@@ -163,6 +167,17 @@ class Measurement:
             "not_measured": [list(group) for group in self.not_measured],
             "seconds_taken": self.seconds_taken,
         }
+
+
+def _all_slower(links: Sequence[Figures], others: Sequence[Figures]) -> bool:
+    """Whether all of ``links`` take twice as long as any of ``others``, at each large size that all have."""
+    tables = [{timing.num_bytes: timing for timing in link.timings} for link in (*links, *others)]
+    common = set[int].intersection(*(set(table) for table in tables))
+    sizes = sorted(size for size in common if size >= _LARGE_BYTES)
+    slow, fast = tables[: len(links)], tables[len(links) :]
+    return bool(sizes) and all(
+        min(table[size].low_s for table in slow) >= 2 * max(table[size].high_s for table in fast) for size in sizes
+    )
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

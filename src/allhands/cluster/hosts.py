@@ -10,6 +10,7 @@ import json
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -41,7 +42,7 @@ class Host:
         ips: its addresses; empty: its name is looked up.
         slots: the most ranks that it gets.
         python: the interpreter that has allhands there; ``None``: this one's path.
-        cwd: the directory to work in; ``None``: this one's, if it is there.
+        cwd: the directory to work in; ``None``: this one's, or :func:`below_home`, whichever is there.
         envs: further variables of its ranks.
         rdma: what JACCL calls its devices, one a host of the file.
     """
@@ -133,11 +134,20 @@ def host_from_name(name: str, where: str | None = None) -> Host:
     address = _as_address(bare)
     if (at and not _USER.fullmatch(user)) or (address is None and not _NAME.fullmatch(bare)):
         hint = "give a name or address, such as node1 or user@10.0.0.1; ports and other options go to ~/.ssh/config"
+        if re.fullmatch(r"[^:]+:\d+", bare):
+            hint = "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; " + hint
         _refuse(where, f"{_shown(name)} is not the name of a host", hint)
     here = not at and is_here(bare)
     loopback = address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
     ips = () if address is None or loopback else (address,)
     return Host(bare if here else f"{user}{at}{bare}", None if here else f"{user}{at}{bare}", ips)
+
+
+def below_home(cwd: Path) -> str:
+    """Where, below its home directory, a computer without ``cwd`` has it, as ``cluster init`` makes it."""
+    with suppress(ValueError):
+        return str(cwd.relative_to(Path.home()))
+    return cwd.name
 
 
 def is_here(name: str) -> bool:
@@ -227,11 +237,15 @@ def _from_json(text: str, path: str) -> list[Host]:
         entries = content["hosts"]
     if not isinstance(entries, list):
         _refuse(path, "the hosts are not a list", f"write {_EXAMPLES}")
+    for number, entry in enumerate(cast(list[object], entries), 1):
+        if not isinstance(entry, dict):
+            what = f"entry {number} of the list of hosts, {_shown(entry)}, is not an object"
+            _refuse(path, what, 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
     lines = _lines_of_hosts(text)
     found: list[Host] = []
     for index, entry in enumerate(cast(list[object], entries)):
         where = f"{path}:{lines[index]}" if len(lines) == len(cast(list[object], entries)) else path
-        found.append(_from_entry(entry, common, where))
+        found.append(_from_entry(cast(dict[str, Any], entry), common, where, f"host {index + 1}"))
     return _merged(found)
 
 
@@ -261,14 +275,11 @@ def _lines_of_hosts(text: str) -> list[int]:
     return lines
 
 
-def _from_entry(entry: object, common: Mapping[str, str], where: str) -> Host:
-    if not isinstance(entry, dict):
-        _refuse(where, "a host is not an object", 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
-    values = cast(dict[str, Any], entry)
+def _from_entry(values: Mapping[str, Any], common: Mapping[str, str], where: str, which: str) -> Host:
     if unknown := sorted(set(values) - set(_KEYS)):
         _refuse(where, f"{_shown(unknown[0])} is not understood", f"a host may have {', '.join(_KEYS)}")
     if not isinstance(values.get("ssh"), str):
-        _refuse(where, 'a host has no "ssh" with its name', 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
+        _refuse(where, f'{which} has no "ssh" with its name', 'write {"ssh": "node1", "ips": ["10.0.0.1"]}')
     host = host_from_name(values["ssh"], where)
     return replace(
         host,

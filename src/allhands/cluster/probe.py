@@ -9,6 +9,7 @@ shell or a library prints is told from it. The program ends when its input does,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -119,8 +120,9 @@ def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list
 def facts(request: dict[str, Any]) -> dict[str, Any]:
     """Everything about this computer that needs no other one, and what could not be had.
 
-    ``request`` may name ``cwd``, the directory to work in, ``places`` (role to path) whose disks count, and ``peers``,
-    addresses to which routes are looked up; what takes longer than ``timeout_s`` is left out.
+    ``request`` may name ``cwd``, the directory to work in, ``below_home``, where it is instead, ``places`` (role to
+    path) whose disks count, and ``peers``, addresses to which routes are looked up; what takes longer than
+    ``timeout_s`` is left out.
     """
     found: dict[str, Any] = {"cwd_error": None}
     if request.get("cwd"):
@@ -128,6 +130,9 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
             os.chdir(os.path.expanduser(request["cwd"]))
         except OSError as error:
             found["cwd_error"] = error.strerror
+            if "below_home" in request:
+                with contextlib.suppress(OSError):
+                    os.chdir(os.path.join(os.path.expanduser("~"), request["below_home"]))
     found["cwd"] = os.getcwd()
     collectors: dict[str, Callable[[], Any]] = {
         "system": system_facts,

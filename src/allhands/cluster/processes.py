@@ -143,8 +143,13 @@ class _Local:
 
     def _show_all(self, ranks: range, tell: Callable[[int, bytes], None]) -> None:
         """Show the lines of all ranks, if that is wanted; before the first of them starts."""
+
+        def show(rank: int, line: bytes) -> None:
+            if not self._files.tells_error(rank, line):
+                tell(rank, line)
+
         if self._spec.tag_output:
-            self._tails = Tails({rank: self._files.log_path(rank) for rank in ranks}, tell)
+            self._tails = Tails({rank: self._files.log_path(rank) for rank in ranks}, show)
 
     def marks(self, rank: int) -> Marks:
         return self._files.marks(rank)

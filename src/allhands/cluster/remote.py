@@ -20,7 +20,7 @@ from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
 from allhands.cluster.connection import Connection, HostError
 from allhands.cluster.frames import Frame
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
 from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
@@ -376,6 +376,7 @@ def _who(name: str, host: Host | None) -> Frame:
         "python": sys.executable,
         "cwd": host.cwd if host and host.cwd else os.getcwd(),
         "cwd_required": bool(host and host.cwd),
+        "below_home": below_home(Path.cwd()),
         "forwarded": forwarded,
         "descriptors": [],
         "adapter_path": None,

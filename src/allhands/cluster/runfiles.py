@@ -45,6 +45,17 @@ class RunFiles:
         # A rank whose disk is full cannot write beside its log.
         return _read_object(self.log_dir / name) or _read_object(self.run_dir / name)
 
+    def tells_error(self, rank: int, line: bytes) -> bool:
+        """Whether a line of the rank's log is one of the error that it has written down, which the supervisor tells.
+
+        How a run ended that a person has stopped is told by rank 0 itself.
+        """
+        error = self.error(rank)
+        if not error or not isinstance(error.get("text"), str) or (rank == 0 and error.get("type") == "Interrupted"):
+            return False
+        text = line.decode("utf-8", errors="replace").removeprefix("allhands: ").removeprefix("error: ")
+        return bool(text.strip()) and text in str(error["text"]).splitlines()
+
     def log_path(self, rank: int) -> Path:
         """Return the file with the rank's output."""
         return self.log_dir / f"rank-{rank}.log"

@@ -87,12 +87,32 @@ def _layout(given: Given, size: int) -> list[str]:
     names = expand_nodelist(nodelist)
     counts: list[int] = []
     per_node = given.env.get("SLURM_STEP_TASKS_PER_NODE") or given.env.get("SLURM_TASKS_PER_NODE", "")
+    if not per_node:
+        per_node = _tasks_per_node(given, len(names), size)
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
         counts += [int(count)] * int(times or 1)
     layout = [name for name, count in zip(names, counts, strict=False) for _ in range(count)]
     if len(counts) != len(names) or len(layout) != size:
         raise contradiction("slurm", f"{size} tasks, but nodes {nodelist!r} with tasks {per_node!r}")
     return layout
+
+
+def _tasks_per_node(given: Given, num_nodes: int, size: int) -> str:
+    """Where an environment has lost the usual variables: what follows from others.
+
+    Raises:
+        DistributedError: nothing does.
+    """
+    asked = given.env.get("SLURM_NTASKS_PER_NODE", "")
+    if num_nodes == 1:
+        return str(size)
+    if asked.isdigit() and int(asked) * num_nodes == size:
+        return f"{asked}(x{num_nodes})"
+    raise DistributedError(
+        f"{size} tasks on {num_nodes} nodes, and nothing says how many each node has: neither SLURM_TASKS_PER_NODE nor "
+        "SLURM_STEP_TASKS_PER_NODE is set",
+        hint="start it with srun, which sets them, and pass them on (--export=ALL); or give srun --ntasks-per-node",
+    )
 
 
 def expand_nodelist(nodelist: str) -> list[str]:

@@ -7,6 +7,7 @@ ssh's own configuration.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shlex
@@ -14,11 +15,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from allhands.errors import ConfigError
 
 # Names, addresses and users; nothing that a shell, ssh or a ProxyCommand could take for something else.
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*(@[A-Za-z0-9_:][A-Za-z0-9_.:%-]*)?")
+_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_SAID = 1 << 16
 _LONGEST_REASON = 160
 _FAILED = 255  # ssh's own code
@@ -137,6 +140,37 @@ def real_name(host: str) -> str:
         raise missing(error) from None
     names = [line.split(None, 1)[1] for line in text.stdout.splitlines() if line.lower().startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]
+
+
+def near_names(host: str) -> tuple[str, ...]:
+    """Return up to three names that ssh or this system knows and that look like ``host``'s, which nobody knows."""
+    bare = host.rpartition("@")[2].lower()
+    return tuple(difflib.get_close_matches(bare, sorted(_known_names() - {bare}), n=3, cutoff=0.7))
+
+
+def _known_names() -> set[str]:
+    """Names in ssh's configuration, in its list of keys as far as they are not hashed there, and in /etc/hosts."""
+    words = _program()
+    given = [Path(words[words.index("-F") + 1])] if "-F" in words[:-1] else []
+    home = Path.home() / ".ssh"
+    found: set[str] = set()
+    for path in given or [home / "config"]:
+        blocks = (line.split()[1:] for line in _lines_of(path) if line.lower().startswith(("host ", "hostname ")))
+        found |= {name for block in blocks for name in block}
+    for line in _lines_of(home / "known_hosts"):
+        found |= {name.removeprefix("[").partition("]")[0] for name in line.split()[0].split(",")}
+    for line in _lines_of(Path("/etc/hosts")):
+        found |= set(line.partition("#")[0].split()[1:])
+    # Neither patterns nor hashes nor addresses.
+    return {name.lower() for name in found if _NAME.fullmatch(name)}
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:

@@ -31,7 +31,7 @@ from typing import NoReturn, Self
 import psutil
 
 from allhands.cluster.environment import Launch, recognise_here
-from allhands.cluster.guard import die_with_parent, write_whole
+from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.runfiles import BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
@@ -229,7 +229,7 @@ class WorkerContext:
             print(as_message(error, self.launch.rank if self.launch.size > 1 else None), file=sys.stderr)
 
     def _say_supervised(self, error: AllhandsError) -> None:
-        """Into this rank's log; rank 0, whose output is the terminal, also tells how an interrupted run ended."""
+        """Into this rank's log; rank 0, whose output is the terminal or is read from its log, tells how a run ended."""
         assert self._log_dir is not None
         rank = self.launch.rank
         with (
@@ -237,7 +237,7 @@ class WorkerContext:
             open(self._log_dir / f"rank-{rank}.log", "a", encoding="utf-8", opener=private_opener) as log,
         ):
             print(as_message(error), file=log)
-        if rank == 0 and isinstance(error, Interrupted):
+        if rank == 0 and isinstance(error, Interrupted) and TAG_VARIABLE not in os.environ:
             print(as_message(error), file=sys.stderr)
 
     def _turn_to_speak(self, error: AllhandsError) -> bool:

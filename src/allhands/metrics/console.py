@@ -42,15 +42,23 @@ class ConsoleSink:
         total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
         profile: whether to show what the time of a step goes into.
+        short: whether lines of progress leave out what matters least: something will stand before them.
 
     Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
     away during the run, the console is set to quiet and the run goes on.
     """
 
     def __init__(
-        self, console: Console, total_steps: int = 0, is_terminal: bool | None = None, *, profile: bool = False
+        self,
+        console: Console,
+        total_steps: int = 0,
+        is_terminal: bool | None = None,
+        *,
+        profile: bool = False,
+        short: bool = False,
     ) -> None:
         self._console = console
+        self._short = short
         self._profile = profile
         terminal = console.is_terminal and not console.is_dumb_terminal
         self._live_wanted = terminal if is_terminal is None else is_terminal
@@ -89,7 +97,7 @@ class ConsoleSink:
                 self._print(*started_lines(event))
             case TrainReport():
                 self._board.train, self._board.left_s = event, self._left_s(event)
-                self._print(train_line(event, self._board.total, self._board.left_s))
+                self._print(train_line(event, self._board.total, self._board.left_s, short=self._short))
                 if self._profile:
                     self._print(profile_line(event))
             case ValidReport():
@@ -174,7 +182,8 @@ def banner(started: RunStarted) -> list[str]:
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
     epochs = started.total_steps * started.batch_size / max(started.num_train_examples, 1)
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
-    resumed = [f"resumed     from step {started.step}"] if started.step else []
+    place = f": {started.resumed_from}" if started.resumed_from else ""
+    resumed = [f"resumed     from step {started.step}{place}"] if started.step else []
     return [
         f"run         {started.name}",
         f"model       {started.model}",
@@ -187,12 +196,21 @@ def banner(started: RunStarted) -> list[str]:
     ]
 
 
-def train_line(report: TrainReport, total_steps: int, left_s: float) -> str:
-    """One line a report; with several ranks, ``peak`` is the range over them."""
-    rate = f"{format_rate(report.tokens_per_s)} (trained {format_rate(report.trained_tokens_per_s)})"
-    peak, left = format_memory(report.peak_memory_bytes), format_duration(left_s)
+def train_line(report: TrainReport, total_steps: int, left_s: float, *, short: bool = False) -> str:
+    """One line a report; with several ranks, ``peak`` is the range over them.
+
+    A ``short`` one has the tokens a second without those that are trained, and the highest peak, or the wait for data.
+    """
+    rate, waiting = format_rate(report.tokens_per_s), _waiting(report)
+    peak = f"  peak {format_memory(report.peak_memory_bytes)}"
+    if short:
+        waiting = waiting.replace("waits for data", "data wait").removesuffix(" of the time")
+        peak = "" if waiting else f"  peak {format_memory((max(report.peak_memory_bytes, default=0),))}"
+    else:
+        rate += f" (trained {format_rate(report.trained_tokens_per_s)})"
     loss = f"loss {report.loss:.3f}  lr {report.learning_rate:.1e}"
-    return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}  peak {peak}  left {left}{_waiting(report)}"
+    left = format_duration(left_s)
+    return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}{peak}  left {left}{waiting}"
 
 
 def profile_line(report: TrainReport) -> str:

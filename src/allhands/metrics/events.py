@@ -17,7 +17,7 @@ class RunStarted:
     """A run, or the restart of one, begins. ``time`` is Unix time in seconds.
 
     ``step`` counts the batches done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
-    supervisor's starts, from 1.
+    supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it goes on from, if that is not the run's own.
     """
 
     name: str
@@ -36,6 +36,7 @@ class RunStarted:
     step: int = 0
     attempt: int = 1
     elapsed_s: float = 0.0
+    resumed_from: str | None = None
 
 
 @dataclass(frozen=True)

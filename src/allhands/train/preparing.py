@@ -36,7 +36,7 @@ from allhands.model.fused.blocks import fuse
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
-from allhands.train.restore import Restored, find_checkpoint, keeps_files, receive
+from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
@@ -62,6 +62,7 @@ class Surroundings:
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
         log_file: where this rank's own lines go besides the console.
+        short_lines: whether something will stand before each line, which should fit on a screen nevertheless.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -77,6 +78,7 @@ class Surroundings:
     console: Console | None = None
     cores_per_rank: int | None = None
     log_file: Path | None = None
+    short_lines: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,11 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if communicator.size > 1:
         agree(communicator, run_facts(config, loaded, data, start))
     run_id: str = hand_out_json(communicator, surroundings.run_id)
-    restored = receive(communicator, checkpoint, partial(_busy, surroundings))
+    restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
         restore_weights(model, restored.weights, restored.place)
+    elif config.train and config.resume == AUTO:
+        notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
     surroundings.started()

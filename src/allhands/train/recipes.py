@@ -316,7 +316,7 @@ class _Run:
         return evaluator(step)[0]
 
     def _started(self, total: int, state: LoopState) -> RunStarted:
-        config, windows = self.config, self.ready.data.train
+        config, windows, restored = self.config, self.ready.data.train, self.ready.restored
         return RunStarted(
             name=self.directory.name,
             model=config.model,
@@ -334,6 +334,7 @@ class _Run:
             step=state.iteration,
             attempt=self.surroundings.attempt,
             elapsed_s=state.before_s,
+            resumed_from=restored.place if restored and not restored.own else None,
         )
 
     @contextmanager
@@ -345,6 +346,7 @@ class _Run:
             if note
         ]
         sinks: list[Sink] = []
+        short = self.surroundings.short_lines
         with ExitStack() as stack:
             if self.surroundings.log_file is not None:
                 make_directory(self.surroundings.log_file.parent, private=True)
@@ -352,7 +354,7 @@ class _Run:
                 log = stack.enter_context(open(file, "a", encoding="utf-8", opener=private_opener))
                 stack.callback(_close_log, log)
                 print(*notes, sep="\n", end="\n" if notes else "", file=log)
-                sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False))
+                sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False, short=short))
             if self.ready.keeps_files:
                 room = make_room(self.directory, self.ready.restored, self.ready.run_id)
                 notes += [f"note: {note}" for note in room]
@@ -365,7 +367,7 @@ class _Run:
                 sinks += start_trackers(names, self.config.project_name, self.directory, values)
             self._say(notes)
             if self.surroundings.console is not None:
-                sinks.append(ConsoleSink(self.surroundings.console, profile=self.config.profile))
+                sinks.append(ConsoleSink(self.surroundings.console, profile=self.config.profile, short=short))
             yield stack.enter_context(Sinks(sinks))
 
     def _say(self, lines: Sequence[str]) -> None:

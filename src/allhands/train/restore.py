@@ -12,7 +12,18 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.arrays import hand_out, hand_out_json, load_arrays
-from allhands.checkpoints import Checkpoint, find, find_latest, latest, open_checkpoint, run_name, survey
+from allhands.checkpoints import (
+    BEST,
+    CHECKPOINTS,
+    Checkpoint,
+    find,
+    find_latest,
+    kept_aside,
+    latest,
+    open_checkpoint,
+    run_name,
+    survey,
+)
 from allhands.config import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
@@ -33,6 +44,8 @@ class Restored:
         state: what ``state.json`` says.
         place: the checkpoint's directory, as rank 0 sees it.
         run_id: of the run that wrote it.
+        own: whether it is one of this run's directory on rank 0, and not set aside there. The path does not tell it
+            to other computers, which may have that directory elsewhere.
     """
 
     state: dict[str, Any]
@@ -40,6 +53,7 @@ class Restored:
     optimizer: dict[str, mx.array]
     place: str
     run_id: str = ""
+    own: bool = False
 
 
 def find_checkpoint(
@@ -68,6 +82,26 @@ def find_checkpoint(
     return found, notes
 
 
+def tell_kept_aside(communicator: Communicator, directory: Path) -> list[str]:
+    """Where an earlier run's checkpoints were set aside, on any computer, if so; called on all ranks together.
+
+    For ``--resume auto`` that finds nothing: on another computer a person would not see them.
+    """
+    try:
+        kept = kept_aside(directory)
+    except CheckpointError:
+        kept = None
+    number, step = (int(kept[0].suffix[1:] or 0), kept[1]) if kept else (-1, -1)
+    everyone = numbers(communicator.all_gather(mx.array([float(number), float(step)])))
+    found = [(everyone[2 * rank + 1], -rank, int(everyone[2 * rank])) for rank in range(communicator.size)]
+    last, rank, number = max(found)
+    if last < 0:
+        return []
+    path = directory / f"{CHECKPOINTS}.{number}"
+    where = f" on the computer of rank {-rank}" if rank else ""
+    return [f"an earlier run's checkpoints, up to step {last:g}, are kept{where}: to go on from them --resume {path}"]
+
+
 def _asked_for(resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError]) -> Checkpoint | None:
     """What ``--resume`` means; ``run_id``: to a restart of that run, whose own checkpoints are not whole."""
     if resume != AUTO:
@@ -89,6 +123,7 @@ def _began_without(directory: Path, run_id: str) -> bool:
 def receive(
     communicator: Communicator,
     checkpoint: Checkpoint | None,
+    directory: Path,
     busy: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Restored | None:
     """The checkpoint that rank 0 has found, on every rank; called on all of them together.
@@ -96,13 +131,14 @@ def receive(
     Where all ranks find the same one at the same path it is read there; otherwise rank 0 hands it out.
 
     Args:
+        directory: of this run, on this rank's computer.
         busy: a context for what may take long and waits for no other rank.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    mine = None if checkpoint is None else _described(checkpoint)
-    told: dict[str, str] | None = hand_out_json(communicator, mine)
+    mine = None if checkpoint is None else _described(checkpoint, directory)
+    told: dict[str, Any] | None = hand_out_json(communicator, mine)
     if told is None:
         return None
     with busy():
@@ -119,11 +155,17 @@ def receive(
     if not everywhere:
         state = hand_out_json(communicator, state)
         weights, optimizer = hand_out(communicator, weights), hand_out(communicator, optimizer)
-    return Restored(state, weights, optimizer, told["path"], told["run_id"])
+    return Restored(state, weights, optimizer, told["path"], told["run_id"], told["own"])
 
 
-def _described(checkpoint: Checkpoint) -> dict[str, str]:
-    return {"path": str(checkpoint.path.resolve()), "digest": checkpoint.digest, "run_id": checkpoint.run_id}
+def _described(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
+    path, run = checkpoint.path.resolve(), directory.resolve()
+    return {
+        "path": str(path),
+        "digest": checkpoint.digest,
+        "run_id": checkpoint.run_id,
+        "own": path in (run / CHECKPOINTS / path.name, run / BEST),
+    }
 
 
 def _same_here(path: str, digest: str) -> Checkpoint | None:

@@ -50,12 +50,11 @@ def make_room(directory: Path, restored: Restored | None, run_id: str) -> list[s
 
 
 def _make_room(directory: Path, restored: Restored | None) -> list[str]:
-    source, number = run_of(restored) if restored is not None else (None, "")
-    if restored is not None and source == directory.resolve() and not number:
+    if restored is not None and restored.own:
         return _leave_branch(directory, restored)
     aside = _set_all_aside(directory)
-    if source is not None and restored is not None:
-        _bring_along(source, number, directory, restored)
+    if restored is not None:
+        _bring_along(*run_of(restored), directory, restored)
     if not aside:
         return []
     note = f"what an earlier run left in {directory} is kept as {', '.join(path.name for path in aside)}"

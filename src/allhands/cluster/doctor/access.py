@@ -20,7 +20,7 @@ _LAUNCHERS = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"),
 )
 _WORDS = {
-    "name": "its name is not known",
+    "name": "its name cannot be resolved",
     "auth": "it refuses the key",
     "unknown-key": "its host key is not known yet",
     "changed-key": "its host key has changed",
@@ -81,7 +81,7 @@ def ssh_remedy(host: HostReport, kind: str) -> str:
         "auth": f"ssh-copy-id {target}",
         "unknown-key": f"ssh {target} true",
         "changed-key": f"ssh-keygen -R {bare} && ssh {target} true",
-        "refused": f"nc -vz {place} 22   # there: sudo systemctl enable --now ssh; a Mac: sudo systemsetup "
+        "refused": f"nc -vz {place} 22   # on {place}: sudo systemctl enable --now ssh; a Mac: sudo systemsetup "
         "-setremotelogin on",
         "timeout": f"ping -c 3 {place}",
         "unreachable": f"ping -c 3 {place}",
@@ -95,6 +95,9 @@ def ssh_remedy(host: HostReport, kind: str) -> str:
 
 def trouble_remedy(host: HostReport, trouble: Trouble) -> str:
     """The command that helps, with what ssh itself has said about it."""
+    if trouble.near:
+        user, at, bare = (host.ssh or host.name).rpartition("@")
+        return f"ssh {shlex.quote(f'{user}{at}{trouble.near[0]}')} true   # and write {trouble.near[0]} for {bare}"
     if trouble.stale is None:
         return ssh_remedy(host, trouble.kind)
     # ssh may know the computer by another name than the person, and keep its keys elsewhere.
@@ -114,7 +117,8 @@ def check_ssh(cluster: Cluster) -> list[Finding]:
 def _trouble_finding(check: str, host: HostReport, trouble: Trouble) -> Finding:
     words = _WORDS[trouble.kind].format(python=host.python)
     said = f": {trouble.reason}" if trouble.reason else ""
-    return Finding(check, (host.name,), "stop", words + said, trouble_remedy(host, trouble))
+    near = f"; did you mean {' or '.join(trouble.near)}?" if trouble.near else ""
+    return Finding(check, (host.name,), "stop", words + said + near, trouble_remedy(host, trouble))
 
 
 def check_answers(cluster: Cluster) -> list[Finding]:

@@ -245,12 +245,14 @@ class HostFacts(Fact):
 class Trouble(Fact):
     """Why a computer could not be asked: the kind, and the words of ssh or of its shell.
 
-    ``stale`` is the file of known host keys, and the name in it, whose key has changed.
+    ``stale`` is the file of known host keys, and the name in it, whose key has changed; ``near`` are names that are
+    known and look like the one that is not.
     """
 
     kind: TroubleKind
     reason: str = ""
     stale: tuple[str, str] | None = None
+    near: tuple[str, ...] = ()
 
 
 class HostReport(Fact):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,7 +26,7 @@ from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.measured import measured
 from allhands.cluster.doctor.probes.network import source_for
 from allhands.cluster.doctor.session import Refused, Session, Untold, clock_offset
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Host, below_home
 from allhands.errors import AllhandsError
 
 _CONNECT_S = 4.0  # for a connection between two computers
@@ -195,7 +196,8 @@ def _begin(patient: Patient, options: CheckOptions) -> None:
         patient.well = True
         patient.told["login_s"] = time.monotonic() - began
     except Refused as refused:
-        patient.told["trouble"] = refused.trouble
+        near = ssh.near_names(patient.host.ssh) if refused.trouble.kind == "name" and patient.host.ssh else ()
+        patient.told["trouble"] = refused.trouble.model_copy(update={"near": near})
     except AllhandsError as error:
         patient.told["trouble"] = Trouble(kind="other", reason=error.message)
     except OSError as error:  # this computer's own: no processes, no temporary file
@@ -216,6 +218,7 @@ def _ask_facts(patient: Patient, options: CheckOptions, ips: Sequence[str]) -> N
             options.timeout_s + 5.0,
             timeout_s=options.timeout_s,
             cwd=host.cwd or os.getcwd(),
+            **({} if host.cwd else {"below_home": below_home(Path.cwd())}),
             places={"work": ".", "adapter": options.adapter_path},
             peers=[ip for ip in ips if ip not in patient.addresses],
         )
