@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
 from allhands.accelerator import Accelerator
+from allhands.model import native
 from allhands.model.adapters import count_parameters
 from allhands.model.fastmath import use_fast_mlp
 from allhands.model.fused.ops import product_with
@@ -39,6 +40,8 @@ class UnpackedLinear(nn.Module):
         self.biases = source.biases.astype(mx.float32)[..., None]
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
+        fits = native.CodedProduct.fits(self.codes)
+        self.coded = native.CodedProduct(self.codes, self.scales, self.biases) if fits else None
         self._multiply = product_with(self._dense)
         self.freeze()
 
@@ -52,7 +55,10 @@ class UnpackedLinear(nn.Module):
         return (self.codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._multiply(x)
+        if self.coded is not None and x.dtype == mx.float32:
+            y = self.coded.forward(x) if native.forward_only(self) else self.coded.differentiable(x)
+        else:
+            y = self._multiply(x)
         return y + self.bias if "bias" in self else y
 
 
@@ -82,6 +88,8 @@ def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bo
     if accelerator.kind == "cpu":
         count = _substitute_all(model, compact=compact)
         prepare_dense(model)
+        if compact:
+            native.use_native(model)
         return count
     dense_bytes = 4 * count_parameters(model)
     if accelerator.kind == "cuda" and dense_bytes < _SMALL_SHARE * accelerator.memory_bytes:
