@@ -94,6 +94,7 @@ def test_products_of_codes_with_and_without_an_adapter(bits: int, tokens: int) -
     mx.random.seed(4)
     source = nn.QuantizedLinear.from_linear(nn.Linear(192, 80, bias=False), group_size=32, bits=bits)
     layer: Any = UnpackedLinear(source)
+    layer.multiply_at_once()
     dense = mx.dequantize(source.weight, source.scales, source.biases, group_size=32, bits=bits)
     x = random(2, tokens, 192)
     assert_same(layer, lambda x: x @ dense.T, (x,))

@@ -38,7 +38,7 @@ def use_native(model: nn.Module) -> int:
     """Let the norms, attention and SwiGLU blocks of ``model`` compute natively where they can; returns how many.
 
     Only instances change, by a subclass of their own class; the names and values of parameters stay. To be called when
-    it is settled what is trained.
+    it is settled what is trained, and not for a model whose step is compiled.
     """
     if not available():
         return 0
@@ -46,6 +46,9 @@ def use_native(model: nn.Module) -> int:
     for layer in _before_training(model):
         for module in layer.modules():
             object.__setattr__(module, _FORWARD_ONLY, True)
+    for module in model.modules():
+        if (multiply := getattr(module, "multiply_at_once", None)) is not None:
+            multiply()
     for module in model.modules():
         if type(module) is nn.RMSNorm and "weight" not in module.trainable_parameters():
             module.__class__ = _Norm

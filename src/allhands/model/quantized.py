@@ -40,8 +40,7 @@ class UnpackedLinear(nn.Module):
         self.biases = source.biases.astype(mx.float32)[..., None]
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
-        fits = native.CodedProduct.fits(self.codes)
-        self.coded = native.CodedProduct(self.codes, self.scales, self.biases) if fits else None
+        self.coded: native.CodedProduct | None = None
         self._multiply = product_with(self._dense)
         self.freeze()
 
@@ -53,6 +52,11 @@ class UnpackedLinear(nn.Module):
     def _dense(self) -> mx.array:
         """(out, in) float32 weight."""
         return (self.codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
+
+    def multiply_at_once(self) -> None:
+        """Compute natively from now on if that is possible: when called, not in a graph."""
+        if native.CodedProduct.fits(self.codes):
+            self.coded = native.CodedProduct(self.codes, self.scales, self.biases)
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.coded is not None and x.dtype == mx.float32:
@@ -88,8 +92,6 @@ def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bo
     if accelerator.kind == "cpu":
         count = _substitute_all(model, compact=compact)
         prepare_dense(model)
-        if compact:
-            native.use_native(model)
         return count
     dense_bytes = 4 * count_parameters(model)
     if accelerator.kind == "cuda" and dense_bytes < _SMALL_SHARE * accelerator.memory_bytes:
