@@ -47,7 +47,7 @@ typedef struct {
     const uint8_t *codes;
     const float *scales, *biases; // of each group of a line: value = code * scale + bias
     ptrdiff_t stride;             // of a line
-    int group;
+    int shift, groups;            // a group has 1 << shift values; groups of a line
     int row, k;      // where the part at hand begins
     int rows, depth; // and how large it is
     int deep;        // whether a line goes along K
@@ -110,9 +110,9 @@ static inline __m512 load_values(const Side *side, ptrdiff_t line, ptrdiff_t pla
     ptrdiff_t at = line * side->stride + place;
     if (side->codes == NULL)
         return _mm512_maskz_loadu_ps(mask, side->data + at);
-    ptrdiff_t group = line * (side->stride / side->group) + place / side->group;
     if (mask == 0)
         return _mm512_setzero_ps();
+    ptrdiff_t group = line * side->groups + (place >> side->shift);
     __m512 code = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, side->codes + at)));
     __m512 value = _mm512_mul_ps(code, _mm512_set1_ps(side->scales[group]));
     return _mm512_maskz_add_ps(mask, value, _mm512_set1_ps(side->biases[group]));
@@ -343,7 +343,7 @@ static void decode_line(void *argument, int line, int thread) {
     }
 }
 
-// For (rows, columns) of codes in groups of a multiple of 16 along the columns: x of (m, columns) times their
+// For (rows, columns) of codes in groups of a power of two, 16 or more, along the columns: x of (m, columns) times their
 // transpose, or, with `back`, x of (m, rows) times them. 0 if there is no memory for it.
 int allhands_coded_product(const float *x, int m, const uint8_t *codes, const float *scales, const float *biases,
                            const int sizes[3], int back, float *y) {
@@ -352,8 +352,8 @@ int allhands_coded_product(const float *x, int m, const uint8_t *codes, const fl
 #ifdef __AMX_BF16__
     if (has_unit && worth_it(m, n, k)) {
         Side left = {.data = x, .stride = k, .rows = m, .depth = k, .deep = 1};
-        Side right = {.codes = codes, .scales = scales, .biases = biases, .stride = columns, .group = group, .rows = n,
-                      .depth = k, .deep = !back};
+        Side right = {.codes = codes, .scales = scales, .biases = biases, .stride = columns, .rows = n, .depth = k,
+                      .shift = __builtin_ctz((unsigned)group), .groups = columns / group, .deep = !back};
         return unit_sgemm(left, right, 1.0f, 0.0f, y, n);
     }
 #endif
