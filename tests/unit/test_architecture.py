@@ -30,6 +30,7 @@ LAYERS: dict[str, int] = {
     "allhands.gpus": 0,
     "allhands.faults": 0,
     "allhands.kernels": 0,
+    "allhands.native": 0,
     "allhands.checkpoints": 1,
     "allhands.arrays": 2,
     "allhands.data": 1,

@@ -168,7 +168,7 @@ def test_the_fast_form_is_used_with_an_adapter_with_dropout_too(tiny_model: Path
         path: type(load_for_generation(str(tiny_model), path).model.layers[0].mlp).__mro__[1].__name__
         for path in (None, adapter)
     }
-    assert kinds == {None: "_FastMlp", adapter: "_FastMlp"}
+    assert kinds == {None: "FastMlp", adapter: "FastMlp"}
 
 
 def test_adapters_that_are_missing_or_do_not_fit_are_explained(tiny_model: Path, adapter: Path, tmp_path: Path) -> None:

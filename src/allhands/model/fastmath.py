@@ -78,8 +78,8 @@ def near(expected: mx.array, actual: mx.array, share: float, least: float = 1e-6
     return bool((mx.abs(expected - actual).max() <= share * mx.abs(expected).max() + least).item())
 
 
-class _FastMlp:
-    """Forward pass shared by the substitute classes."""
+class FastMlp:
+    """Forward pass shared by the substitute classes of :func:`use_fast_mlp`."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -95,10 +95,10 @@ def use_fast_mlp(model: nn.Module) -> int:
     changed = 0
     verdicts: dict[type, bool] = {}
     for _, module in model.named_modules():
-        if set(module.children()) != {"gate_proj", "up_proj", "down_proj"} or isinstance(module, _FastMlp):
+        if set(module.children()) != {"gate_proj", "up_proj", "down_proj"} or isinstance(module, FastMlp):
             continue
         kind = type(module)
-        substitute = type(kind.__name__, (_FastMlp, kind), {})
+        substitute = type(kind.__name__, (FastMlp, kind), {})
         if kind not in verdicts:
             verdicts[kind] = _same(module, substitute)
         if verdicts[kind]:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
 from allhands.accelerator import Accelerator
+from allhands.model import native
 from allhands.model.adapters import count_parameters
 from allhands.model.fastmath import use_fast_mlp
 from allhands.model.fused.ops import product_with
@@ -39,6 +40,7 @@ class UnpackedLinear(nn.Module):
         self.biases = source.biases.astype(mx.float32)[..., None]
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
+        self.coded: native.CodedProduct | None = None
         self._multiply = product_with(self._dense)
         self.freeze()
 
@@ -51,8 +53,16 @@ class UnpackedLinear(nn.Module):
         """(out, in) float32 weight."""
         return (self.codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
 
+    def multiply_at_once(self) -> None:
+        """Compute natively from now on if that is possible: when called, not in a graph."""
+        if native.CodedProduct.fits(self.codes):
+            self.coded = native.CodedProduct(self.codes, self.scales, self.biases)
+
     def __call__(self, x: mx.array) -> mx.array:
-        y = self._multiply(x)
+        if self.coded is not None and x.dtype == mx.float32:
+            y = self.coded.forward(x) if native.forward_only(self) else self.coded.differentiable(x)
+        else:
+            y = self._multiply(x)
         return y + self.bias if "bias" in self else y
 
 

@@ -99,6 +99,25 @@ def eager_linear_cross_entropy(
     return total, mx.concatenate(grads) if grads else None, grad_weight
 
 
+def eager_loss(hidden: mx.array, weight: mx.array, targets: mx.array, *, train_weight: bool) -> mx.array:
+    """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for."""
+
+    def forward(*primals: mx.array) -> tuple[mx.array, ...]:
+        # A copy, because what is computed of something that is differentiated would be kept, logits and all.
+        rows = mx.array(np.asarray(primals[0]))
+        matrix = primals[1] if train_weight else weight
+        found = eager_linear_cross_entropy(rows, matrix, targets, train_weight=train_weight)
+        return tuple(each for each in found if each is not None)
+
+    def backward(_primals: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
+        made = tuple(output * cotangents[0] for output in outputs[1:])
+        return made if train_weight else made[0]
+
+    loss: Any = mx.custom_function(forward)
+    loss.vjp(backward)
+    return loss(hidden, weight)[0] if train_weight else loss(hidden)[0]
+
+
 def _chunks(
     hidden: mx.array, weight: mx.array, targets: mx.array, size: int
 ) -> Iterator[tuple[mx.array, mx.array, mx.array]]:

@@ -34,6 +34,7 @@ from allhands.model.dropout import DropoutKeys, install_dropout
 from allhands.model.embedding import make_deterministic
 from allhands.model.fused.blocks import fuse
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
 from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
@@ -135,6 +136,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         make_deterministic(model)
     dropout = install_dropout(model, config.seed)
     prepare_quantized(model, accelerator, compact=True)
+    if accelerator.eager and config.compile != "on":
+        use_native(model)
     if accelerator.kind == "cuda":
         fuse(model, config.max_seq_length)
     if start is not None:

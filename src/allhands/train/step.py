@@ -20,11 +20,12 @@ from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.errors import NumericsError
+from allhands.model import native
 from allhands.model.documents import caches_for
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
 from allhands.model.split import SplitModel, split
-from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
+from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, eager_loss, linear_cross_entropy
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
@@ -204,6 +205,8 @@ def _eager_gradient(
     the activations of frozen layers too, would be kept.
     """
     names, values = zip(*flatten(model.trainable_parameters()), strict=True)
+    if native.available():
+        return _gradient_at_once(model, parts, names, (inputs, positions, targets, documents))
 
     def body(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
@@ -222,6 +225,27 @@ def _eager_gradient(
         name = parts.head_weight_name(model)
         result[name] = result[name] + grad_weight
     return loss, unflatten(list(result.items()))
+
+
+def _gradient_at_once(
+    model: nn.Module, parts: SplitModel, names: Sequence[str], batch: tuple[Any, ...]
+) -> tuple[mx.array, Any]:
+    """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
+    inputs, positions, targets, documents = batch
+    values = [value for _, value in flatten(model.trainable_parameters())]
+
+    def loss(*arrays: mx.array) -> mx.array:
+        model.update(unflatten(list(zip(names, arrays, strict=True))))
+        rows = _rows(parts, inputs, positions, documents)
+        weight = parts.head_weight().astype(mx.float32)
+        return eager_loss(rows, weight, targets, train_weight=parts.head_is_trained)
+
+    try:
+        (total,), grads = mx.vjp(loss, values, [mx.ones(())])
+    finally:
+        model.update(unflatten(list(zip(names, values, strict=True))))
+    # A copy, because the original holds on to the whole forward pass.
+    return mx.array(total.item()), unflatten(list(zip(names, grads, strict=True)))
 
 
 class TrainStep:

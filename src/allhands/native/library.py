@@ -1,0 +1,93 @@
+"""Compile the C code beside this file for this processor, once, and load it.
+
+MLX's CPU wheel is built for any x86-64 processor and works on one thread but for BLAS. What is here uses what the
+processor at hand has. The library is kept in the user's cache, checked by hash, and made again when the code, the
+compiler or the processor is another one.
+
+Nothing here may import MLX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+_BUILD_S = 120.0
+_NAME = "liballhands.so"
+
+
+@cache
+def load(directory: Path) -> ctypes.CDLL | None:
+    """The library, made in ``directory`` if it is not there yet, its names visible to what is loaded later.
+
+    ``None`` where it cannot be had: not Linux, no C compiler, a compiler that fails, a directory that cannot be
+    written, or ``ALLHANDS_NATIVE=off``. Never raises.
+    """
+    if not wanted(os.environ):
+        return None
+    try:
+        path = _built(directory)
+        return None if path is None else ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def wanted(environ: Mapping[str, str]) -> bool:
+    """Whether this system can use it and nobody has switched it off."""
+    return sys.platform == "linux" and environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
+
+
+def _built(directory: Path) -> Path | None:
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        return None
+    sources = sorted(Path(__file__).parent.glob("*.[ch]"))
+    target = directory / _key(Path(compiler), sources) / _NAME
+    recorded = target.with_suffix(".sha256")
+    if target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made, digest = Path(scratch) / _NAME, Path(scratch) / recorded.name
+        code = [str(path) for path in sources if path.suffix == ".c"]
+        command = [compiler, *_FLAGS, "-o", str(made), *code, "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S)
+        digest.write_text(_sha256(made) + "\n")
+        # Several processes may do this at once: each rename is atomic and the contents are the same.
+        made.replace(target)
+        digest.replace(recorded)
+    return target
+
+
+def _key(compiler: Path, sources: list[Path]) -> str:
+    """Of everything that the library depends on."""
+    stat = compiler.resolve().stat()
+    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FLAGS}:{_processor()}".encode())
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What this processor can do, as Linux tells it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return value.strip()
+    return platform.machine()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

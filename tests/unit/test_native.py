@@ -1,0 +1,183 @@
+"""The code in C for Linux CPUs: each operation and its gradient beside MLX's own, and products beside float64."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import allhands  # noqa: F401 - before MLX, for its BLAS  # isort: skip
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from allhands.blas import native_library
+from allhands.model import native
+from allhands.model.quantized import UnpackedLinear, prepare_dense
+from allhands.native.library import wanted
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
+Arrays = tuple[mx.array, ...]
+
+
+def random(*shape: int) -> mx.array:
+    return mx.random.normal(shape)
+
+
+def assert_near(actual: mx.array, expected: mx.array, share: float = 3e-6) -> None:
+    """Within ``share`` of the largest value."""
+    one, other = np.array(actual, dtype=np.float64), np.array(expected, dtype=np.float64)
+    assert one.shape == other.shape
+    np.testing.assert_allclose(one, other, rtol=0, atol=share * np.abs(other).max())
+
+
+def assert_same(ours: Callable[..., mx.array], plain: Callable[..., mx.array], inputs: Arrays) -> None:
+    """Values and all gradients."""
+    expected = plain(*inputs)
+    assert_near(ours(*inputs), expected)
+    towards = random(*expected.shape)
+    gradients = [mx.vjp(function, list(inputs), [towards])[1] for function in (ours, plain)]
+    for one, other in zip(*gradients, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("width", [576, 37, 16, 3])
+def test_rms_norm(width: int) -> None:
+    mx.random.seed(1)
+    weight = random(width)
+    x = random(3, 21, width) * 4
+    assert_same(lambda x: native.rms_norm(x, weight, 1e-5), lambda x: mx.fast.rms_norm(x, weight, 1e-5), (x,))
+
+
+@pytest.mark.parametrize("shape", [(77, 53), (5,), (2, 9, 4096)])
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    mx.random.seed(2)
+    assert_same(native.swiglu, lambda gate, up: nn.silu(gate) * up, (random(*shape) * 6, random(*shape)))
+
+
+def test_swiglu_far_out() -> None:
+    gate = mx.array([-1000.0, -90.0, -30.0, 30.0, 90.0, 1000.0, 0.0])
+    np.testing.assert_allclose(
+        np.array(native.swiglu(gate, mx.ones(7))), np.array(nn.silu(gate)), rtol=1e-6, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "width"),
+    [(2, 93, 9, 3, 64), (1, 7, 4, 4, 16), (2, 130, 4, 1, 48), (1, 1, 2, 2, 128)],
+)
+def test_attention(batch: int, length: int, heads: int, kv_heads: int, width: int) -> None:
+    mx.random.seed(3)
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))[None]
+    turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    rope, scale = nn.RoPE(width), width**-0.5
+
+    def apart(x: mx.array, count: int) -> mx.array:
+        return x.reshape(batch, length, count, width).transpose(0, 2, 1, 3)
+
+    def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        turned = rope(apart(q, heads)), rope(apart(k, kv_heads)), apart(v, kv_heads)
+        out = mx.fast.scaled_dot_product_attention(*turned, scale=scale, mask="causal")
+        return out.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+
+    inputs = tuple(random(batch, length, count * width) for count in (heads, kv_heads, kv_heads))
+    assert_same(lambda q, k, v: native.attention(q, k, v, turns, scale), plain, inputs)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_products_of_codes_with_and_without_an_adapter(bits: int, tokens: int) -> None:
+    mx.random.seed(4)
+    source = nn.QuantizedLinear.from_linear(nn.Linear(192, 80, bias=False), group_size=32, bits=bits)
+    layer: Any = UnpackedLinear(source)
+    layer.multiply_at_once()
+    dense = mx.dequantize(source.weight, source.scales, source.biases, group_size=32, bits=bits)
+    x = random(2, tokens, 192)
+    assert_same(layer, lambda x: x @ dense.T, (x,))
+    a, b = random(192, 8), random(8, 80)
+    assert_same(
+        lambda x, a, b: layer.coded.adapted(x, a, b, 2.5), lambda x, a, b: x @ dense.T + 2.5 * (x @ a) @ b, (x, a, b)
+    )
+
+
+@pytest.mark.parametrize("shape", [(37, 100, 45), (372, 192, 576), (700, 64, 900), (65, 49, 1600), (128, 3000, 32)])
+@pytest.mark.parametrize(("left", "right"), [(False, False), (False, True), (True, False), (True, True)])
+def test_products_are_as_exact_as_float32_can_be(shape: tuple[int, int, int], left: bool, right: bool) -> None:
+    m, n, k = shape
+    draw = np.random.default_rng(5)
+    # Magnitudes over ten decades, where dropped parts would show.
+    a = (draw.standard_normal((m, k)) * 10.0 ** draw.uniform(-5, 5, (m, 1))).astype(np.float32)
+    b = (draw.standard_normal((k, n)) * 10.0 ** draw.uniform(-5, 5, (1, n))).astype(np.float32)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    bound = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
+    left_side, right_side = (np.ascontiguousarray(x.T) if turned else x for x, turned in ((a, left), (b, right)))
+    out = multiply(left_side, right_side, left, right, (m, n, k))
+    # Rounding adds up like a random walk: far below the bound of k roundings.
+    assert (np.abs(out - exact) / bound).max() < 2.0**-24 * 4 * np.sqrt(k)
+
+
+def multiply(a: Any, b: Any, left: bool, right: bool, sizes: tuple[int, int, int]) -> Any:
+    """By the library's sgemm."""
+    out = np.full(sizes[:2], np.nan, dtype=np.float32)
+    library: Any = native_library()
+    forms = [ctypes.c_int(each) for each in (101, 112 if left else 111, 112 if right else 111, *sizes)]
+    pointers = [ctypes.c_void_p(each.ctypes.data) for each in (a, b, out)]
+    widths = [ctypes.c_int(each.shape[1]) for each in (a, b, out)]
+    library.cblas_sgemm(
+        *forms, ctypes.c_float(1), pointers[0], widths[0], pointers[1], widths[1], ctypes.c_float(0), *(pointers[2:]),
+        widths[2],
+    )  # fmt: skip
+    return out
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    mx.random.seed(6)
+    x, w, library = random(300, 320), random(700, 320), native_library()
+    assert library is not None
+    found = []
+    for threads in (1, 2, 3):
+        library.allhands_set_threads(threads)
+        y = x @ w.T
+        mx.eval(y)
+        found.append(bytes(np.asarray(y).data))
+    library.allhands_set_threads(1)
+    assert found[0] == found[1] == found[2]
+
+
+def llama(**changes: Any) -> Any:
+    arguments = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
+    arguments |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101}
+    mx.random.seed(7)
+    return Model(ModelArgs.from_dict(arguments | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_traditional": True}, {"rope_theta": 500.0}, {"attention_bias": True}])
+def test_a_model_computes_the_same(changes: dict[str, Any]) -> None:
+    tokens = mx.random.randint(0, 101, (2, 40))
+    plain, ours = llama(**changes), llama(**changes)
+    for model in (plain, ours):
+        mx.random.seed(8)
+        model.freeze()
+        linear_to_lora_layers(model, 2, {"rank": 2, "scale": 2.0, "dropout": 0.0})
+        prepare_dense(model)
+    assert native.use_native(ours) >= 10
+    turned = type(ours.layers[0].self_attn) is not type(plain.layers[0].self_attn)
+    # Pairs of neighbours are another rotation, which the substitute does not know.
+    assert turned == (not changes.get("rope_traditional", False))
+    assert [native.forward_only(layer) for layer in ours.layers] == [True, False, False]
+
+    def loss(model: Any) -> mx.array:
+        return nn.losses.cross_entropy(model(tokens), tokens, reduction="mean")
+
+    found = [nn.value_and_grad(model, loss)(model) for model in (ours, plain)]
+    assert_near(found[0][0], found[1][0], 1e-5)
+    for one, other in zip(*(tree_flatten(grads) for _, grads in found), strict=True):
+        assert_near(one[1], other[1], 1e-4)
+
+
+def test_it_can_be_switched_off() -> None:
+    assert not wanted({"ALLHANDS_NATIVE": "off"})
