@@ -264,7 +264,8 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
         "commit": git_commit(),
         "machine": facts,
         "versions": {
-            kind: versions(Path(options.python.get(kind, sys.executable)), (*PACKAGES, *NCCL))
+            # With the path that the ranks have.
+            kind: versions(Path(options.python.get(kind, sys.executable)), (*PACKAGES, *NCCL), PYTHONPATH=python_path())
             for kind in dict.fromkeys(kinds[peer] for peer in options.peers)
         },
         "settings": {
@@ -318,6 +319,9 @@ def report(record: Mapping[str, Any]) -> str:
     settings = [f"median of {record['steps']} steps (worst to best) of the slowest rank"]
     if not record["machine"]["gpus"]:
         settings.append("there is no GPU: each stands for a process of the CPU, in float32")
+    every = [one for peers in record["results"].values() for one in peers.items() if "error" not in one[1]]
+    over = {f"{who.partition(',')[0]} over {one['backend']}": None for who, one in every if one["backend"] != "none"}
+    settings += [", ".join(over)] if over else []
     settings += [f"{name}={value}" for name, value in record["settings"]["nccl"].items()]
     lines = [
         "; ".join(settings),

@@ -194,7 +194,8 @@ def test_without_one_gpu_there_is_no_efficiency(bench: Any) -> None:
 
 def test_table(bench: Any, found: dict[str, Any]) -> None:
     lines = bench.report(found).splitlines()
-    assert lines[0] == "median of 15 steps (worst to best) of the slowest rank; NCCL_NVLS_ENABLE=0"
+    over = "allhands over nccl, PyTorch DDP over nccl"
+    assert lines[0] == f"median of 15 steps (worst to best) of the slowest rank; {over}; NCCL_NVLS_ENABLE=0"
     ours = "| 95.0 % | 100.0 ms | 90.0 ms | 2.0 GB | 3.0 s | 11.000, 10.500 |"
     assert f"| full, 4 GPUs | allhands | 380 (190 to 475) {ours}" in lines
     failed = next(line for line in lines if "out / of memory" in line)
@@ -249,7 +250,7 @@ def test_a_peer_that_fails_is_a_line_of_the_table(
     broken.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
     broken.chmod(0o700)
     options = bench.parse(["--gpus", "1", "--works", "tiny", "--peers", "torch", "--python", f"torch={broken}"])
-    monkeypatch.setattr(bench, "versions", lambda python, packages: {})
+    monkeypatch.setattr(bench, "versions", lambda python, packages, **environ: {})
     found = bench.measure(options, tmp_path, {"gpus": []})
     assert found["results"] == {
         "tiny, 1 GPU": {"PyTorch DDP, eager": {"error": "ModuleNotFoundError: No module named torch"}}
