@@ -195,7 +195,8 @@ def _gradient_at_once(
 
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
-        rows = _rows(parts, inputs, positions, documents)
+        # In which a CPU computes anyway; NumPy knows no other.
+        rows = _rows(parts, inputs, positions, documents).astype(mx.float32)
         weight = parts.head_weight().astype(mx.float32)
         return eager_loss(rows, weight, targets, train_weight=parts.head_is_trained)
 
