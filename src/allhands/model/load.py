@@ -89,14 +89,16 @@ def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> Loa
     """Load a model's tokenizer without its weights.
 
     Args:
-        path_or_repo: ``demo``, a directory or a Hub repository id.
+        path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository id.
         trust_remote_code: let the tokenizer run the Python files that it carries.
 
     Raises:
         ModelError: the model or its tokenizer is missing or torn.
     """
     path = resolve(path_or_repo)
-    return LoadedTokenizer(_tokenizer(path, _read_config(path), trust_remote_code), path)
+    # A tokenizer may stand alone; that there is no model is told by whoever needs one.
+    alone = not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
+    return LoadedTokenizer(_tokenizer(path, {} if alone else _read_config(path), trust_remote_code), path)
 
 
 def load_model(

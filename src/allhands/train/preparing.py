@@ -32,10 +32,12 @@ from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, install_dropout
 from allhands.model.embedding import make_deterministic
+from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
+from allhands.pretrain_config import pretraining
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
 from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
 from allhands.train.resume import check_contents, check_settings, check_versions
@@ -116,16 +118,22 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     checkpoint, notes = None, list[str]()
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
+        fresh, tokenizer = pretraining(config), None
+        if fresh is not None:
+            tokenizer = load_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
+            config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
             checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
-        tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
-        loaded = load_model(
-            str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer
-        )
+        if fresh is not None:
+            loaded = new_model(fresh, tokenizer, accelerator)
+        else:
+            path, trust = str(tokenizer.path), config.trust_remote_code
+            loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer)
         if checkpoint is not None or mesh.size > 1:
             _ = loaded.fingerprint  # reads all weights
     require_in_vocabulary(loaded, data.largest_token)

@@ -16,7 +16,8 @@ from mlx.utils import tree_map
 
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
-from allhands.train.optim import KernelAdam, clip
+from allhands.train.optim import clip
+from allhands.train.optimizers import KernelAdam
 from allhands.trees import flatten, unflatten
 
 # Optimizers for which an array is no more than its numbers.
@@ -31,10 +32,11 @@ class GraphUpdate:
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
-        if not optimizer.state.keys() - {"step", "learning_rate"}:
-            optimizer.init(model.trainable_parameters())
+        initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
-        self._joined = _Joined(Leaves(model), optimizer) if joins else None
+        self._joined = (
+            _Joined(Leaves(model, apart=getattr(optimizer, "matrices_only", False)), optimizer) if joins else None
+        )
         self._function: Any = mx.compile(self._compute) if compiled else self._compute
 
     @property
@@ -109,6 +111,12 @@ class GraphUpdate:
             return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
         finally:
             optimizer.state = kept
+
+
+def initialise(optimizer: optim.Optimizer, model: nn.Module) -> None:
+    """Make the optimizer's state of the model's weights, if it has none."""
+    if not optimizer.state.keys() - {"step", "learning_rate"}:
+        optimizer.init(model.trainable_parameters())
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
