@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,6 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write.")] = None,
     vocabulary: Annotated[int, typer.Option("--vocabulary", help="Tokens, bytes and special ones included.")] = 4096,
-    kind: Annotated[str, typer.Option("--type", metavar="bpe|unigram", help="How the vocabulary is found.")] = "bpe",
     special: Annotated[
         list[str] | None, typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable.")
     ] = None,
@@ -45,15 +44,13 @@ def train(
 ) -> None:
     """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
 
-    Byte-level: it can cut every text. It learns from the training split, and is measured on the validation split or
+    Byte-level BPE: it can cut every text. It learns from the training split, and is measured on the validation split or
     else on the end of the text. The same data give the same files.
     """
     from allhands.data.sources import SourceOptions, find_sources
     from allhands.data.vocabulary import VocabularyOptions, check_output, train_tokenizer
 
-    options = VocabularyOptions(
-        vocabulary, cast("Any", kind), tuple(special or ()), split_digits, chat_template, text_key, force
-    )
+    options = VocabularyOptions(vocabulary, tuple(special or ()), split_digits, chat_template, text_key, force)
     if out is None:
         raise ConfigError("--out is missing", where="tokenizer train", hint="say where to write: --out tokenizer")
     check_output(out, force)
@@ -88,7 +85,7 @@ def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
     """What was made, in words."""
     from allhands.formatting import format_duration, format_size
 
-    fewer = f" of {wanted} asked for: the text gives no more" if report.vocabulary < wanted else ""
+    fewer = f" of {wanted} asked for: the text has no more to join" if report.vocabulary < wanted else ""
     documents = f"{report.documents} text{'s' * (report.documents != 1)} of {format_size(report.num_bytes)}"
     measured = "too little text to measure bytes per token on"
     if report.bytes_per_token is not None:

@@ -1,6 +1,6 @@
 """Tokenizers made from a corpus (``allhands tokenizer train``), as directories that transformers and mlx_lm load.
 
-Byte-level: every text can be cut, and every text comes back. The work is done by the ``tokenizers`` library.
+Byte-level BPE: every text can be cut, and every text comes back. The work is done by the ``tokenizers`` library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from allhands.data.corpus import Corpus, Progress
 from allhands.data.outcome import Reason
@@ -21,8 +21,6 @@ from allhands.staging import publish, staging
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Kind = Literal["bpe", "unigram"]
-KINDS: tuple[str, ...] = get_args(Kind)
 NUM_BYTES = 256
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
@@ -40,8 +38,6 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS = 3
-# Scores of a unigram model differ from run to run in the fourteenth decimal, by the order of a sum.
-_DECIMALS = 4
 _SAMPLE_CHARS = 240
 # Of texts without a model's limit, as transformers writes it.
 _NO_LIMIT = int(1e30)
@@ -53,7 +49,6 @@ class VocabularyOptions:
 
     Attributes:
         vocabulary: tokens at most, with the 256 bytes and the special ones.
-        type: "bpe" joins the commonest neighbours; "unigram" takes pieces away that are missed least.
         special: further special tokens.
         split_digits: every digit is a token of its own, else up to three may be one.
         chat_template: a name of :data:`TEMPLATES`. Texts then end with the token that ends a turn, so that a model
@@ -65,7 +60,6 @@ class VocabularyOptions:
     """
 
     vocabulary: int = 4096
-    type: Kind = "bpe"
     special: tuple[str, ...] = ()
     split_digits: bool = False
     chat_template: str | None = None
@@ -73,8 +67,6 @@ class VocabularyOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.type not in KINDS:
-            raise ConfigError(f"no type {self.type!r}", where="--type", hint=f"one of {', '.join(KINDS)}")
         if self.chat_template is not None and self.chat_template not in TEMPLATES:
             message = f"no chat template {self.chat_template!r}"
             raise ConfigError(message, where="--chat-template", hint=f"one of {', '.join(TEMPLATES)}")
@@ -190,44 +182,25 @@ def check_output(out: Path, force: bool) -> None:
 def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    is_bpe = options.type == "bpe"
-    tokenizer: Any = Tokenizer(models.BPE() if is_bpe else models.Unigram())
+    tokenizer: Any = Tokenizer(models.BPE())
     words = Regex(_WORDS % (1 if options.split_digits else _DIGITS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     names = options.special_tokens
-    given: dict[str, Any] = {
-        "vocab_size": options.vocabulary,
-        "special_tokens": [AddedToken(name, special=True, normalized=False) for name in names],
-        "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()),
-        "show_progress": False,
-    }
-    # What occurs once is no pattern.
-    trainer = trainers.BpeTrainer(min_frequency=2, **given) if is_bpe else trainers.UnigramTrainer(**given)
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=options.vocabulary,
+        min_frequency=2,  # what occurs once is no pattern
+        special_tokens=[AddedToken(name, special=True, normalized=False) for name in names],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(corpus.training(), trainer)
-    if not is_bpe:
-        scores = json.loads(tokenizer.to_str())["model"]["vocab"]
-        tokenizer.model = models.Unigram(settled(scores, len(names)))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, names.index(BOS))]
     )
     return tokenizer
-
-
-def settled(scores: Sequence[tuple[str, float]], num_special: int) -> list[tuple[str, float]]:
-    """The pieces of a unigram model in an order, and with scores, that are the same in every run.
-
-    The trainer gives bytes that its model has lost steps of 0.0001 above the lowest score, in the order of a hash table
-    that is another one in each process; here they have that lowest score all alike.
-    """
-    special, pieces = scores[:num_special], scores[num_special:]
-    lowest = min(score for _, score in pieces)
-    steps = lowest + 1e-4 * (NUM_BYTES + 1)
-    alike = ((piece, lowest if len(piece) == 1 and score <= steps else score) for piece, score in pieces)
-    rounded = [(piece, round(score, _DECIMALS)) for piece, score in alike]
-    return [(name, score) for name, score in special] + sorted(rounded, key=lambda item: (-item[1], item[0]))
 
 
 def _write(tokenizer: Any, directory: Path, options: VocabularyOptions) -> None:
