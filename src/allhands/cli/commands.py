@@ -70,6 +70,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     attach("version", version.__doc__ or "", partial(_add, version))
     group("model", "Fetch and convert models.", _fill_model)
     group("data", "Training data.", _fill_data)
+    group("tokenizer", "Make tokenizers, and see how they cut texts.", _fill_tokenizer)
     group("checkpoint", "Checkpoints of a training run.", _fill_checkpoint)
     group("cluster", "Several computers: check, prepare and measure them.", _fill_cluster)
 
@@ -126,6 +127,13 @@ def _fill_data(data: typer.Typer) -> None:
     data.command("check")(check)
     data.command("style")(style)
     data.command("demo")(data_demo)
+
+
+def _fill_tokenizer(tokenizer: typer.Typer) -> None:
+    from allhands.cli.tokenizer import show, train
+
+    tokenizer.command("train")(train)
+    tokenizer.command("show")(show)
 
 
 def _fill_checkpoint(checkpoint: typer.Typer) -> None:
