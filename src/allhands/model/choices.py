@@ -88,7 +88,9 @@ class Problem:
         return max(0, self.tokens - 1).bit_length()
 
     def __str__(self) -> str:
-        return " x ".join(str(each) for each in ((self.tokens,) if self.tokens else ()) + self.shape)
+        sizes, codes = (self.shape[:2], self.shape[2:]) if len(self.shape) == 4 else (self.shape, ())
+        words = " x ".join(str(each) for each in ((self.tokens,) if self.tokens else ()) + sizes)
+        return f"{words} of {codes[0]} bits" if codes else words
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class ModelSizes:
 
 
 SHAPES: Mapping[str, ModelSizes] = {
-    "small": ModelSizes(576, 1536, 9, 3, 64, 49152, 4, 64, "bfloat16"),
+    "small": ModelSizes(576, 1536, 9, 3, 64, 49152, 4, 32, "bfloat16"),  # the demo model
     "1b": ModelSizes(2048, 8192, 32, 8, 64, 128256, 4, 64, "bfloat16"),
     "7b": ModelSizes(4096, 11008, 32, 32, 128, 32000, 4, 64, "bfloat16"),
 }
@@ -268,7 +268,7 @@ def _adam(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
 
     def updates() -> Form:
         # Each form has a model of its own, since an update changes it.
-        model = nn.Module()
+        model: Any = nn.Module()
         model.weight = weight + 0
         update = GraphUpdate(model, KernelAdamW(1e-3, weight_decay=0.01), 1.0, compiled=True)
 
