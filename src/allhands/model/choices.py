@@ -30,6 +30,7 @@ FORMS: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
     "rope": {"cuda": ("fused", PLAIN)},
     "attention": {"cpu": ("native", PLAIN)},
     "quantized_linear": {"cpu": ("native", PLAIN), "cuda": ("dense", PLAIN), "metal": (PLAIN, "dense")},
+    "adapted_linear": {"cpu": ("native", PLAIN)},
     "dequantize": {"cuda": ("fused", PLAIN)},
     "cross_entropy": {"cuda": ("fused", PLAIN)},
     "adamw": {"cuda": ("fused", PLAIN)},
@@ -43,7 +44,7 @@ FORMS: Mapping[str, Mapping[Kind, tuple[str, ...]]] = {
 _CLOSE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 # Float32 products may be computed with shorter factors on a GPU.
 _CLOSE_PRODUCT = {**_CLOSE, "float32": 2e-3}
-_PRODUCTS = ("quantized_linear", "loss_chunk", "cross_entropy")
+_PRODUCTS = ("quantized_linear", "adapted_linear", "loss_chunk", "cross_entropy")
 _GAIN = 1.1  # times as fast another form must be before it takes the place of the rule's: more than noise
 _REACH = 2  # powers of two in tokens up to which a measurement speaks for its neighbours
 

@@ -321,7 +321,7 @@ class _Adapted(LoRALinear):
         # Where something is dropped, allhands.model.dropout has put a class of its own.
         plain = type(self.dropout) is nn.Dropout and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
         linear: Any = self.linear
-        if not plain or "bias" in linear or not linear.multiplies_natively(x):
+        if not plain or "bias" in linear or not linear.multiplies_natively(x, "adapted_linear"):
             return super().__call__(x)
         return linear.coded.adapted(x, self.lora_a, self.lora_b, self.scale)
 

@@ -60,13 +60,13 @@ class UnpackedLinear(nn.Module):
         if native.CodedProduct.fits(self.codes):
             self.coded = native.CodedProduct(self.codes, self.scales, self.biases)
 
-    def multiplies_natively(self, x: mx.array) -> bool:
-        """Whether the product with ``x`` is computed natively."""
+    def multiplies_natively(self, x: mx.array, name: str = "quantized_linear") -> bool:
+        """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
         if self.coded is None or x.dtype != mx.float32:
             return False
         rows, groups, group = self.codes.shape
         shape = (rows, groups * group, self._bits, group)
-        return chosen("quantized_linear", "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
+        return chosen(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.coded is not None and self.multiplies_natively(x):

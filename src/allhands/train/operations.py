@@ -10,11 +10,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.accelerator import Accelerator
 from allhands.errors import ModelError
 from allhands.model import fastmath, native
-from allhands.model.choices import FORMS, Kind, Problem, forced, forms
+from allhands.model.choices import FORMS, PLAIN, Kind, Problem, forced, forms
 from allhands.model.fused import linear, ops
 from allhands.model.quantized import UnpackedLinear
 from allhands.train.losses import eager_linear_cross_entropy, linear_cross_entropy
@@ -23,6 +24,7 @@ from allhands.train.update import GraphUpdate
 
 # A form of an operation: everything it computes, forward and backward.
 Form = Callable[[], list[mx.array]]
+_RANK = 8  # of an adapter
 _LONGEST_ROW = 1024  # of attention: its plain form holds the square of it
 _WEIGHTS = (1 << 18, 1 << 21, 1 << 24)  # trained by an optimizer: few adapters, many, a small model
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -106,6 +108,7 @@ def problems(sizes: ModelSizes, kind: Kind, tokens: Sequence[int]) -> list[Probl
     add("attention", heads, [min(count, _LONGEST_ROW) for count in tokens])
     for weight in _weights(sizes, kind) if sizes.bits else ():
         add("quantized_linear", (*weight, sizes.bits, sizes.group), tokens)
+        add("adapted_linear", (*weight, sizes.bits, sizes.group), tokens)
         if sizes.bits == 4 and sizes.dtype != "float32":
             add("dequantize", (*weight, sizes.bits, sizes.group), [0])
     add("cross_entropy", (sizes.vocabulary,), [0])
@@ -232,6 +235,23 @@ def _linear(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return made
 
 
+def _adapted(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+    """As trained: a layer and its adapter, with the gradients of both factors."""
+    out, width = problem.shape[:2]
+    x, c = (_random(problem.tokens, features, dtype=dtype) for features in (width, out))
+    layer: Any = LoRALinear(width, out, r=_RANK)
+    (layer.linear,) = (UnpackedLinear(each) for each in _quantised(problem, dtype).layers)
+    factors = [_random(width, _RANK, dtype=dtype), _random(_RANK, out, dtype=dtype, scale=0.1)]
+    native.use_native(nn.Sequential(layer))
+
+    def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        layer.lora_a, layer.lora_b = a, b
+        return layer(x)
+
+    both = _under(problem, kind, lambda: _both_ways(run, [x, *factors], [c]))
+    return both if native.available() else {PLAIN: both[PLAIN]}
+
+
 def _quantised(problem: Problem, dtype: mx.Dtype) -> nn.Sequential:
     out, width, bits, group = problem.shape
     layer = nn.QuantizedLinear(width, out, bias=False, group_size=group, bits=bits)
@@ -287,6 +307,7 @@ _MAKERS: Mapping[str, Callable[[Problem, mx.Dtype, Kind], dict[str, Form]]] = {
     "rope": _rope,
     "attention": _attention,
     "quantized_linear": _linear,
+    "adapted_linear": _adapted,
     "dequantize": _dequantize,
     "cross_entropy": _loss,
     "loss_chunk": _loss,
