@@ -137,7 +137,8 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
         "commit": git_commit(),
         "machine": {**facts, "gpu": gpu()},
         "versions": {
-            kind: versions(Path(options.python.get(kind, sys.executable)), PACKAGES) for kind in ("mlx", "torch")
+            kind: versions(Path(options.python.get(kind, sys.executable)), PACKAGES, PYTHONPATH=python_path())
+            for kind in ("mlx", "torch")
         },
         "steps": options.steps,
         "works": {work: WORKS[work] for work in options.works},

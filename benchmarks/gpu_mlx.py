@@ -29,14 +29,15 @@ WARM_UP = 3
 
 
 def build(work: dict[str, Any]) -> Any:
-    """The model in bfloat16 or 4 bits, with random weights."""
+    """The model in the work's ``dtype`` (bfloat16) or 4 bits, with random weights."""
     mx.random.seed(0)
+    dtype = getattr(mx, work.get("dtype", "bfloat16"))
     model = Model(
         ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, **work["shape"]})
     )
     # A layer at a time, so that the float32 of the whole is never there.
     for module in [*model.layers, model]:
-        module.set_dtype(mx.bfloat16)
+        module.set_dtype(dtype)
         mx.eval(module.parameters())
     if work["bits"]:
         nn.quantize(model, group_size=64, bits=work["bits"])
@@ -79,10 +80,9 @@ def theirs(model: Any, optimizer: optim.Optimizer, ids: mx.array) -> Any:
     return run
 
 
-def ours(model: Any, ids: mx.array, *, compiled: bool) -> Any:
-    """The step of ``allhands train`` with its preparation."""
+def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = None, **more: Any) -> Any:
+    """The step of ``allhands train`` with its preparation; ``more`` as its class takes it."""
     from allhands.accelerator import detect
-    from allhands.data.loader import MicroBatch
     from allhands.distributed.backend import Alone
     from allhands.model.embedding import make_deterministic
     from allhands.model.fused.blocks import fuse
@@ -93,18 +93,30 @@ def ours(model: Any, ids: mx.array, *, compiled: bool) -> Any:
     optimizer = KernelAdamW(learning_rate=1e-5)
     make_deterministic(model)
     if accelerator.kind == "cuda":
-        fuse(model, ids.shape[1])
+        fuse(model, length)
     model.train()
-    values = np.array(ids, dtype=np.int32)
+    group = communicator or Alone()
+    return TrainStep(model, optimizer, group, eager=accelerator.eager, compiled=compiled, **more)
+
+
+def micro_batch(values: np.ndarray) -> Any:
+    """All places of ``values`` (rows, length + 1) but the last as inputs, all but the first trained."""
+    from allhands.data.loader import MicroBatch
+
     rows, length = values.shape[0], values.shape[1] - 1
-    batch = MicroBatch(
+    return MicroBatch(
         inputs=values[:, :-1],
         positions=np.arange(rows * length, dtype=np.int32),
         targets=values[:, 1:].reshape(-1),
         num_tokens=rows * length,
         examples=np.arange(rows, dtype=np.int32),
     )
-    step = TrainStep(model, optimizer, Alone(), eager=accelerator.eager, compiled=compiled)
+
+
+def ours(model: Any, ids: mx.array, *, compiled: bool) -> Any:
+    """One step of allhands after the other on the same tokens."""
+    step = our_step(model, ids.shape[1], compiled=compiled)
+    batch = micro_batch(np.array(ids, dtype=np.int32))
 
     def run() -> float:
         result = step([batch], upcoming=lambda: [batch])

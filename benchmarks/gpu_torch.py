@@ -20,12 +20,12 @@ WARM_UP = 3
 
 
 def build(work: dict[str, Any], device: str) -> Any:
-    """The model in bfloat16 with random weights."""
+    """The model in the work's ``dtype`` (bfloat16) with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **work["shape"], rms_norm_eps=1e-5, rope_theta=10000.0, attn_implementation="sdpa", use_cache=False
     )
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, work.get("dtype", "bfloat16")))
     with torch.device(device):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
@@ -43,36 +43,44 @@ def build(work: dict[str, Any], device: str) -> Any:
     return model.train()
 
 
+def make_optimizer(model: Any) -> Any:
+    """AdamW of what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.01, fused=trained[0].is_cuda)
+
+
+def train(called: Any, optimizer: Any, ids: torch.Tensor) -> float:
+    """One step on all of ``ids`` (rows, length + 1); returns the mean loss, when everything is computed."""
+    optimizer.zero_grad(set_to_none=True)
+    logits = called(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    value = loss.item()  # waits for all of it
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return value
+
+
 def main() -> None:
     """Measure what the first argument describes."""
     asked = json.loads(sys.argv[1])
     work = asked["work"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(work, device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.01, fused=device == "cuda")
+    optimizer = make_optimizer(model)
     called = torch.compile(model) if asked["peer"] == "torch-compiled" else model
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), generator=generator).to(
         device
     )
 
-    def run() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        logits = called(ids[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.item()  # waits for all of it
-
     times, losses = [], []
     for number in range(WARM_UP + asked["steps"]):
         if number == 1 and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        losses.append(run())
-        if device == "cuda":
-            torch.cuda.synchronize()
+        losses.append(train(called, optimizer, ids))
         times.append(time.perf_counter() - began)
     steady = sorted(times[WARM_UP:])
     result = {
@@ -81,7 +89,7 @@ def main() -> None:
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "first_step_s": times[0],
         "losses": [losses[0], losses[-1]],
-        "trained": sum(p.numel() for p in trained),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
     print(json.dumps(result), flush=True)
 

@@ -7,7 +7,9 @@
 #
 # PYTHON        has allhands, the CUDA build of MLX (pip install 'mlx[cuda13]' or 'mlx[cuda12]') and mlx-lm
 # PYTHON_TORCH  has PyTorch with CUDA, transformers and peft (PYTHON, unless told otherwise)
-# WORKS, STEPS  what gpu.py measures (all four) and how many steps count (20)
+# WORKS, STEPS  what gpu.py measures (all four) and how many steps count (20; of gpu_many.py 15)
+# GPUS          what gpu_many.py measures (of 1,2,4,8 those that are here)
+# MANY_WORKS    and on what (full,smol,lora)
 # RESULTS       where the records go (benchmarks/results)
 # COMMIT        what to call the code, where there is no git
 set -u
@@ -30,8 +32,10 @@ if ! "$PYTHON" -c 'import allhands, mlx.core as mx, sys; import mlx_lm; sys.exit
   exit 2
 fi
 peers=allhands,allhands-lazy,mlx_lm
+many=allhands
 if "$PYTHON_TORCH" -c 'import sys, torch, transformers, peft; sys.exit(not torch.cuda.is_available())'; then
   peers=$peers,torch,torch-compiled
+  many=$many,torch,torch-compiled
 else
   echo "$PYTHON_TORCH lacks PyTorch with CUDA, transformers or peft: their columns are left out" >&2
 fi
@@ -45,11 +49,8 @@ run() {
 run "$here/ceilings.py" --python "$pythons"
 run "$here/gpu.py" --python "$pythons" --peers "$peers" --steps "${STEPS:-20}" ${WORKS:+--works "$WORKS"}
 if [ "$gpus" -gt 1 ]; then
-  if [ -f "$here/gpu_many.py" ]; then
-    run "$here/gpu_many.py" --python "$pythons"
-  else
-    echo "$gpus GPUs, but there is no gpu_many.py: the table of several GPUs is left out" >&2
-  fi
+  run "$here/gpu_many.py" --python "$pythons" --peers "$many" --steps "${STEPS:-15}" ${GPUS:+--gpus "$GPUS"} \
+    ${MANY_WORKS:+--works "$MANY_WORKS"}
 fi
 "$PYTHON" "$here/regressions.py" --results "$ALLHANDS_BENCHMARK_RESULTS" || failed="$failed regressions.py"
 if [ -n "$failed" ]; then

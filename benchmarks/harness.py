@@ -159,15 +159,15 @@ def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path
     raise BenchmarkError("pip could not make an environment for a peer:\n" + "\n".join(errors))
 
 
-def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    """Versions of ``packages``, those that are there, in the environment of ``python``."""
+def versions(python: Path, packages: Sequence[str], **environ: str) -> dict[str, str]:
+    """Versions of ``packages``, those that are there, in the environment of ``python``; ``environ`` is added to it."""
     code = (
         "import importlib.metadata as m, json, platform, sys\n"
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
         "print(json.dumps({'python': platform.python_version(), **{n: found[n] for n in sys.argv[1:] if n in found}}))"
     )
     command = [str(python), "-c", code, *packages]
-    done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=clean_environ(**environ), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 

@@ -55,7 +55,10 @@ TABLES = {
     ),
     "gpu_many": (
         "Training on several GPUs",
-        "Data parallel over NCCL, beside PyTorch's DistributedDataParallel on the same machine.",
+        "Data parallel over NCCL, beside PyTorch's DistributedDataParallel on the same machine: the works of the table "
+        "above, with the same batch for each GPU (weak scaling), or *the batch of one* divided among them (strong). "
+        "Per cents are of N times the peer's own speed on one GPU. Memory is that of the fullest rank; the exchange is "
+        "what a step waits for where no rank is late.",
     ),
     "cpu_lora": (
         "LoRA on a Linux CPU",

@@ -44,11 +44,14 @@ class BlasStatus:
         state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
         reason: one sentence for people; with ``"slow"`` it says what to do.
         library: path of the loaded library, if any.
+        native: the loaded code of ``allhands.native``, if any. The one that was loaded, whatever the cache's directory
+            is by now: a second copy would know nothing of OpenBLAS.
     """
 
     state: str
     reason: str
     library: Path | None = None
+    native: ctypes.CDLL | None = None
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -89,18 +92,22 @@ def preload_blas() -> BlasStatus:
         return BlasStatus("slow", "scipy-openblas32 is not installed: pip install 'allhands[cpu]'")
     try:
         library = _renamed_copy(source)
-        # First, because the linker takes the first of a name.
-        ours = native.load(cache_dir() / "native")
+        # Before ours, which cannot do without it; but for the linker, which takes the first of a name, after ours.
+        ctypes.CDLL(str(library))
+        found = native.load(cache_dir() / "native")
         handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:
         return BlasStatus("slow", f"OpenBLAS could not be prepared: {error}")
     # Whichever the linker finds first, OpenBLAS's own is asked for by its library.
     address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
+    ours = found if isinstance(found, ctypes.CDLL) else None
     unit = ours is not None and bool(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
     # What is left to OpenBLAS beside the unit is small: its threads would only be in the way.
     set_threads(handle, 1 if unit else available_cores())
     _keep_freed_pages()
-    return BlasStatus("fast", f"OpenBLAS{' and AMX' if unit else ''}, {available_cores()} threads", library)
+    what = ("OpenBLAS and AMX" if unit else "OpenBLAS") + f", {available_cores()} threads"
+    reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
+    return BlasStatus("fast", reason, library, ours)
 
 
 def available_cores() -> int:
@@ -119,16 +126,16 @@ def set_threads(handle: ctypes.CDLL, count: int) -> None:
 def limit_cores(count: int) -> None:
     """Use at most ``count`` cores in this process: for ranks of one host that share its cores."""
     os.environ["OPENBLAS_NUM_THREADS"] = str(count)
-    library = preload_blas().library
-    if library is not None:
-        ours = native_library()
+    status = preload_blas()
+    if status.library is not None:
+        ours = status.native
         unit = ours is not None and bool(ours.allhands_set_threads(ctypes.c_int(count)))
-        set_threads(ctypes.CDLL(str(library)), 1 if unit else count)
+        set_threads(ctypes.CDLL(str(status.library)), 1 if unit else count)
 
 
 def native_library() -> ctypes.CDLL | None:
     """The code of ``allhands.native``, ready for use; ``None`` where it or the fast BLAS is not there."""
-    return native.load(cache_dir() / "native") if preload_blas().state == "fast" else None
+    return preload_blas().native
 
 
 def _openblas_source() -> Path | None:

@@ -17,7 +17,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.faults import fire
-from allhands.train.step import batch_arrays, make_loss
+from allhands.train.gradient import batch_arrays, make_loss
 from allhands.trees import numbers
 
 

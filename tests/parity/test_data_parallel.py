@@ -35,7 +35,7 @@ from tiny import run_allhands, write_chat_data, write_model
 from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.config import build_config
 from allhands.distributed.backend import Alone
-from allhands.distributed.reduce import sum_over_ranks
+from allhands.distributed.reduce import begin_sum_over_ranks, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-6
@@ -163,7 +163,12 @@ def _free_pair() -> int:
 FEW_SAMPLES = {"batch_size": 2, "fine_tune_type": "full", "optimizer_config": ADAM}
 # Seven: no number of ranks divides it. SGD, so that nothing hides the size of a gradient, and a clipped norm.
 CLIPPED = {"batch_size": 7, "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}
-SCENARIOS = {"few": FEW_SAMPLES, "clipped": CLIPPED}
+ACCUMULATED = {**FEW_SAMPLES, "grad_accumulation_steps": 2, "iters": 40}
+SCENARIOS = {"few": FEW_SAMPLES, "clipped": CLIPPED, "accumulated": ACCUMULATED}
+
+
+# Whether the weights are trained as one array.
+BESIDE = {"beside-joined": True, "beside-apart": False}
 
 
 def _flags(model: Path, data: Path, directory: Path, scenario: dict[str, Any]) -> dict[str, Any]:
@@ -202,6 +207,10 @@ def together(
             tasks.append(
                 {"kind": "average", "path": place, "num_tokens": TOKENS[ranks], "dtype": dtype, "reduction": reduction}
             )
+    for name, joined in BESIDE.items():
+        # Buckets of a few arrays.
+        flags = _flags(model, data, root / name, {**ACCUMULATED, "bucket_mb": 0.02})
+        tasks.append({"kind": "finetune_beside", "flags": flags, "joined": joined})
     (root / "tasks.json").write_text(json.dumps({"tasks": tasks}))
     program = Path(__file__).parents[1] / "support" / "ranked_tasks.py"
     for done in run_ring([[sys.executable, program, root / "tasks.json"]] * ranks):
@@ -219,6 +228,15 @@ def test_ranks_compute_the_run_of_one(alone: dict[str, Run], together: tuple[int
 
 def test_unequal_shares_are_the_same_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
     assert_same_run(alone["few"], read_run(together[1] / "uneven"))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_exchange_beside_the_passes_changes_nothing(
+    alone: dict[str, Run], together: tuple[int, Path], name: str
+) -> None:
+    run = read_run(together[1] / name)
+    assert_same_run(alone["accumulated"], run)
+    assert all(report["comm_s"] > 0 and report["compute_s"] > 0 for report in run.reports)
 
 
 def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
@@ -316,6 +334,26 @@ def test_buckets_of_mixed_types_are_summed_right(bucket_bytes: int) -> None:
         # Small whole numbers: exact in every type.
         assert mx.array_equal(total, mine + theirs)
     assert scalars.tolist() == [3.0, 9.0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
+def test_sums_that_are_begun_are_those_that_are_waited_for(bucket_bytes: int) -> None:
+    how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "stream": mx.new_stream(mx.cpu)}
+    recorder = OtherRank()
+    begin_sum_over_ranks(recorder, _mixed(1), [2.0, 5.0], **how)
+    begun = begin_sum_over_ranks(OtherRank(recorder.calls), _mixed(0), [1.0, 4.0], **how)
+    for total, mine, theirs in zip(begun.arrays, _mixed(0), _mixed(1), strict=True):
+        assert (total.dtype, total.shape) == (mine.dtype, mine.shape)
+        assert mx.array_equal(total, mine + theirs)
+    assert begun.scalars.tolist() == [3.0, 9.0]
+
+
+def test_what_is_computed_first_travels_first() -> None:
+    layers = [mx.full((5,), float(number)) for number in range(4)]
+    twin = OtherRank()
+    begun = begin_sum_over_ranks(twin, layers, [9.0], bucket_bytes=20, stream=mx.new_stream(mx.cpu))
+    assert [call[0].item() for call in twin.calls] == [3.0, 2.0, 1.0, 0.0, 9.0]
+    assert mx.array_equal(begun.computed, layers[0])
 
 
 def test_few_calls_not_one_a_parameter() -> None:

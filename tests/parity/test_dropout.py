@@ -31,7 +31,7 @@ from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
 from allhands.model.quantized import prepare_dense
-from allhands.train.step import batch_arrays, make_gradient, make_loss
+from allhands.train.gradient import batch_arrays, make_gradient, make_loss
 
 Grads = dict[str, np.ndarray[Any, Any]]
 BATCH = 8

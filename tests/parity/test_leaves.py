@@ -22,7 +22,8 @@ from allhands.model.dropout import install_dropout
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
 from allhands.model.fused.linear import Product
-from allhands.train.step import TrainStep, make_gradient, make_joined_gradient
+from allhands.train.gradient import make_gradient, make_joined_gradient
+from allhands.train.step import TrainStep
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, unflatten
 

@@ -31,7 +31,8 @@ from allhands.distributed.backend import Alone
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import get_model
 from allhands.model.quantized import prepare_dense
-from allhands.train.step import TrainStep, make_gradient
+from allhands.train.gradient import make_gradient
+from allhands.train.step import TrainStep
 
 Train = Callable[..., Run]
 # Adam's default of 1e-8 makes an update out of a gradient's rounding error: see test_data_parallel.py.

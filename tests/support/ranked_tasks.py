@@ -31,10 +31,11 @@ from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
 from allhands.model.adapters import make_trainable, trained_weights
+from allhands.model.fused.leaves import Leaves
 from allhands.model.load import load_model
 from allhands.train.datasets import load_data
+from allhands.train.gradient import make_loss
 from allhands.train.recipes import Surroundings, run_finetune
-from allhands.train.step import make_loss
 
 
 def finetune(config: TrainConfig, communicator: Communicator | None = None) -> Path:
@@ -48,6 +49,38 @@ def finetune(config: TrainConfig, communicator: Communicator | None = None) -> P
 
 def _finetune(communicator: Communicator, flags: dict[str, Any]) -> None:
     finetune(build_config(flags), communicator)
+
+
+class Beside:
+    """``communicator``, taken for one whose exchange goes on beside the passes, as NCCL's does."""
+
+    backend = "nccl"
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.rank, self.size = communicator.rank, communicator.size
+        self.streams: set[str] = set()
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        self.streams.add(str(mx.default_stream(mx.cpu)))
+        return self._communicator.all_sum(array)
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return self._communicator.all_gather(array)
+
+
+def _finetune_beside(communicator: Communicator, flags: dict[str, Any], joined: bool) -> None:
+    """Trained in lazy graphs, the weights as one array or each by itself."""
+    beside = Beside(communicator)
+    fits = Leaves.fits
+    if not joined:
+        Leaves.fits = staticmethod(lambda model: False)  # type: ignore[method-assign]
+    try:
+        finetune(build_config({**flags, "compile": "on"}), beside)
+    finally:
+        Leaves.fits = fits  # type: ignore[method-assign]
+    # What is agreed on goes where everything else is computed, the gradients do not.
+    assert len(beside.streams) == 2, beside.streams
 
 
 def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
@@ -116,6 +149,7 @@ def _disagree(communicator: Communicator, path: str, ranks: list[dict[str, Any]]
 
 KINDS: dict[str, Callable[..., None]] = {
     "finetune": _finetune,
+    "finetune_beside": _finetune_beside,
     "mean_of_means": _mean_of_means,
     "average": _average,
     "disagree": _disagree,

@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.losses": 2,
     "allhands.distributed": 2,
     "allhands.accelerator": 2,
+    "allhands.train.gradient": 3,
     "allhands.train.step": 3,
     "allhands.train.optim": 3,
     "allhands.train.runahead": 3,

@@ -19,6 +19,7 @@ from allhands.blas import native_library
 from allhands.model import native
 from allhands.model.quantized import UnpackedLinear, prepare_dense
 from allhands.native.library import wanted
+from allhands.train.gradient import make_gradient
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Arrays = tuple[mx.array, ...]
@@ -181,3 +182,16 @@ def test_a_model_computes_the_same(changes: dict[str, Any]) -> None:
 
 def test_it_can_be_switched_off() -> None:
     assert not wanted({"ALLHANDS_NATIVE": "off"})
+
+
+def test_a_model_in_half_precision_has_its_gradient() -> None:
+    """The product computes in float32 on a CPU; somebody's own loop may not."""
+    model = llama()
+    model.set_dtype(mx.bfloat16)
+    tokens = mx.random.randint(0, 101, (2, 12))
+    batch = tokens, mx.arange(0, 24, 2), mx.random.randint(0, 101, (12,))
+    found = [make_gradient(model, eager=eager, compiled=False)(*batch) for eager in (True, False)]
+    assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=0.02)
+    grads = [dict(tree_flatten(gradient)) for _, gradient in found]
+    for name, one in grads[0].items():
+        assert_near(one.astype(mx.float32), grads[1][name].astype(mx.float32), 0.05)

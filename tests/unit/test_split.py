@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.model.split import split
-from allhands.train.step import make_gradient, make_loss
+from allhands.train.gradient import make_gradient, make_loss
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -32,19 +33,78 @@ def sum_over_ranks(
     Returns:
         The summed arrays in their order and shapes, and the (len(scalars),) float32 sums.
     """
-    extra = mx.stack([mx.array(value, dtype=mx.float32) for value in scalars]) if scalars else mx.zeros((0,))
+    everything = [_as_array(scalars), *arrays]
     if communicator.size == 1:
-        return list(arrays), extra
-    everything = [extra, *arrays]
+        return list(arrays), everything[0]
     sums: list[mx.array] = list(everything)
     for bucket in _buckets(everything, bucket_bytes):
-        flat = mx.concatenate([everything[i].reshape(-1) for i in bucket]) if len(bucket) > 1 else everything[bucket[0]]
-        total = communicator.all_sum(flat).reshape(-1)
-        at = 0
-        for i in bucket:
-            sums[i] = total[at : at + everything[i].size].reshape(everything[i].shape)
-            at += everything[i].size
+        total = communicator.all_sum(_end_to_end(everything, bucket)).reshape(-1)
+        _take_apart(total, everything, bucket, sums)
     return sums[1:], sums[0]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Sums over ranks that are on their way.
+
+    Attributes:
+        arrays: as :func:`sum_over_ranks` gives them.
+        scalars: likewise.
+        computed: an array that is there once everything of this rank's is computed.
+    """
+
+    arrays: list[mx.array]
+    scalars: mx.array
+    computed: mx.array
+
+
+def begin_sum_over_ranks(
+    communicator: Communicator,
+    arrays: Sequence[mx.array],
+    scalars: Sequence[float | mx.array],
+    *,
+    bucket_bytes: int,
+    stream: Any,
+) -> Begun:
+    """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
+
+    The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
+    all ranks exchange them in the same order, whatever their graphs look like.
+
+    Args:
+        arrays: as for :func:`sum_over_ranks`, at least one, not evaluated yet.
+        stream: of MLX, on which nothing else is computed.
+    """
+    everything = [*reversed(arrays), _as_array(scalars)]
+    sums: list[mx.array] = list(everything)
+    computed = everything[-1]
+    for bucket in _buckets(everything, bucket_bytes):
+        # Putting a bucket together is done there, too: that does not hold up the backward pass.
+        with mx.stream(stream):
+            flat = _end_to_end(everything, bucket)
+            total = communicator.all_sum(flat).reshape(-1)
+        mx.async_eval(total)
+        if bucket[0] < len(arrays):
+            computed = flat
+        _take_apart(total, everything, bucket, sums)
+    return Begun(sums[-2::-1], sums[-1], computed)
+
+
+def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
+    return mx.stack([mx.array(value, dtype=mx.float32) for value in scalars]) if scalars else mx.zeros((0,))
+
+
+def _end_to_end(arrays: Sequence[mx.array], bucket: Sequence[int]) -> mx.array:
+    """One array of a bucket's."""
+    return mx.concatenate([arrays[i].reshape(-1) for i in bucket]) if len(bucket) > 1 else arrays[bucket[0]]
+
+
+def _take_apart(total: mx.array, arrays: Sequence[mx.array], bucket: Sequence[int], into: list[mx.array]) -> None:
+    """Put a bucket's sums at their places."""
+    at = 0
+    for i in bucket:
+        into[i] = total[at : at + arrays[i].size].reshape(arrays[i].shape)
+        at += arrays[i].size
 
 
 def barrier(communicator: Communicator) -> None:

@@ -15,10 +15,8 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 _COMPILERS = ("cc", "gcc", "clang")
@@ -27,31 +25,32 @@ _BUILD_S = 120.0
 _NAME = "liballhands.so"
 
 
-@cache
-def load(directory: Path) -> ctypes.CDLL | None:
+def load(directory: Path) -> ctypes.CDLL | str:
     """The library, made in ``directory`` if it is not there yet, its names visible to what is loaded later.
 
-    ``None`` where it cannot be had: not Linux, no C compiler, a compiler that fails, a directory that cannot be
-    written, or ``ALLHANDS_NATIVE=off``. Never raises.
+    Or why it cannot be had, and what to do, in a few words. Never raises. Whoever loads it has to call
+    ``allhands_prepare`` before anything multiplies.
     """
     if not wanted(os.environ):
-        return None
+        return "switched off by ALLHANDS_NATIVE"
     try:
-        path = _built(directory)
-        return None if path is None else ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (OSError, subprocess.SubprocessError):
-        return None
+        return ctypes.CDLL(str(_built(directory)), mode=ctypes.RTLD_GLOBAL)
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return f"the C compiler failed: {''.join(last) or error}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether this system can use it and nobody has switched it off."""
-    return sys.platform == "linux" and environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
+    """Whether nobody has switched it off."""
+    return environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
 
 
-def _built(directory: Path) -> Path | None:
+def _built(directory: Path) -> Path:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        return None
+        raise FileNotFoundError("no C compiler (install gcc: training is then up to twice as fast)")
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     target = directory / _key(Path(compiler), sources) / _NAME
     recorded = target.with_suffix(".sha256")

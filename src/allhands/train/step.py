@@ -12,36 +12,21 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import numpy as np
 from mlx.utils import tree_map
 
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
-from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
+from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum_over_ranks, sum_over_ranks
 from allhands.errors import NumericsError
-from allhands.model import native
-from allhands.model.documents import caches_for
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
-from allhands.model.split import SplitModel, split
-from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, eager_loss, linear_cross_entropy
+from allhands.train.gradient import batch_arrays, make_gradient, make_joined_gradient
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, numbers, unflatten
-
-# (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients). Where there
-# is dropout, the keys of the places come first.
-LossFunction = Callable[..., mx.array]
-GradFunction = Callable[..., tuple[mx.array, Any]]
-
-
-def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
-    """The arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
-    arrays = (batch.inputs, batch.positions, batch.targets)
-    return tuple(map(mx.array, arrays if batch.documents is None else (*arrays, batch.documents)))
 
 
 @dataclass(frozen=True)
@@ -72,182 +57,6 @@ class StepResult:
     culprits: tuple[int, ...] = ()
 
 
-def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:
-    """The summed cross-entropy of ``model`` at the trained places.
-
-    Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
-    With ``eager`` the result is a value, not to be differentiated.
-    """
-    parts = split(model)
-    if parts is None:
-        return partial(_plain_loss, model)
-    return partial(_eager_loss, parts) if eager else partial(_split_loss, parts, with_grad)
-
-
-def _plain_loss(
-    model: Any, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
-) -> mx.array:
-    logits = model(inputs) if documents is None else model(inputs, **_kept_apart(len(model.layers), documents))
-    return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
-
-
-def _kept_apart(num_layers: int, documents: mx.array | None) -> dict[str, Any]:
-    """Further arguments of a model for rows of several documents."""
-    return {} if documents is None else {"cache": caches_for(num_layers, documents)}
-
-
-def _rows(parts: SplitModel, inputs: mx.array, positions: mx.array, documents: mx.array | None) -> mx.array:
-    """(N, D) hidden states at the trained places."""
-    hidden = parts.body(inputs, **_kept_apart(parts.num_layers, documents))
-    return hidden.reshape(-1, hidden.shape[-1])[positions]
-
-
-def _split_loss(
-    parts: SplitModel,
-    with_grad: bool,
-    inputs: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    documents: mx.array | None = None,
-) -> mx.array:
-    rows = _rows(parts, inputs, positions, documents)
-    weight = parts.head_weight().astype(rows.dtype)
-    return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
-
-
-def _eager_loss(
-    parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
-) -> mx.array:
-    rows = _rows(parts, inputs, positions, documents)
-    weight = parts.head_weight().astype(rows.dtype)
-    return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
-
-
-def make_gradient(
-    model: nn.Module, *, eager: bool, compiled: bool = True, dropout: DropoutKeys | None = None
-) -> GradFunction:
-    """Loss sum and its gradient in the trainable parameters.
-
-    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first argument
-    is the (B, T, 2) keys of the batch.
-    """
-    parts = split(model)
-    if eager and parts is not None:
-        return _keyed(partial(_eager_gradient, model, parts), dropout)
-    function = _keyed(nn.value_and_grad(model, make_loss(model, eager=False)), dropout)
-    if eager or not compiled:
-        return function
-    # MLX's own random state, too, for models that draw from it.
-    fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
-
-    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
-        weights = model.trainable_parameters()
-        result = fused(*arrays)
-        # Tracing a new shape has left its placeholders in the model.
-        model.update(weights)
-        return result
-
-    return gradient
-
-
-def make_joined_gradient(
-    model: nn.Module, update: GraphUpdate, *, compiled: bool, dropout: DropoutKeys | None
-) -> GradFunction:
-    """As :func:`make_gradient`, as one lazy graph and in the arrays of the update's leaves, a list."""
-    leaves, loss = update.leaves, make_loss(model, eager=False)
-    assert leaves is not None
-
-    def of(wholes: list[mx.array], *arrays: mx.array) -> mx.array:
-        with leaves.installed(wholes):
-            return loss(*arrays)
-
-    differentiated: Any = mx.value_and_grad(of)
-
-    def function(wholes: list[mx.array], *arrays: mx.array) -> tuple[mx.array, Any]:
-        return _keyed(partial(differentiated, wholes), dropout)(*arrays)
-
-    call: Any = function
-    if compiled:
-        call = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
-
-    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
-        # Tracing a new shape leaves its placeholders in the model.
-        with leaves.kept():
-            return call(update.weights(), *arrays)
-
-    return gradient
-
-
-def _keyed(function: GradFunction, dropout: DropoutKeys | None) -> GradFunction:
-    """``function`` with the keys of ``dropout`` as an argument before its own."""
-    if dropout is None:
-        return function
-
-    def call(keys: mx.array, *arrays: mx.array) -> tuple[mx.array, Any]:
-        with dropout.using(keys):
-            return function(*arrays)
-
-    return call
-
-
-def _eager_gradient(
-    model: nn.Module,
-    parts: SplitModel,
-    inputs: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    documents: mx.array | None = None,
-) -> tuple[mx.array, Any]:
-    """Forward through the body, loss and its gradient at the head, then backward through the body.
-
-    The backward graph is built before the head's gradient is known, with a buffer in its place that is
-    filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which everything,
-    the activations of frozen layers too, would be kept.
-    """
-    names, values = zip(*flatten(model.trainable_parameters()), strict=True)
-    if native.available():
-        return _gradient_at_once(model, parts, names, (inputs, positions, targets, documents))
-
-    def body(*arrays: mx.array) -> mx.array:
-        model.update(unflatten(list(zip(names, arrays, strict=True))))
-        return _rows(parts, inputs, positions, documents)
-
-    weight = parts.head_weight().astype(mx.float32)
-    grad_rows = mx.zeros((len(positions), weight.shape[-1]))
-    mx.eval(grad_rows)
-    (rows,), grads = mx.vjp(body, list(values), [grad_rows])
-    model.update(unflatten(list(zip(names, values, strict=True))))
-    mx.eval(rows)
-    loss, grad, grad_weight = eager_linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained)
-    np.asarray(grad_rows)[...] = np.asarray(grad)
-    result = dict(zip(names, grads, strict=True))
-    if grad_weight is not None:
-        name = parts.head_weight_name(model)
-        result[name] = result[name] + grad_weight
-    return loss, unflatten(list(result.items()))
-
-
-def _gradient_at_once(
-    model: nn.Module, parts: SplitModel, names: Sequence[str], batch: tuple[Any, ...]
-) -> tuple[mx.array, Any]:
-    """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
-    inputs, positions, targets, documents = batch
-    values = [value for _, value in flatten(model.trainable_parameters())]
-
-    def loss(*arrays: mx.array) -> mx.array:
-        model.update(unflatten(list(zip(names, arrays, strict=True))))
-        rows = _rows(parts, inputs, positions, documents)
-        weight = parts.head_weight().astype(mx.float32)
-        return eager_loss(rows, weight, targets, train_weight=parts.head_is_trained)
-
-    try:
-        (total,), grads = mx.vjp(loss, values, [mx.ones(())])
-    finally:
-        model.update(unflatten(list(zip(names, values, strict=True))))
-    # A copy, because the original holds on to the whole forward pass.
-    return mx.array(total.item()), unflatten(list(zip(names, grads, strict=True)))
-
-
 class TrainStep:
     """Forward, backward, sum over micro-batches and ranks, one division, clip, update."""
 
@@ -267,6 +76,7 @@ class TrainStep:
         packed: bool = False,
         beat: Callable[[str], None] = lambda phase: None,
         rehearse: Callable[[Literal["reduce", "update"]], object] = lambda point: None,
+        overlap: bool | None = None,
     ) -> None:
         """Prepare to train ``model``.
 
@@ -278,6 +88,8 @@ class TrainStep:
             beat: is told "compute" (or "first", if a shape is compiled) before each micro-batch, "reduce" before
                 waiting for other ranks and "update" before the optimizer's.
             rehearse: is asked before the exchange and the update whether to fail on purpose; "nan" spoils the gradient.
+            overlap: whether gradients travel while others are computed; default: with NCCL. With the other back-ends
+                the host sends and receives, and a GPU that waits for it may be taken for dead.
         """
         self.eager = eager
         self._model = model
@@ -301,6 +113,10 @@ class TrainStep:
         self._rehearse = rehearse
         self._prepared: tuple[MicroBatch, list[mx.array], tuple[mx.array, Any]] | None = None
         self._ahead = RunAhead(device_memory()) if kernels.available() else None
+        if overlap is None:
+            overlap = communicator.backend == "nccl"
+        self._overlap = overlap and communicator.size > 1 and self._graph is not None
+        self._stream: Any = None
 
     def __call__(
         self,
@@ -327,14 +143,17 @@ class TrainStep:
             grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
         computed = time.perf_counter()
         mine = [loss, *(float(n) for n in _counts(micro_batches)), float(bool(stop()))]
-        sums, totals = self._reduce(grads, mine)
+        begun = self._begin_reduce(grads, mine) if self._overlap else None
+        sums, totals = self._reduce(grads, mine) if begun is None else (_named(grads, begun.arrays), begun.scalars)
         del grads
         reduced = time.perf_counter()
         timed = StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed)
         if self._graph is None:
             result = self._update_by_hand(sums, totals, timed)
         else:
-            result = self._update_in_graph(sums, totals, timed, upcoming)
+            waiting = None if begun is None else partial(self._wait, begun.computed)
+            del begun
+            result = self._update_in_graph(sums, totals, timed, upcoming, waiting)
         if self._ahead is not None:
             self._ahead.after()
         if problem := _not_finite(result):
@@ -365,23 +184,44 @@ class TrainStep:
         totals: mx.array,
         timed: StepResult,
         upcoming: Callable[[], Sequence[MicroBatch]],
+        waiting: Callable[[mx.array, StepResult], StepResult] | None,
     ) -> StepResult:
-        """Update the model if all numbers are finite, then look at them: on one rank the first wait of a step."""
+        """Update the model if all numbers are finite, then look at them.
+
+        On one rank, and where the exchange goes on beside the passes (``waiting``), this is the first wait of a step.
+        """
         assert self._graph is not None
         if self._after_backward is not None:
             # Besides, and only as far as somebody looks at it.
             divisor = mx.maximum(totals[1], 1.0)
             self._after_backward(unflatten([(n, (g / divisor).astype(g.dtype)) for n, g in self._graph.named(sums)]))
-        if self._communicator.size > 1:
+        if self._communicator.size > 1 and waiting is None:
             self._beat("update")
         self._rehearse("update")
         begun = time.perf_counter()
         norm = self._graph(sums, totals[0], totals[1])
+        if waiting is not None:
+            mx.async_eval(norm, totals, self._graph.arrays())
         self._prepare(upcoming())
+        if waiting is not None:
+            timed = waiting(totals, timed)
         mx.eval(norm, totals, self._graph.arrays())
         # On one rank this includes the passes themselves.
         waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
         return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
+
+    def _wait(self, computed: mx.array, totals: mx.array, timed: StepResult) -> StepResult:
+        """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done."""
+        begun = time.perf_counter()
+        mx.eval(computed)
+        passed = time.perf_counter()
+        self._beat("reduce")
+        mx.eval(totals)
+        reduced = time.perf_counter()
+        self._beat("update")
+        # What was called the exchange so far was handing it out.
+        compute_s = timed.compute_s + timed.comm_s + passed - begun
+        return replace(timed, compute_s=compute_s, comm_s=reduced - passed)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Put the next step's first pass together, of weights that are still being computed.
@@ -404,8 +244,8 @@ class TrainStep:
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
         total, grads = mx.zeros(()), None
-        # Alone, what follows the last one's backward pass is handed out together with it.
-        lazy_end = self._graph is not None and self._communicator.size == 1
+        # What follows the last one's backward pass is handed out together with it, where no host has to wait between.
+        lazy_end = self._graph is not None and (self._communicator.size == 1 or self._overlap)
         for number_of, batch in enumerate(micro_batches, 1):
             self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
             self.shapes.add(batch.shape)
@@ -436,7 +276,17 @@ class TrainStep:
         if self._graph is None or self._communicator.size > 1:
             self._beat("reduce")
             mx.eval(sums, totals)
-        return [(name, total) for (name, _), total in zip(grads, sums, strict=True)], totals
+        return _named(grads, sums), totals
+
+    def _begin_reduce(self, grads: list[tuple[str, mx.array]], scalars: list[float | mx.array]) -> Begun:
+        """The same, not waited for."""
+        if self._stream is None:
+            # Where the gradients are: NCCL sends from there.
+            self._stream = mx.new_stream(mx.default_device())
+        arrays = [grad for _, grad in grads]
+        return begin_sum_over_ranks(
+            self._communicator, arrays, scalars, bucket_bytes=self._bucket_bytes, stream=self._stream
+        )
 
     def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Find out why, and either leave the update out or raise."""
@@ -453,6 +303,11 @@ class TrainStep:
         if self._non_finite == "stop":
             raise NumericsError(reason + blame.named(self._window_name), hint=_HINT)
         return replace(result, loss_sum=0.0, num_targets=0, skipped=reason, culprits=blame.examples)
+
+
+def _named(named: list[tuple[str, mx.array]], arrays: Sequence[mx.array]) -> list[tuple[str, mx.array]]:
+    """``arrays`` with the names of ``named``."""
+    return [(name, array) for (name, _), array in zip(named, arrays, strict=True)]
 
 
 _HINT = (

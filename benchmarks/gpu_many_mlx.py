@@ -1,0 +1,97 @@
+"""One rank of ``gpu_many.py`` on MLX, started by ``allhands launch``: the step of ``allhands train``.
+
+    allhands launch -n 2 -- python benchmarks/gpu_many_mlx.py '{"work": {...}, "rows": 8, "steps": 15, "out": "PATH"}'
+
+Rank 0 writes what all ranks have measured to ``out``, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from allhands.cluster.environment import recognise_here
+from allhands.cluster.join import join_group, take_device
+from allhands.cluster.worker import install
+
+_CONNECT_S = 120.0
+
+
+def main() -> None:
+    """Join the group, measure what the first argument describes, tell, and end."""
+    asked = json.loads(sys.argv[1])
+    launch = recognise_here()
+    take_device(launch)
+    with install(launch, os.environ) as worker:
+        worker.mark_ready()
+        communicator = join_group(launch, _CONNECT_S)
+        worker.mark_started()
+        found = measure(asked, communicator, worker)
+        if launch.rank == 0:
+            Path(asked["out"]).write_text(json.dumps({**found, "backend": communicator.backend}), encoding="utf-8")
+    sys.stderr.flush()
+    # As training does: MLX's back-ends may hang in an ordinary end.
+    os._exit(0)
+
+
+def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, Any]:
+    """Steps as the loop of ``allhands train`` makes them; every rank returns the same."""
+    import allhands  # noqa: F401 - before MLX, for its BLAS
+
+    # isort: split
+    import mlx.core as mx
+    from gpu_many import batch_of
+    from gpu_mlx import WARM_UP, build, micro_batch, our_step
+    from mlx.utils import tree_flatten
+
+    from allhands.accelerator import detect, peak_memory_bytes
+    from allhands.data.prefetch import Prefetcher
+    from allhands.distributed.reduce import barrier
+
+    accelerator, total = detect(), WARM_UP + asked["steps"]
+    model = build(asked["work"])
+    trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    step = our_step(
+        model,
+        asked["work"]["length"] + 1,
+        compiled=True,
+        communicator=communicator,
+        bucket_bytes=asked["bucket_bytes"],
+        beat=lambda phase: worker.beat(phase, 0),
+    )
+    values = batch_of(asked["work"], asked["rows"], communicator.rank)
+    mine: list[list[float]] = []
+    losses: list[float] = []
+    ahead: dict[int, list[Any]] = {}
+    with Prefetcher(lambda number: [micro_batch(values)], end=total) as batches:
+
+        def load_ahead(number: int) -> list[Any]:
+            if number < total:
+                ahead[number] = batches.get(number)
+            return ahead.get(number, [])
+
+        for number in range(total):
+            if number == 1:
+                mx.reset_peak_memory()
+            barrier(communicator)
+            began = time.perf_counter()
+            batch = ahead.pop(number, None) or batches.get(number)
+            loaded = time.perf_counter()
+            result = step(batch, upcoming=partial(load_ahead, number + 1))
+            mine.append([time.perf_counter() - began, result.compute_s, result.comm_s, loaded - began])
+            losses.append(result.loss_sum / result.num_targets)
+    everyone = communicator.all_gather(mx.array(mine)[None]).tolist()
+    peaks = communicator.all_gather(mx.array([peak_memory_bytes(accelerator) / 1e6])).tolist()
+    barrier(communicator)  # nobody leaves while another may still be in the exchange
+    names = ("times", "compute_s", "comm_s", "data_wait_s")
+    found = {name: [[step[i] for step in rank] for rank in everyone] for i, name in enumerate(names)}
+    return {**found, "peak_bytes": [1e6 * peak for peak in peaks], "losses": losses, "trained": trained}
+
+
+if __name__ == "__main__":
+    main()

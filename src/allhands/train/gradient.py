@@ -1,0 +1,208 @@
+"""The summed loss of a micro-batch and its gradient, computed at once (Linux CPU) or as a lazy graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from allhands.data.loader import MicroBatch
+from allhands.model import native
+from allhands.model.documents import caches_for
+from allhands.model.dropout import DropoutKeys
+from allhands.model.split import SplitModel, split
+from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, eager_loss, linear_cross_entropy
+from allhands.train.update import GraphUpdate
+from allhands.trees import flatten, unflatten
+
+# (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients). Where there
+# is dropout, the keys of the places come first.
+LossFunction = Callable[..., mx.array]
+GradFunction = Callable[..., tuple[mx.array, Any]]
+
+
+def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
+    """The arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
+    arrays = (batch.inputs, batch.positions, batch.targets)
+    return tuple(map(mx.array, arrays if batch.documents is None else (*arrays, batch.documents)))
+
+
+def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:
+    """The summed cross-entropy of ``model`` at the trained places.
+
+    Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
+    With ``eager`` the result is a value, not to be differentiated.
+    """
+    parts = split(model)
+    if parts is None:
+        return partial(_plain_loss, model)
+    return partial(_eager_loss, parts) if eager else partial(_split_loss, parts, with_grad)
+
+
+def _plain_loss(
+    model: Any, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
+) -> mx.array:
+    logits = model(inputs) if documents is None else model(inputs, **_kept_apart(len(model.layers), documents))
+    return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
+
+
+def _kept_apart(num_layers: int, documents: mx.array | None) -> dict[str, Any]:
+    """Further arguments of a model for rows of several documents."""
+    return {} if documents is None else {"cache": caches_for(num_layers, documents)}
+
+
+def _rows(parts: SplitModel, inputs: mx.array, positions: mx.array, documents: mx.array | None) -> mx.array:
+    """(N, D) hidden states at the trained places."""
+    hidden = parts.body(inputs, **_kept_apart(parts.num_layers, documents))
+    return hidden.reshape(-1, hidden.shape[-1])[positions]
+
+
+def _split_loss(
+    parts: SplitModel,
+    with_grad: bool,
+    inputs: mx.array,
+    positions: mx.array,
+    targets: mx.array,
+    documents: mx.array | None = None,
+) -> mx.array:
+    rows = _rows(parts, inputs, positions, documents)
+    weight = parts.head_weight().astype(rows.dtype)
+    return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
+
+
+def _eager_loss(
+    parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
+) -> mx.array:
+    rows = _rows(parts, inputs, positions, documents)
+    weight = parts.head_weight().astype(rows.dtype)
+    return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
+
+
+def make_gradient(
+    model: nn.Module, *, eager: bool, compiled: bool = True, dropout: DropoutKeys | None = None
+) -> GradFunction:
+    """Loss sum and its gradient in the trainable parameters.
+
+    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first argument
+    is the (B, T, 2) keys of the batch.
+    """
+    parts = split(model)
+    if eager and parts is not None:
+        return _keyed(partial(_eager_gradient, model, parts), dropout)
+    function = _keyed(nn.value_and_grad(model, make_loss(model, eager=False)), dropout)
+    if eager or not compiled:
+        return function
+    # MLX's own random state, too, for models that draw from it.
+    fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
+
+    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
+        weights = model.trainable_parameters()
+        result = fused(*arrays)
+        # Tracing a new shape has left its placeholders in the model.
+        model.update(weights)
+        return result
+
+    return gradient
+
+
+def make_joined_gradient(
+    model: nn.Module, update: GraphUpdate, *, compiled: bool, dropout: DropoutKeys | None
+) -> GradFunction:
+    """As :func:`make_gradient`, as one lazy graph and in the arrays of the update's leaves, a list."""
+    leaves, loss = update.leaves, make_loss(model, eager=False)
+    assert leaves is not None
+
+    def of(wholes: list[mx.array], *arrays: mx.array) -> mx.array:
+        with leaves.installed(wholes):
+            return loss(*arrays)
+
+    differentiated: Any = mx.value_and_grad(of)
+
+    def function(wholes: list[mx.array], *arrays: mx.array) -> tuple[mx.array, Any]:
+        return _keyed(partial(differentiated, wholes), dropout)(*arrays)
+
+    call: Any = function
+    if compiled:
+        call = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
+
+    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
+        # Tracing a new shape leaves its placeholders in the model.
+        with leaves.kept():
+            return call(update.weights(), *arrays)
+
+    return gradient
+
+
+def _keyed(function: GradFunction, dropout: DropoutKeys | None) -> GradFunction:
+    """``function`` with the keys of ``dropout`` as an argument before its own."""
+    if dropout is None:
+        return function
+
+    def call(keys: mx.array, *arrays: mx.array) -> tuple[mx.array, Any]:
+        with dropout.using(keys):
+            return function(*arrays)
+
+    return call
+
+
+def _eager_gradient(
+    model: nn.Module,
+    parts: SplitModel,
+    inputs: mx.array,
+    positions: mx.array,
+    targets: mx.array,
+    documents: mx.array | None = None,
+) -> tuple[mx.array, Any]:
+    """Forward through the body, loss and its gradient at the head, then backward through the body.
+
+    The backward graph is built before the head's gradient is known, with a buffer in its place that is
+    filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which everything,
+    the activations of frozen layers too, would be kept.
+    """
+    names, values = zip(*flatten(model.trainable_parameters()), strict=True)
+    if native.available():
+        return _gradient_at_once(model, parts, names, (inputs, positions, targets, documents))
+
+    def body(*arrays: mx.array) -> mx.array:
+        model.update(unflatten(list(zip(names, arrays, strict=True))))
+        return _rows(parts, inputs, positions, documents)
+
+    weight = parts.head_weight().astype(mx.float32)
+    grad_rows = mx.zeros((len(positions), weight.shape[-1]))
+    mx.eval(grad_rows)
+    (rows,), grads = mx.vjp(body, list(values), [grad_rows])
+    model.update(unflatten(list(zip(names, values, strict=True))))
+    mx.eval(rows)
+    loss, grad, grad_weight = eager_linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained)
+    np.asarray(grad_rows)[...] = np.asarray(grad)
+    result = dict(zip(names, grads, strict=True))
+    if grad_weight is not None:
+        name = parts.head_weight_name(model)
+        result[name] = result[name] + grad_weight
+    return loss, unflatten(list(result.items()))
+
+
+def _gradient_at_once(
+    model: nn.Module, parts: SplitModel, names: Sequence[str], batch: tuple[Any, ...]
+) -> tuple[mx.array, Any]:
+    """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
+    inputs, positions, targets, documents = batch
+    values = [value for _, value in flatten(model.trainable_parameters())]
+
+    def loss(*arrays: mx.array) -> mx.array:
+        model.update(unflatten(list(zip(names, arrays, strict=True))))
+        # In which a CPU computes anyway; NumPy knows no other.
+        rows = _rows(parts, inputs, positions, documents).astype(mx.float32)
+        weight = parts.head_weight().astype(mx.float32)
+        return eager_loss(rows, weight, targets, train_weight=parts.head_is_trained)
+
+    try:
+        (total,), grads = mx.vjp(loss, values, [mx.ones(())])
+    finally:
+        model.update(unflatten(list(zip(names, values, strict=True))))
+    # A copy, because the original holds on to the whole forward pass.
+    return mx.array(total.item()), unflatten(list(zip(names, grads, strict=True)))
