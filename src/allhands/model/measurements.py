@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,20 @@ _ROWS = TypeAdapter(list[Measured])
 _FORMAT = 1
 
 
+def missing_forms(accelerator: Accelerator, *, eager: bool) -> frozenset[str]:
+    """The forms of this kind of device that a process cannot compute; native ones are for ``eager`` steps alone."""
+    if accelerator.kind == "cpu":
+        return frozenset() if eager and native.available() else frozenset({"native"})
+    return frozenset({"fused"}) if accelerator.kind == "cuda" and not kernels.available() else frozenset()
+
+
 def device_facts(accelerator: Accelerator) -> Facts:
     """What a measurement holds for: the device as it is used here, the versions, and the forms that were compared."""
-    fast = kernels.available() if accelerator.kind == "cuda" else native.available()
     return {
         "kind": accelerator.kind,
         "name": _processor() if accelerator.kind == "cpu" else accelerator.name,
         "cores": accelerator.cores if accelerator.kind == "cpu" else 0,
-        "fast": int(fast),
+        "missing": " ".join(sorted(missing_forms(accelerator, eager=True))),
         "allhands": importlib.metadata.version("allhands"),
         "mlx": importlib.metadata.version("mlx"),
         "forms": hashlib.sha256(repr(FORMS).encode()).hexdigest()[:16],
@@ -112,4 +118,8 @@ def rows_of(values: Any) -> list[Measured]:
     except ValidationError as error:
         raise ValueError("these are no measurements") from error
     known = [each for each in found if each.kind in FORMS.get(each.problem.name, {})]
-    return [replace(each, ms={form: ms for form, ms in each.ms.items() if 0 < ms < math.inf}) for each in known]
+    return [replace(each, ms=_possible(each.ms), least_ms=_possible(each.least_ms)) for each in known]
+
+
+def _possible(times: Mapping[str, float]) -> dict[str, float]:
+    return {form: ms for form, ms in times.items() if 0 < ms < math.inf}

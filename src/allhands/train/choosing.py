@@ -18,7 +18,7 @@ from allhands.accelerator import Accelerator
 from allhands.arrays import hand_out_json
 from allhands.distributed.backend import Communicator
 from allhands.model.choices import VARIABLE, Choices, parse_wishes
-from allhands.model.measurements import Facts, as_rows, device_facts, load_table, rows_of
+from allhands.model.measurements import Facts, as_rows, device_facts, load_table, missing_forms, rows_of
 from allhands.trees import number
 
 _KEY = "kernels"
@@ -44,15 +44,17 @@ class Settlement:
         return {"device": self.facts, "wishes": self.wishes, "measured": as_rows(self.choices.measured)}
 
 
-def own_choices(accelerator: Accelerator, environ: Mapping[str, str] = os.environ) -> Settlement:
-    """What was measured on this device, and what a person wants.
+def own_choices(accelerator: Accelerator, environ: Mapping[str, str] = os.environ, *, eager: bool = True) -> Settlement:
+    """What was measured on this device, and what a person wants, for steps that are ``eager`` or not.
 
     Raises:
         ConfigError: ``ALLHANDS_KERNELS`` asks for what there is not.
     """
     facts, wishes = device_facts(accelerator), environ.get(VARIABLE, "")
     measured, notice = load_table(facts)
-    choices = Choices(tuple(measured), parse_wishes(wishes, accelerator.kind), str(facts["name"]))
+    missing = missing_forms(accelerator, eager=eager)
+    wished = parse_wishes(wishes, accelerator.kind, missing)
+    choices = Choices(tuple(measured), wished, str(facts["name"]), missing)
     return Settlement(facts, wishes, choices, (notice,) if notice else ())
 
 
@@ -84,5 +86,5 @@ def agreed(own: Settlement, communicator: Communicator) -> Settlement:
     if others and measured:
         notes.append("the ranks' devices differ: kernels are chosen by rule, not by what was measured")
     # A form that this device does not have is passed over.
-    choices = Choices(() if others else measured, first["wished"], own.choices.device)
+    choices = replace(own.choices, measured=() if others else measured, wished=first["wished"])
     return replace(own, wishes=first["wishes"], choices=choices, notes=tuple(notes))

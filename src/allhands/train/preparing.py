@@ -119,7 +119,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     mesh = surroundings.mesh
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
-    kernels = own_choices(accelerator)
+    kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
     checkpoint, notes = None, list[str]()
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
