@@ -140,6 +140,8 @@ def test_a_wish_wins_and_says_so() -> None:
     assert found.decide(NORM, "cpu") == ("plain", "asked for by ALLHANDS_KERNELS")
     told = replace(found, wished={}).decide(NORM, "cpu")
     assert told == ("native", "measured 3.0x plain at 512 x 64 on Xeon")
+    other = Choices([measured(native_ms=5, plain_ms=2)], {}, "Xeon").decide(NORM, "cpu")
+    assert other == ("plain", "measured 2.5x native at 512 x 64 on Xeon")
     assert Choices().decide(NORM, "cpu") == ("native", "default for cpu; `allhands bench kernels` measures")
 
 

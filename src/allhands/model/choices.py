@@ -170,7 +170,9 @@ class Choices:
         if found is None or found.best not in known:
             return known[0], f"default for {kind}; `allhands bench kernels` measures"
         first = reference(problem.name, kind)
-        gain = f" {found.ratio:.1f}x {first}" if found.best != first else ""
+        other = first if found.best != first else forms(problem.name, kind, problem.tokens)[0]
+        times = [found.ms.get(each) for each in (other, found.best)]
+        gain = f" {times[0] / times[1]:.1f}x {other}" if times[0] and times[1] and other != found.best else ""
         return found.best, f"measured{gain} at {found.problem} on {self.device or kind}"
 
 
