@@ -18,7 +18,7 @@ from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
 from allhands.errors import ConfigError
 from allhands.model.load import Json, LoadedModel, LoadedTokenizer
-from allhands.model.pretraining import build_model
+from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import Shape, TokenIds, find_shape, model_config
 from allhands.pretrain_config import PretrainConfig
 from allhands.staging import publish, staging
@@ -122,5 +122,5 @@ class ModelFiles:
             for file in tokenizer_files_of(self.tokenizer):
                 shutil.copyfile(file, staged / file.name)
             with (staged / "model.safetensors").open("wb") as stream:
-                stream.writelines(safetensors_pieces(weights))
+                stream.writelines(safetensors_pieces(list(portable_tensors(weights))))
             publish(staged, target, private=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
+from allhands.checkpoints import Tensor
 from allhands.errors import ModelError
 from allhands.model.shapes import FAMILIES
 
@@ -107,17 +108,21 @@ def _normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> NDArray
     return values
 
 
-def portable_weights(weights: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
+def portable_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Parameters under the names of Hugging Face's files, which mlx_lm reads, too: experts one by one.
 
     Args:
-        weights: by mlx_lm's names.
+        tensors: by mlx_lm's names.
     """
-    for name, value in weights.items():
-        block, stacked, rest = name.partition(_STACKED)
+    for tensor in tensors:
+        block, stacked, rest = tensor.name.partition(_STACKED)
         if not stacked:
-            yield name, value
+            yield tensor
             continue
         matrix, _, kind = rest.partition(".")
-        for expert in range(value.shape[0]):
-            yield f"{block}.experts.{expert}.{_EXPERT_NAMES[matrix]}.{kind}", value[expert]
+        experts, *shape = tensor.shape
+        data = memoryview(tensor.data).cast("B")
+        size = len(data) // experts
+        for expert in range(experts):
+            name = f"{block}.experts.{expert}.{_EXPERT_NAMES[matrix]}.{kind}"
+            yield Tensor(name, tensor.dtype, tuple(shape), data[expert * size : (expert + 1) * size])

@@ -43,7 +43,7 @@ from allhands.model.fresh import ModelFiles
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
-from allhands.train.explain import choices
+from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
@@ -270,6 +270,9 @@ class _Run:
         stored = self.ready.data.stored.items()
         self._say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
+        tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
+        kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        self._say(kernels)
         self._say(
             choices(self.config, ready.loaded.model, ready.accelerator, ready.communicator, sizing, compiled=compiled)
         )
@@ -323,6 +326,7 @@ class _Run:
             "world_size": self.mesh.size,
             "backend": ready.communicator.backend,
             "attempt": self.surroundings.attempt,
+            "kernels": ready.kernels.recorded(),
         }
 
     def _after_backward(self, state: LoopState) -> Callable[[Any], None]:

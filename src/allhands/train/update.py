@@ -14,6 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from allhands.model.choices import PLAIN, chosen
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
 from allhands.train.optim import clip
@@ -97,7 +98,7 @@ class GraphUpdate:
         kept = optimizer.state
         optimizer.state = tree_map(lambda x: x, state)  # a copy of the tree, which the optimizer changes
         try:
-            if isinstance(optimizer, KernelAdam) and kernels.available():
+            if isinstance(optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN:
                 norm = mx.sqrt(sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))) / divisor
                 finite = mx.isfinite(norm) & mx.isfinite(loss)
                 factor = 1.0 if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
@@ -121,6 +122,11 @@ def initialise(optimizer: optim.Optimizer, model: nn.Module) -> None:
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
+
+
+def _adam_form(weights: Any) -> str:
+    arrays = [array for _, array in flatten(weights)]
+    return chosen("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
 
 
 def _squares(gradient: mx.array) -> mx.array:
