@@ -64,7 +64,9 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
     shape = shape_of(config, tokenizer)
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if accelerator.eager or accelerator.kind == "cpu" else "bfloat16"
+        dtype = "float32" if accelerator.kind == "cpu" else "bfloat16"
+    elif dtype != "float32" and accelerator.kind == "cpu":
+        raise ConfigError("a CPU computes in float32", where=f"--dtype {dtype}", hint="leave it out")
     wrapped: Any = tokenizer.tokenizer
     ids = TokenIds(wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None))
     values = model_config(shape, ids=ids, dtype=dtype)
