@@ -33,6 +33,7 @@ class PretrainConfig(TrainConfig):
     tied: bool | None = Field(None, description="Whether the output layer is the embedding.")
     experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
     experts_per_token: int | None = Field(None, ge=0, description="Experts that compute a token (mixtral).")
+    router_aux_loss: float = Field(0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of the weights in computing; auto: bfloat16 on GPUs, with float32 copies, else float32."
     )

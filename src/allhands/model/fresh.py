@@ -17,6 +17,7 @@ from allhands.checkpoints import Tensor
 from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
 from allhands.errors import ConfigError
+from allhands.model.balance import balance_experts
 from allhands.model.load import Json, LoadedModel, LoadedTokenizer
 from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import Shape, TokenIds, find_shape, model_config
@@ -71,6 +72,7 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
     ids = TokenIds(wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None))
     values = model_config(shape, ids=ids, dtype=dtype)
     model = build_model(values, config.seed, dtype=getattr(mx, dtype))
+    balance_experts(model, config.router_aux_loss)
     return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, config.seed)
 
 

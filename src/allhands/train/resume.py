@@ -20,7 +20,7 @@ FIXED: frozenset[str] = frozenset(
     }
 )
 # Of a model that is trained from scratch. Its tokenizer is compared by what it makes of the data.
-_SHAPE = frozenset({*NUMBERS, "shape", "dtype"})
+_SHAPE = frozenset({*NUMBERS, "shape", "dtype", "router_aux_loss"})
 # How the training goes on from here: may be changed, and the change is told.
 TOLD: frozenset[str] = frozenset(
     {
