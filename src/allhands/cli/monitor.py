@@ -26,9 +26,12 @@ from allhands.monitor.samples import in_order
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
+    from allhands.cluster.monitoring import RemoteSamples
 
 _NONE = "-"
 _WIDE = 200
+_PATIENCE_S = 20.0  # for computers to answer
+_LOOK_S = 0.1
 # In the order in which they go where the terminal is narrow.
 _DISPENSABLE = (
     *("pid", "received\n/s", "MLX\ncache", "peak\nPSS", "sent\n/s", "RSS", "MLX\nactive", "CPU"),
@@ -55,8 +58,8 @@ def run_monitor(options: MonitorOptions) -> None:
         DataError: there is no such run, or nothing is known of its processes.
         ConfigError: hosts are not understood.
     """
-    with _sources(options) as (new, complaints):
-        samples = _first(options, new, complaints)
+    with _sources(options) as (new, remote):
+        samples = _first(options, new, remote)
         board = Board(samples)
         latest = [sample for sample in samples if sample.run == board.run]
         if options.as_json:
@@ -72,17 +75,13 @@ Read = Callable[[], list[Sample]]
 
 
 @contextmanager
-def _sources(options: MonitorOptions) -> Generator[tuple[Read, Callable[[], list[str]]], None, None]:
-    """What returns the samples that are new, in order, and what says which computers gave none, and why."""
+def _sources(options: MonitorOptions) -> Generator[tuple[Read, RemoteSamples], None, None]:
+    """What returns the samples that are new, in order, and the other computers among those that tell them."""
     from allhands.cluster.monitoring import RemoteSamples
 
     follower = Follower(options.run)
     with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
-
-        def new() -> list[Sample]:
-            return in_order([*follower.samples(), *remote.samples()])
-
-        yield new, remote.complaints
+        yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
 
 
 def _hosts(options: MonitorOptions) -> Sequence[Host]:
@@ -91,25 +90,26 @@ def _hosts(options: MonitorOptions) -> Sequence[Host]:
     return chosen_hosts(options.hostfile, options.hosts, None) if options.hostfile or options.hosts else ()
 
 
-def _first(options: MonitorOptions, new: Read, complaints: Callable[[], list[str]]) -> list[Sample]:
-    from allhands.cluster.monitoring import PATIENCE_S
-
-    remote = options.hosts is not None or options.hostfile is not None
-    if not remote and not options.run.is_dir():
+def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sample]:
+    """What is known at first, once every computer has answered, or had time to."""
+    if not options.hosts and not options.hostfile and not options.run.is_dir():
         raise DataError("there is no such directory", where=str(options.run), hint="give the directory of a run")
-    deadline = time.monotonic() + (PATIENCE_S if remote else 0.0)
     samples = new()
-    while not samples and time.monotonic() < deadline and not complaints():
-        time.sleep(0.1)
-        samples = new()
+    deadline = time.monotonic() + _PATIENCE_S
+    while remote.pending() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        samples = in_order([*samples, *new()])
+    samples = in_order([*samples, *new()])
     if not samples:
-        reasons = "".join(f"; {reason}" for reason in complaints())
+        reasons = "".join(f"; {reason}" for reason in remote.complaints())
         raise DataError(
             f"no process of a run has left samples of its memory here{reasons}",
             where=str(options.run),
             hint="give the directory of a run (its --adapter-path, or --log-dir of allhands launch); a run that has "
             "just been started has some in a few seconds",
         )
+    for reason in remote.complaints():
+        print(f"allhands: warning: not asked: {reason}", file=sys.stderr)
     return samples
 
 

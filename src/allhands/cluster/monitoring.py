@@ -21,10 +21,10 @@ from typing import IO, Self
 from allhands.cluster import ssh
 from allhands.cluster.agent import enter_directory
 from allhands.cluster.hosts import Host, below_home
-from allhands.errors import AllhandsError
+from allhands.errors import AllhandsError, DataError
 from allhands.monitor import Follower, Sample, decode_sample
 
-PATIENCE_S = 20.0
+_PATIENCE_S = 20.0
 _LOOK_S = 0.5
 _END_S = 2.0
 
@@ -61,13 +61,17 @@ class RemoteSamples:
         """Return what has come since the last call; without ``follow``, wait for all of it."""
         if not self._follow:
             for stream in self._streams:
-                stream.wait(PATIENCE_S)
+                stream.wait(_PATIENCE_S)
         found: list[Sample] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 sample = decode_sample(self._lines.get_nowait().decode("utf-8", errors="replace"))
                 found += [sample] if sample else []
         return found
+
+    def pending(self) -> bool:
+        """Whether a computer has neither told anything yet nor failed to."""
+        return any(stream.pending() for stream in self._streams)
 
     def complaints(self) -> list[str]:
         """Return which computers have failed to answer, each with the reason."""
@@ -85,6 +89,7 @@ class _Stream:
     def __init__(self, host: Host, run: Path, follow: bool, lines: queue.SimpleQueue[bytes]) -> None:
         assert host.ssh is not None
         self._name = host.name
+        self._told = False
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
         cwd, home = host.cwd or os.getcwd(), "" if host.cwd else below_home(Path.cwd())
         words = ["-P", "-m", "allhands.cluster.monitoring", str(run), str(int(follow)), cwd, home]
@@ -104,6 +109,10 @@ class _Stream:
     def wait(self, seconds: float) -> None:
         """Wait until all has been read."""
         self._reader.join(seconds)
+
+    def pending(self) -> bool:
+        """Whether it has neither told anything nor ended."""
+        return not self._told and self._process.poll() is None
 
     def complaint(self) -> str | None:
         """Why it has failed, if it has."""
@@ -134,6 +143,7 @@ class _Stream:
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
                 lines.put(line)
+                self._told = True
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -145,12 +155,16 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     follower = Follower(Path(run).expanduser())
+    lines = follower.lines()
+    if not lines:
+        print(f"no process of a run has left samples in {Path(run).absolute()}", file=sys.stderr)
+        return DataError.exit_code
     with contextlib.suppress(BrokenPipeError):
         while True:
-            for line in follower.lines():
-                sys.stdout.write(f"{line}\n")
+            sys.stdout.writelines(f"{line}\n" for line in lines)
             sys.stdout.flush()
-            if follow != "1" or (select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 1)):
+            lines = follower.lines()
+            if follow != "1" or (not lines and select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 1)):
                 return 0
     return 0
 

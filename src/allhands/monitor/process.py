@@ -13,7 +13,7 @@ import psutil
 from allhands.monitor.nvml import Gpu, GpuReading
 
 # Reading the proportional share walks all pages: it may take this part of the time, and no more.
-_PSS_SHARE = 0.001
+_PSS_SHARE = 0.0005
 
 
 def peak_rss_bytes() -> int:

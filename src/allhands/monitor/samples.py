@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,7 +89,7 @@ def _reader() -> TypeAdapter[Sample]:
 
 def encode_sample(sample: Sample) -> str:
     """The sample as one line of JSON, without what is not known."""
-    return json.dumps({name: value for name, value in asdict(sample).items() if value is not None})
+    return json.dumps({name: value for name, value in vars(sample).items() if value is not None})
 
 
 def decode_sample(line: str) -> Sample | None:
