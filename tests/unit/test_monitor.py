@@ -434,3 +434,4 @@ def test_no_samples_are_taken_where_none_are_wanted(tmp_path: Path) -> None:
     with Sampler(Identity("rank", 0), {"ALLHANDS_MONITOR_EVERY_S": "0"}) as sampler:
         sampler.write_to(tmp_path / "monitor-rank-0.jsonl")
     assert list(tmp_path.iterdir()) == []
+    Sampler(Identity("agent")).close()  # which has not begun

@@ -130,8 +130,8 @@ class Sampler:
             self._tell(error)
 
     def close(self) -> None:
-        """Take the last sample; may be called again."""
-        if self._ended.is_set() or not self._every_s:
+        """Take the last sample; may be called again, and before the block has been entered."""
+        if self._ended.is_set() or self._thread.ident is None:
             return
         self._ended.set()
         self._thread.join(_JOIN_S)
