@@ -86,7 +86,7 @@ def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = Non
     from allhands.distributed.backend import Alone
     from allhands.model.embedding import make_deterministic
     from allhands.model.fused.blocks import fuse
-    from allhands.train.optim import KernelAdamW
+    from allhands.train.optimizers import KernelAdamW
     from allhands.train.step import TrainStep
 
     accelerator = detect()

@@ -91,7 +91,7 @@ def trained_steps(_scratch: Path) -> Work:
     from allhands.data.loader import MicroBatch
     from allhands.distributed.backend import Alone
     from allhands.model.adapters import make_trainable
-    from allhands.train.optim import KernelAdamW
+    from allhands.train.optimizers import KernelAdamW
     from allhands.train.step import TrainStep
 
     mx.set_default_device(mx.cpu)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from allhands.config import ALIASES, ELSEWHERE, TrainConfig
 from allhands.errors import AllhandsError
+from allhands.pretrain_config import PretrainConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -24,19 +28,36 @@ This page is made from the code: `python scripts/write_configuration_docs.py`.
 """
 
 
+PRETRAINING = """## Options of `allhands pretrain`
+
+The same, and these, some of which have other defaults here: [pre-training](pretraining.md).
+
+| key | default | what it does |
+|---|---|---|
+"""
+
+
 def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
     """All classes below ``base`` that have a code of their own; others in the package only carry more facts."""
     children = [child for child in base.__subclasses__() if child.__module__ == AllhandsError.__module__]
     return [kind for child in children for kind in (child, *kinds(child))]
 
 
+def row(name: str, field: Any) -> str:
+    """The line of one key."""
+    default = "" if field.default_factory or field.default in (None, "") else f"`{field.default}`"
+    if isinstance(field.default, BaseModel):
+        default = ""
+    text = (field.description or "").replace("|", "\\|")
+    return f"| `{name}` | {default} | {text} |\n"
+
+
 def page() -> str:
     """The whole page."""
-    rows: list[str] = []
-    for name, field in TrainConfig.model_fields.items():
-        default = "" if field.default_factory or field.default is None else f"`{field.default}`"
-        text = (field.description or "").replace("|", "\\|")
-        rows.append(f"| `{name}` | {default} | {text} |\n")
+    rows = [row(name, field) for name, field in TrainConfig.model_fields.items()]
+    # What pre-training adds, and what has another default there.
+    known = set(rows)
+    others = [line for name, field in PretrainConfig.model_fields.items() if (line := row(name, field)) not in known]
     aliases = "".join(f"| `{alias}` | `{target}` |\n" for alias, target in sorted(ALIASES.items()))
     elsewhere = "".join(f"| `{name}` | {hint} |\n" for name, hint in sorted(ELSEWHERE.items()))
     codes = "".join(
@@ -44,7 +65,8 @@ def page() -> str:
         for kind in sorted(kinds(AllhandsError), key=lambda kind: kind.exit_code)
     )
     return (
-        f"{INTRODUCTION}{''.join(rows)}\n## Other names that are understood\n\n| name | is |\n|---|---|\n{aliases}\n"
+        f"{INTRODUCTION}{''.join(rows)}\n{PRETRAINING}{''.join(others)}\n"
+        f"## Other names that are understood\n\n| name | is |\n|---|---|\n{aliases}\n"
         f"## Names that mean something else here\n\n| name | what to do |\n|---|---|\n{elsewhere}\n"
         f"## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | Done. |\n| 1 | A defect of allhands: report it. |\n"
         f"{codes}| 137 | A process was killed (often: out of memory). |\n| 143 | Stopped by SIGTERM, after saving. |\n"

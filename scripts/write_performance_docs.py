@@ -65,6 +65,14 @@ TABLES = {
         "Rank 8 on the last 8 layers of SmolLM2-135M-Instruct, 4 bits, batches of 4; float32 everywhere, the same "
         "batches for everybody. `mlx_lm` is what pip installs.",
     ),
+    "cpu_scaling": (
+        "Processes on one computer",
+        "The demo's fine-tuning, the same global batch for everybody, runs in turn. Times are those of the same turn.",
+    ),
+    "startup": (
+        "From the command to the first step",
+        "With everything that the system keeps in memory already there.",
+    ),
     "data": (
         "Data",
         "Generated text and chats. mlx_lm gets a tenth of the text, which is why memory is given for a token. Its "

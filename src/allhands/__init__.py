@@ -14,7 +14,7 @@ from allhands.blas import preload_with_mlx
 from allhands.kernels import prepare
 
 if TYPE_CHECKING:
-    from allhands.api import finetune
+    from allhands.api import finetune, pretrain
     from allhands.config import TrainConfig
     from allhands.distributed.reduce import average_gradients
     from allhands.errors import AllhandsError
@@ -30,6 +30,7 @@ __all__ = [
     "average_gradients",
     "finetune",
     "last_checkpoint",
+    "pretrain",
     "progress",
     "save_checkpoint",
 ]
@@ -41,6 +42,7 @@ _HOMES = {
     "average_gradients": "allhands.distributed.reduce",
     "finetune": "allhands.api",
     "last_checkpoint": "allhands.supervised",
+    "pretrain": "allhands.api",
     "progress": "allhands.supervised",
     "save_checkpoint": "allhands.supervised",
 }

@@ -1,4 +1,4 @@
-"""The command ``allhands train`` as a Python call."""
+"""The commands ``allhands train`` and ``allhands pretrain`` as Python calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allhands.config import build_config
+from allhands.config import TrainConfig, build_config
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +44,39 @@ def finetune(
         >>> result = allhands.finetune(model="demo", data="demo", iters=20, adapter_path="adapters")
         >>> result.ended.best_valid_loss
     """
+    return _run(build_config({"train": True, **options}, config), callbacks, progress)
+
+
+def pretrain(
+    *, config: str | Path | None = None, callbacks: Sequence[Callback] = (), progress: bool = True, **options: Any
+) -> FinetuneResult:
+    """Train a new model from scratch: the same as ``allhands pretrain`` with the same options.
+
+    Everything else is as in :func:`finetune`.
+
+    Args:
+        config: YAML file with options; keyword arguments win over it.
+        callbacks: instances of :class:`allhands.Callback`.
+        progress: show the progress on standard output.
+        **options: fields of :class:`allhands.pretrain_config.PretrainConfig`, such as ``data="stories"``,
+            ``tokenizer="tokenizer"``, ``shape="llama-15m"``.
+
+    Returns:
+        Where the run is (the model in its directory ``model``), how it ended, and the path of the graph.
+
+    Raises:
+        AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
+
+    Example:
+        >>> result = allhands.pretrain(data="stories", tokenizer="tokenizer", shape="llama-15m", epochs=4)
+        >>> result.adapter_path / "model"
+    """
+    from allhands.pretrain_config import PretrainConfig
+
+    return _run(build_config({"train": True, **options}, config, PretrainConfig), callbacks, progress)
+
+
+def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> FinetuneResult:
     from rich.console import Console
 
     from allhands.cluster.environment import recognise_here
@@ -51,7 +84,6 @@ def finetune(
     from allhands.cluster.worker import contact
     from allhands.train.recipes import Surroundings, run_finetune
 
-    chosen = build_config({"train": True, **options}, config)
     launch = recognise_here()
     if chosen.num_ranks not in (1, launch.size):
         raise ConfigError(

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from allhands.native import library as native
-
 # The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
 RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 PREFIX = "scipy_"
@@ -94,6 +92,8 @@ def preload_blas() -> BlasStatus:
         library = _renamed_copy(source)
         # Before ours, which cannot do without it; but for the linker, which takes the first of a name, after ours.
         ctypes.CDLL(str(library))
+        from allhands.native import library as native  # only where something is multiplied
+
         found = native.load(cache_dir() / "native")
         handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:

@@ -106,6 +106,7 @@ def _parse_size(value: Any) -> Any:
 class TrainConfig(_Strict):
     """Everything a fine-tuning run depends on."""
 
+    VERB: ClassVar[str] = "train"
     # Keys that say where and how to run, not what is computed: ranks may differ in them.
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {
@@ -135,8 +136,14 @@ class TrainConfig(_Strict):
     lr_schedule: LrSchedule | None = Field(
         None, description="constant, linear or cosine by name, or mlx_lm's schedule as JSON."
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer updates of linear warm-up.")
+    warmup_steps: int | None = Field(0, ge=0, description="Optimizer updates of linear warm-up.")
     weight_decay: float | None = Field(None, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
+    weight_decay_on: Literal["all", "matrices"] = Field(
+        "all", description="matrices: no weight decay of norms and biases."
+    )
+    master_weights: bool = Field(
+        False, description="Update float32 copies of weights in half precision, and round these."
+    )
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this.")
     grad_accumulation_steps: int = Field(1, ge=1, description="Batches an optimizer update, weighted by tokens.")
     steps_per_report: int = Field(10, ge=1, description="Batches between training reports.")
@@ -216,6 +223,12 @@ class TrainConfig(_Strict):
         None,
         description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
     )
+    sample_prompts: list[str] | None = Field(
+        None, description='Have the model go on from these texts as it learns (JSON): ["Once upon a time"].'
+    )
+    sample_every: int | None = Field(None, ge=1, description="Batches between samples. [with each validation]")
+    sample_tokens: int = Field(100, ge=1, description="Tokens of a sample at most.")
+    sample_temperature: float = Field(0.8, ge=0, description="Temperature of the samples; 0 is greedy.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
     profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
 
@@ -231,6 +244,12 @@ class TrainConfig(_Strict):
     @classmethod
     def _json_value(cls, value: Any) -> Any:
         return _parse_json(value)
+
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        value = _parse_json(value)
+        return [value] if isinstance(value, str) else value
 
     @field_validator("lr_schedule", mode="before")
     @classmethod
@@ -303,23 +322,26 @@ class TrainConfig(_Strict):
         return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()
 
 
-def build_config(flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> TrainConfig:
+def build_config(
+    flags: Mapping[str, Any], yaml_file: str | Path | None = None, kind: type[TrainConfig] = TrainConfig
+) -> TrainConfig:
     """Merge flags over a YAML file over the defaults and validate.
 
     Args:
         flags: given options by field name or alias; ``None`` means not given.
         yaml_file: a file with the same keys, or ``None``.
+        kind: whose options they are.
 
     Raises:
         ConfigError: unreadable YAML, an unknown key (with a suggestion), a value out of bounds.
     """
-    values = _canonical(read_yaml(yaml_file), str(yaml_file)) if yaml_file else {}
+    values = _canonical(read_yaml(yaml_file), str(yaml_file), kind) if yaml_file else {}
     given = {key: value for key, value in flags.items() if value is not None}
-    values |= _canonical(given, None)
+    values |= _canonical(given, None, kind)
     try:
-        return TrainConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise _explain(error, given, yaml_file) from None
+        raise _explain(error, given, yaml_file, kind) from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -363,7 +385,7 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
     return Loader
 
 
-def _canonical(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainConfig]) -> dict[str, Any]:
     """Rename aliases and refuse unknown keys with a suggestion."""
     result: dict[str, Any] = {}
     for raw, value in values.items():
@@ -371,10 +393,10 @@ def _canonical(values: Mapping[str, Any], source: str | None) -> dict[str, Any]:
         where = _place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
         if key in ELSEWHERE:
             raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=ELSEWHERE[key])
-        if key not in TrainConfig.model_fields:
-            known = [*TrainConfig.model_fields, *ALIASES]
+        if key not in kind.model_fields:
+            known = [*kind.model_fields, *ALIASES]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else "see allhands train --help for all options"
+            hint = f"did you mean {near[0]}?" if near else f"see allhands {kind.VERB} --help for all options"
             raise ConfigError(f"unknown option {raw!r}", where=where, hint=hint)
         if key in result:
             raise ConfigError(f"{key} is given twice, under two names", where=where, hint="keep one of them")
@@ -399,7 +421,9 @@ def _place_in_yaml(path: str | Path, key: str) -> str:
     return f"{path}:{found.start_mark.line + 1}: {found.value}" if found else f"{path}: {key}"
 
 
-def _explain(error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None) -> ConfigError:
+def _explain(
+    error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None, kind: type[TrainConfig]
+) -> ConfigError:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     message = _in_our_words(str(first["msg"]))
@@ -412,7 +436,7 @@ def _explain(error: ValidationError, flags: Mapping[str, Any], yaml_file: str | 
     got = first.get("input")
     shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
     text = f"{inner}: {message}{shown}" if inner else f"{message}{shown}"
-    field = TrainConfig.model_fields.get(key)
+    field = kind.model_fields.get(key)
     meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
     return ConfigError(text, where=place, hint=f"change it{meaning}")
 

@@ -25,8 +25,8 @@ from allhands.monitor import (
     Board,
     Follower,
     Identity,
+    ProcessSampler,
     Sample,
-    Sampler,
     decode_sample,
     encode_sample,
     monitor_file,
@@ -44,9 +44,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the proportional sha
 SAMPLED = """
 import mmap, os, sys, time
 from pathlib import Path
-from allhands.monitor import Identity, Sampler
+from allhands.monitor import Identity, ProcessSampler
 file, size, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-with Sampler(Identity("rank", 0, run="test"), {"ALLHANDS_MONITOR_EVERY_S": "0.05"}) as sampler:
+with ProcessSampler(Identity("rank", 0, run="test"), {"ALLHANDS_MONITOR_EVERY_S": "0.05"}) as sampler:
     sampler.write_to(target)
     before = sampler.sample().rss_bytes
     held = b"\\1" * size
@@ -156,7 +156,7 @@ def test_what_a_process_does_is_counted_by_the_clock() -> None:
 
 
 def test_the_processor_time_is_that_of_all_threads() -> None:
-    sampler = Sampler(Identity("orchestrator"))
+    sampler = ProcessSampler(Identity("orchestrator"))
     sampler.sample()
     began = time.perf_counter()
     spent = time.process_time()
@@ -169,7 +169,7 @@ def test_the_processor_time_is_that_of_all_threads() -> None:
 def test_mlx_is_asked_once_the_training_has_begun() -> None:
     import mlx.core as mx
 
-    sampler = Sampler(Identity("rank", 0))
+    sampler = ProcessSampler(Identity("rank", 0))
     assert sampler.sample().mlx_active_bytes is None
     sampler.beat("compute", 0)
     before = sampler.sample().mlx_active_bytes
@@ -417,21 +417,21 @@ def test_no_run_is_one_clear_error(missing: str, tmp_path: Path, capsys: pytest.
 def test_a_sampler_that_fails_is_told_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Sampler) -> Sample:
+    def broken(self: ProcessSampler) -> Sample:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(Sampler, "sample", broken)
-    with Sampler(Identity("rank", 0), {"ALLHANDS_MONITOR_EVERY_S": "0.01"}) as sampler:
+    monkeypatch.setattr(ProcessSampler, "sample", broken)
+    with ProcessSampler(Identity("rank", 0), {"ALLHANDS_MONITOR_EVERY_S": "0.01"}) as sampler:
         sampler.write_to(tmp_path / "monitor-rank-0.jsonl")
         time.sleep(0.2)
     assert caplog.text.count("no such thing") == 1
-    with Sampler(Identity("rank", 0)) as sampler:
+    with ProcessSampler(Identity("rank", 0)) as sampler:
         sampler.write_to(Path("/proc/nowhere/monitor.jsonl"))
     assert caplog.text.count("the run goes on") == 2
 
 
 def test_no_samples_are_taken_where_none_are_wanted(tmp_path: Path) -> None:
-    with Sampler(Identity("rank", 0), {"ALLHANDS_MONITOR_EVERY_S": "0"}) as sampler:
+    with ProcessSampler(Identity("rank", 0), {"ALLHANDS_MONITOR_EVERY_S": "0"}) as sampler:
         sampler.write_to(tmp_path / "monitor-rank-0.jsonl")
     assert list(tmp_path.iterdir()) == []
-    Sampler(Identity("agent")).close()  # which has not begun
+    ProcessSampler(Identity("agent")).close()  # which has not begun

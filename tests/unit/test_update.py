@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from allhands.model.fused import kernels
-from allhands.train.optim import KernelAdam, KernelAdamW, clip
+from allhands.train.optim import clip
+from allhands.train.optimizers import KernelAdam, KernelAdamW
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, unflatten
 

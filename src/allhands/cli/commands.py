@@ -26,6 +26,14 @@ Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --b
 """
 
 
+_PRETRAIN_HELP = """Train a new model from scratch, on one process or on many.
+
+Needs --data and --tokenizer; --shape is a size by name, or a family with numbers of your own.
+
+Options are those of `allhands train`, with defaults for pre-training, from flags or a YAML file (-c); flags win.
+"""
+
+
 # Of the verbs that have modules of their own: their line of the overview, for which nothing is imported.
 _LAUNCH = "Start a program of your own on every rank, and keep it going."
 _CONTAINER = "Train as the program of a container image."
@@ -53,6 +61,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
         app.add_typer(inner, name=name)
 
     attach("train", _TRAIN_HELP, _add_train)
+    attach("pretrain", _PRETRAIN_HELP, _add_pretrain)
     attach("launch", _LAUNCH, _add_launch)
     for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
@@ -61,7 +70,9 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     attach("version", version.__doc__ or "", partial(_add, version))
     group("model", "Fetch and convert models.", _fill_model)
     group("data", "Training data.", _fill_data)
+    group("tokenizer", "Make tokenizers, and see how they cut texts.", _fill_tokenizer)
     group("checkpoint", "Checkpoints of a training run.", _fill_checkpoint)
+    group("bench", "Measure this computer.", _fill_bench)
     group("cluster", "Several computers: check, prepare and measure them.", _fill_cluster)
 
 
@@ -77,6 +88,13 @@ def _add_train(app: typer.Typer) -> None:
     from allhands.cli.options import option_function
 
     app.command("train", help=_TRAIN_HELP)(option_function(_train, _TRAIN_HELP))
+
+
+def _add_pretrain(app: typer.Typer) -> None:
+    from allhands.cli.options import option_function
+    from allhands.pretrain_config import PretrainConfig
+
+    app.command("pretrain", help=_PRETRAIN_HELP)(option_function(_pretrain, _PRETRAIN_HELP, PretrainConfig))
 
 
 def _add_launch(app: typer.Typer) -> None:
@@ -112,6 +130,13 @@ def _fill_data(data: typer.Typer) -> None:
     data.command("demo")(data_demo)
 
 
+def _fill_tokenizer(tokenizer: typer.Typer) -> None:
+    from allhands.cli.tokenizer import show, train
+
+    tokenizer.command("train")(train)
+    tokenizer.command("show")(show)
+
+
 def _fill_checkpoint(checkpoint: typer.Typer) -> None:
     from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
 
@@ -132,10 +157,25 @@ def _fill_cluster(cluster: typer.Typer) -> None:
     cluster.command("bench")(bench)
 
 
+def _fill_bench(bench: typer.Typer) -> None:
+    from allhands.cli.kernel_bench import kernels
+
+    bench.command("kernels")(kernels)
+    # With one command the parser would take it for the group itself.
+    bench.callback()(_not_called)
+
+
 def _train(flags: dict[str, Any]) -> None:
     from allhands.cli.train import train
 
     raise typer.Exit(train(flags))
+
+
+def _pretrain(flags: dict[str, Any]) -> None:
+    from allhands.cli.train import train
+    from allhands.pretrain_config import PretrainConfig
+
+    raise typer.Exit(train({"train": True, **flags}, PretrainConfig))
 
 
 def generate(

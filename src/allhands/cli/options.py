@@ -18,8 +18,8 @@ AS_TEXT = frozenset({"clear_cache_threshold"})
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
 
 
-def option_function(run: Callable[..., None], doc: str) -> Callable[..., None]:
-    """A function for typer whose parameters are the fields of :class:`TrainConfig`; all default to ``None``.
+def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] = TrainConfig) -> Callable[..., None]:
+    """A function for typer whose parameters are the fields of ``kind``; all default to ``None``.
 
     ``run`` receives ``flags``, a dictionary of the options that were given.
     """
@@ -28,8 +28,8 @@ def option_function(run: Callable[..., None], doc: str) -> Callable[..., None]:
         run({name: _plain(value) for name, value in flags.items() if value is not None})
 
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name))
-        for name in TrainConfig.model_fields
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, kind))
+        for name in kind.model_fields
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
@@ -40,8 +40,8 @@ def _plain(value: Any) -> Any:
     return value.value if hasattr(value, "value") else value
 
 
-def _annotation(name: str) -> Any:
-    field = TrainConfig.model_fields[name]
+def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:
+    field = kind_of.model_fields[name]
     flag = name.replace("_", "-")
     names = [*SHORT.get(name, []), f"--{flag}"]
     kind = str if name in AS_TEXT else _flag_type(field.annotation)
@@ -53,13 +53,12 @@ def _annotation(name: str) -> Any:
         text += f" [{'on' if default is True else default}]"
     return Annotated[
         kind | None,
-        typer.Option(*names, help=text, show_default=False, metavar=_metavar(name, kind)),
+        typer.Option(*names, help=text, show_default=False, metavar=_metavar(field.annotation, kind)),
     ]
 
 
-def _metavar(name: str, kind: Any) -> str | None:
+def _metavar(annotation: Any, kind: Any) -> str | None:
     """What stands for the value in the help: the choices, if it is one of a few."""
-    annotation = TrainConfig.model_fields[name].annotation
     if typing.get_origin(annotation) is Literal:
         return "|".join(typing.get_args(annotation))
     return None if kind is bool else {int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")

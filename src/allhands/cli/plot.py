@@ -21,7 +21,7 @@ def run_plot(runs: Sequence[Path], out: Path, title: str | None) -> None:
     console = Console()
     console.print(times_table(histories))
     console.print(f"graph: {written}", highlight=False, soft_wrap=True)
-    if len(runs) == 1 and (memory := _plot_memory(runs[0], out.with_name(f"memory{out.suffix}"), title)):
+    if len(runs) == 1 and (memory := _plot_memory(runs[0], _beside(out), title)):
         console.print(f"memory: {memory}", highlight=False, soft_wrap=True)
 
 
@@ -31,3 +31,8 @@ def _plot_memory(run: Path, out: Path, title: str | None) -> Path | None:
         return plot_memory(read_samples(run if run.is_dir() else run.parent), out, title=title)
     except DataError:
         return None
+
+
+def _beside(out: Path) -> Path:
+    """Where the second picture goes; never where the first one is."""
+    return out.with_name(f"memory{'-of-processes' * (out.stem == 'memory')}{out.suffix}")

@@ -44,11 +44,15 @@ _LAUNCHED_WITH = {
 _SHORT_OF_MEMORY = "add --grad-checkpoint or lower --max-seq-length"
 
 
-def train(flags: dict[str, Any]) -> int:
-    """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code."""
+def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
+    """Run the training that ``flags`` (and the YAML file they name) describe; returns the exit code.
+
+    Args:
+        kind: of training, whose options they are.
+    """
     launch = recognise_here()
     with _rank_0_speaks_first(launch):
-        config = build_config(flags, flags.get("config"))
+        config = build_config(flags, flags.get("config"), kind)
         if not (config.train or config.test):
             config = config.model_copy(update={"train": True})  # as the command is called
         _check_launch(config, launch)

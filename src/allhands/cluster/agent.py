@@ -30,7 +30,7 @@ from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, storage_error
-from allhands.monitor import Follower, Identity, Sampler, monitor_file
+from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05
@@ -56,7 +56,7 @@ class Agent:
         self._told: dict[int, Marks] = {}
         self._exited: set[int] = set()
         self._outputs: list[threading.Thread] = []
-        self._sampler = Sampler(_identity(hello))
+        self._sampler = ProcessSampler(_identity(hello))
         self._samples: Follower | None = None
         self._told_samples = float("-inf")
 

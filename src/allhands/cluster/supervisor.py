@@ -29,7 +29,7 @@ from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
 from allhands.files import make_directory
-from allhands.monitor import Identity, Sampler, monitor_file
+from allhands.monitor import Identity, ProcessSampler, monitor_file
 
 __all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
 
@@ -177,7 +177,7 @@ class _Job:
     def run(self) -> int:
         """Attempt after attempt, to the end."""
         clear_logs(self.spec.log_dir)
-        with Sampler(Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])) as sampler:
+        with ProcessSampler(Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])) as sampler:
             sampler.write_to(monitor_file(self.spec.log_dir, "orchestrator"))
             return self._run()
 

@@ -38,7 +38,7 @@ from allhands.cluster.runfiles import BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import private_opener, storage_error
 from allhands.kernels import publish
-from allhands.monitor import Identity, Sampler, monitor_file
+from allhands.monitor import Identity, ProcessSampler, monitor_file
 
 _POLL_S = 0.5
 _KEEP_KERNELS_S = 10.0
@@ -82,13 +82,13 @@ class WorkerContext:
         self._beats = 0
         self._regroup = False
         self._looked = float("-inf")
-        self._sampler: Sampler | None = None
+        self._sampler: ProcessSampler | None = None
 
     def observe(self) -> None:
         """Sample this process's memory and phases from now on, beside its log; where it has none, do nothing."""
         if self._log_dir is None or self._sampler is not None:
             return
-        self._sampler = Sampler(Identity("rank", self.launch.rank, self.run_id, self.attempt))
+        self._sampler = ProcessSampler(Identity("rank", self.launch.rank, self.run_id, self.attempt))
         self._sampler.write_to(monitor_file(self._log_dir, "rank", self.launch.rank))
         self._sampler.__enter__()
         atexit.register(self._sampler.close)

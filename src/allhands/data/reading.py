@@ -70,13 +70,13 @@ def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | Non
 
 
 def read_records(path: Path, columns: ColumnNames) -> Iterator[Record]:
-    """The records of one JSON Lines or JSON file, in order, streamed.
+    """The records of one file of any supported type, in order, streamed; JSON Lines if its name says nothing.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8 or not JSON, holds no record, or a record is
             malformed.
     """
-    kind: FileType = "json" if path.suffix == ".json" else "jsonl"
+    kind = file_type(path) or "jsonl"
     for item in _read(path, kind, ReadOptions(), path.name):
         if isinstance(item, Problem):
             raise item.error()

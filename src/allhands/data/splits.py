@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub
-from allhands.data.reading import read_records
+from allhands.data.reading import file_type, read_records
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.store import input_hash
 from allhands.errors import ConfigError, DataError
@@ -32,6 +32,9 @@ class RecordSource:
 def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> RecordSource | None:
     """The records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not required.
 
+    Where there is neither, those of the files of any type that can be read which are named ``{split}`` or
+    ``{split}-...``, or lie in a folder of that name, one after the other by their names.
+
     Args:
         split: "train", "valid" or "test".
 
@@ -42,13 +45,33 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
     for name in (f"{split}.jsonl", f"{split}.json"):
         if name in names:
             return _source_of_file(data_dir / name, columns)
+    if files := _files_of(data_dir, split, names):
+        return _source_of_files(data_dir, files, columns)
     if not required:
         return None
     there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
     raise DataError(
         f"{split}.jsonl is missing; the folder holds {there}",
         where=str(data_dir),
-        hint=f"name the file {split}.jsonl, or check --data; `allhands data prepare` makes such a folder",
+        hint=f"name the file {split}.jsonl ({split}.txt, {split}.parquet, {split}-1.txt do as well), or check --data; "
+        "`allhands data prepare` makes such a folder",
+    )
+
+
+def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
+    """The files of a split, by their names."""
+    found = [data_dir / name for name in names if name.split(".")[0] == split or name.startswith(f"{split}-")]
+    folder = data_dir / split
+    if folder.is_dir():
+        found = [folder / name for name in _entries(folder)]
+    return [path for path in found if file_type(path) is not None and path.is_file()]
+
+
+def _source_of_files(data_dir: Path, files: Sequence[Path], columns: ColumnNames) -> RecordSource:
+    names = [str(path.relative_to(data_dir)) for path in files]
+    return RecordSource(
+        lambda: {"names": names, "sha256": [_hash(path) for path in files], "columns": asdict(columns)},
+        lambda: (record for path in files for record in read_records(path, columns)),
     )
 
 

@@ -58,6 +58,7 @@ class TokenSetReport:
         num_tokens: tokens in the set.
         num_trained_tokens: tokens in the set that the loss is computed on.
         build_s: seconds that it took to make.
+        num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets that were made before it was counted.
     """
 
     num_records: int
@@ -70,6 +71,13 @@ class TokenSetReport:
     num_tokens: int
     num_trained_tokens: int
     build_s: float
+    num_text_bytes: int = 0
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """Of the texts; ``None`` if there is something else in the set, or something was left out."""
+        whole = self.num_texts == self.num_records and not self.num_truncated and not self.num_dropped
+        return self.num_tokens / self.num_text_bytes if whole and self.num_text_bytes else None
 
 
 @dataclass(frozen=True)

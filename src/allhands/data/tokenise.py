@@ -125,11 +125,16 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
 
 def tokenizer_files(directory: Path) -> str:
     """SHA-256 of the files in a model's directory that its tokenizer may be made of."""
-    found = {path.name: path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
     digest = hashlib.sha256()
-    for name, path in sorted(found.items()):
-        digest.update(f"{name} {file_hash(path)}\n".encode())
+    for path in tokenizer_files_of(directory):
+        digest.update(f"{path.name} {file_hash(path)}\n".encode())
     return digest.hexdigest()
+
+
+def tokenizer_files_of(directory: Path) -> list[Path]:
+    """The files in a model's directory that its tokenizer may be made of, by their names."""
+    found = {path.name: path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    return [path for _, path in sorted(found.items())]
 
 
 def vocabulary_of(tokenizer: Any) -> int:
@@ -154,6 +159,7 @@ def fill_store(
     """
     started = time.perf_counter()
     num_records = num_texts = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
+    num_bytes = 0
     dropped: list[str] = []
     with every_core():
         for chunk, results in _rendered(_chunks(records), rendering):
@@ -172,6 +178,7 @@ def fill_store(
                 writer.append(kept)
             num_records += len(chunk)
             num_texts += sum(record.kind == "text" for record in chunk)
+            num_bytes += sum(len((record.text or "").encode()) for record in chunk if record.kind == "text")
             num_examples += len(kept)
             num_tokens += sum(len(example.tokens) for example in kept)
             num_trained += sum(int(example.mask.sum()) for example in kept)
@@ -199,6 +206,7 @@ def fill_store(
         num_tokens,
         num_trained,
         time.perf_counter() - started,
+        num_bytes,
     )
 
 

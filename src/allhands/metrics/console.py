@@ -22,6 +22,7 @@ from allhands.metrics.events import (
     Event,
     RunEnded,
     RunStarted,
+    Sampled,
     SavedReport,
     StepSkipped,
     TrainReport,
@@ -108,6 +109,8 @@ class ConsoleSink:
                 self._print(f"step {event.step}  saved {event.path}")
             case StepSkipped():
                 self._print(skipped_line(event))
+            case Sampled():
+                self._print(sampled_line(event))
             case Warned():
                 self._print(f"warning: {event.message}")
             case RunEnded():
@@ -235,7 +238,15 @@ def _waiting(report: TrainReport) -> str:
 def valid_line(report: ValidReport) -> str:
     """One line a validation."""
     loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}"
+    if report.bits_per_byte is not None:
+        loss += f"  {report.bits_per_byte:.3f} bits per byte"
     return f"step {report.step}  {loss}  {format_duration(report.duration_s)}"
+
+
+def sampled_line(sampled: Sampled) -> str:
+    """Prompt and continuation on one line; what a terminal would take for orders is left out."""
+    prompt, text = ("".join(c if c.isprintable() else " " for c in part) for part in (sampled.prompt, sampled.text))
+    return f"step {sampled.step}  sample: {' '.join(prompt.split())} | {' '.join(text.split())}"
 
 
 def skipped_line(skipped: StepSkipped) -> str:

@@ -73,7 +73,10 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class ValidReport:
-    """Mean validation loss a token after ``step`` updates; ``best`` if no earlier one was lower."""
+    """Mean validation loss a token after ``step`` updates; ``best`` if no earlier one was lower.
+
+    ``bits_per_byte`` of text is the same loss whatever the tokenizer; where all examples are plain texts.
+    """
 
     step: int
     loss: float
@@ -81,6 +84,16 @@ class ValidReport:
     elapsed_s: float
     duration_s: float
     best: bool
+    bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the model makes of ``prompt`` after ``step`` batches, the prompt not included."""
+
+    step: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class RunEnded:
     test_loss: float | None = None
 
 
-StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped
+StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped | Sampled
 Event: TypeAlias = RunStarted | StepReport | Warned | RunEnded
 
 _KINDS: dict[str, type[Event]] = {
@@ -139,6 +152,7 @@ _KINDS: dict[str, type[Event]] = {
     "valid": ValidReport,
     "saved": SavedReport,
     "skipped": StepSkipped,
+    "sampled": Sampled,
     "warned": Warned,
     "ended": RunEnded,
 }

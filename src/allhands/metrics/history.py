@@ -12,6 +12,7 @@ from allhands.metrics.events import (
     Event,
     RunEnded,
     RunStarted,
+    Sampled,
     SavedReport,
     StepReport,
     StepSkipped,
@@ -36,6 +37,7 @@ class RunHistory:
     valid: list[ValidReport] = field(default_factory=list)
     saved: list[SavedReport] = field(default_factory=list)
     skipped: list[StepSkipped] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
     restarts: list[tuple[int, float]] = field(default_factory=list)
     ended: RunEnded | None = None
 
@@ -91,6 +93,7 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
     history.valid = [entry for entry in entries if isinstance(entry, ValidReport)]
     history.saved = [entry for entry in entries if isinstance(entry, SavedReport)]
     history.skipped = [entry for entry in entries if isinstance(entry, StepSkipped)]
+    history.sampled = [entry for entry in entries if isinstance(entry, Sampled)]
     return history
 
 

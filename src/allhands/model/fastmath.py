@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from allhands.model.choices import PLAIN, chosen
+
 # tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation of degree
 # 13 / 6, coefficients from the highest power down.
 _P = (
@@ -82,7 +84,17 @@ class FastMlp:
     """Forward pass shared by the substitute classes of :func:`use_fast_mlp`."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+
+def gated(gate: mx.array, up: mx.array) -> mx.array:
+    """``silu(gate) * up`` in MLX's own operations or by :func:`swiglu`, as chosen."""
+    return nn.silu(gate) * up if swiglu_form(gate) == PLAIN else swiglu(gate, up)
+
+
+def swiglu_form(gate: mx.array) -> str:
+    """The form in which ``silu(gate) * up`` is to be computed on a CPU."""
+    return chosen("swiglu", "cpu", gate.dtype, gate.size // gate.shape[-1], gate.shape[-1:])
 
 
 def use_fast_mlp(model: nn.Module) -> int:

@@ -89,14 +89,16 @@ def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> Loa
     """Load a model's tokenizer without its weights.
 
     Args:
-        path_or_repo: ``demo``, a directory or a Hub repository id.
+        path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository id.
         trust_remote_code: let the tokenizer run the Python files that it carries.
 
     Raises:
         ModelError: the model or its tokenizer is missing or torn.
     """
     path = resolve(path_or_repo)
-    return LoadedTokenizer(_tokenizer(path, _read_config(path), trust_remote_code), path)
+    # A tokenizer may stand alone; that there is no model is told by whoever needs one.
+    alone = not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
+    return LoadedTokenizer(_tokenizer(path, {} if alone else read_config(path), trust_remote_code), path)
 
 
 def load_model(
@@ -129,7 +131,7 @@ def load_model(
 
 def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
     """The model of a directory, parameters not yet read, and its config."""
-    _read_config(path)
+    read_config(path)
     _check_weights(path)
     try:
         return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
@@ -142,7 +144,12 @@ def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
         raise ModelError(f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint) from error
 
 
-def _read_config(path: Path) -> Json:
+def read_config(path: Path) -> Json:
+    """The config.json of a model's directory.
+
+    Raises:
+        ModelError: there is none, or it is damaged.
+    """
     file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -18,7 +18,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
 from allhands.blas import native_library
-from allhands.model.fastmath import FastMlp, near, with_vjp
+from allhands.model.choices import PLAIN, chosen
+from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
 from allhands.trees import flatten
 
 Array = NDArray[Any]
@@ -124,7 +125,8 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False)
 
 class _Norm(nn.RMSNorm):
     def __call__(self, x: mx.array) -> mx.array:
-        if x.dtype != mx.float32 or self.weight.dtype != mx.float32:
+        known = x.dtype == self.weight.dtype == mx.float32
+        if not known or chosen("rms_norm", "cpu", x.dtype, x.size // x.shape[-1], x.shape[-1:]) == PLAIN:
             return super().__call__(x)
         return rms_norm(x, self.weight, self.eps, frozen=forward_only(self))
 
@@ -154,8 +156,8 @@ swiglu = with_vjp(_gated, _gated_back)
 class _Mlp:
     def __call__(self: Any, x: mx.array) -> mx.array:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dtype != mx.float32 or up.dtype != mx.float32:
-            return super().__call__(x)  # type: ignore[misc]
+        if not gate.dtype == up.dtype == mx.float32 or swiglu_form(gate) != "native":
+            return self.down_proj(gated(gate, up))
         return self.down_proj(_gated(gate, up) if forward_only(self) else swiglu(gate, up))
 
 
@@ -208,6 +210,9 @@ class _Attention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if x.dtype != mx.float32 or cache is not None or not isinstance(mask, str) or mask != "causal":
             return super().__call__(x, mask, cache)  # type: ignore[misc]
+        sizes = (self.n_heads, self.n_kv_heads, self._native_width)
+        if chosen("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
+            return super().__call__(x, mask, cache)  # type: ignore[misc]
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         turns = _turns(self, x.shape[1], q.shape[-1] // self.n_heads)
         return self.o_proj(attention(q, k, v, turns, self.scale, frozen=forward_only(self)))
@@ -233,6 +238,7 @@ def _substitute_attention(module: Any) -> bool:
         width = module.k_proj(probe := _probe(module)).shape[-1] // module.n_kv_heads
         if width % _WIDTH or module.n_heads % module.n_kv_heads:
             return False
+        object.__setattr__(module, "_native_width", width)
         training = module.training
         module.eval()  # dropout would make two passes differ
         try:
@@ -314,10 +320,10 @@ class _Adapted(LoRALinear):
     def __call__(self, x: mx.array) -> mx.array:
         # Where something is dropped, allhands.model.dropout has put a class of its own.
         plain = type(self.dropout) is nn.Dropout and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
-        if not plain or "bias" in self.linear:
+        linear: Any = self.linear
+        if not plain or "bias" in linear or not linear.multiplies_natively(x, "adapted_linear"):
             return super().__call__(x)
-        coded: Any = self.linear.coded
-        return coded.adapted(x, self.lora_a, self.lora_b, self.scale)
+        return linear.coded.adapted(x, self.lora_a, self.lora_b, self.scale)
 
 
 def _rows(x: mx.array) -> Array:

@@ -17,6 +17,7 @@ from mlx_lm.tuner.dora import DoRALinear
 from allhands.accelerator import Accelerator
 from allhands.model import native
 from allhands.model.adapters import count_parameters
+from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import use_fast_mlp
 from allhands.model.fused.ops import product_with
 from allhands.model.split import dense_weight
@@ -41,6 +42,7 @@ class UnpackedLinear(nn.Module):
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
         self.coded: native.CodedProduct | None = None
+        self._bits = source.bits
         self._multiply = product_with(self._dense)
         self.freeze()
 
@@ -58,8 +60,16 @@ class UnpackedLinear(nn.Module):
         if native.CodedProduct.fits(self.codes):
             self.coded = native.CodedProduct(self.codes, self.scales, self.biases)
 
+    def multiplies_natively(self, x: mx.array, name: str = "quantized_linear") -> bool:
+        """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
+        if self.coded is None or x.dtype != mx.float32:
+            return False
+        rows, groups, group = self.codes.shape
+        shape = (rows, groups * group, self._bits, group)
+        return chosen(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
+
     def __call__(self, x: mx.array) -> mx.array:
-        if self.coded is not None and x.dtype == mx.float32:
+        if self.coded is not None and self.multiplies_natively(x):
             y = self.coded.forward(x) if native.forward_only(self) else self.coded.differentiable(x)
         else:
             y = self._multiply(x)

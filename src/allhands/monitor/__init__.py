@@ -4,16 +4,16 @@ Nothing here imports MLX; what MLX knows of its memory is asked for where it is 
 """
 
 from allhands.monitor.board import Board, Row
-from allhands.monitor.sampler import Identity, Sampler
+from allhands.monitor.sampler import Identity, ProcessSampler
 from allhands.monitor.samples import Follower, Sample, decode_sample, encode_sample, monitor_file, read_samples
 
 __all__ = [
     "Board",
     "Follower",
     "Identity",
+    "ProcessSampler",
     "Row",
     "Sample",
-    "Sampler",
     "decode_sample",
     "encode_sample",
     "monitor_file",

@@ -70,7 +70,7 @@ class PhaseClock:
         self._since = now
 
 
-class Sampler:
+class ProcessSampler:
     """Samples of this process, from the start of the ``with`` block to its end.
 
     Until :meth:`write_to` they are kept in memory. Whatever fails here is told once in the log, and ends no run.

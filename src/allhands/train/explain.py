@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from allhands.accelerator import Accelerator
@@ -9,8 +10,11 @@ from allhands.blas import preload_blas
 from allhands.config import TrainConfig
 from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
+from allhands.errors import ModelError
+from allhands.model.choices import Choices, Problem
 from allhands.model.fused.blocks import count_fused
 from allhands.model.split import split
+from allhands.train.operations import problems, sizes_of
 
 
 def choices(
@@ -34,6 +38,26 @@ def choices(
         "all-reduce": f"calls of about {config.bucket_mb:g} MB",
     }
     return [f"chosen: {name}: {words}" for name, words in found.items()]
+
+
+def kernel_choices(choices: Choices, model: Mapping[str, Any], accelerator: Accelerator, tokens: int) -> list[str]:
+    """One line for each operation that can be computed in several forms here: in which, and why.
+
+    Args:
+        model: its configuration.
+        tokens: of a micro-batch, at most.
+    """
+    try:
+        sizes = sizes_of(model, accelerator)
+    except ModelError:
+        return ["chosen: kernels: by rule or measurement for each size (this model does not say what its sizes are)"]
+    found = problems(sizes, accelerator.kind, [tokens])
+    return [_kernel(problem, *choices.decide(problem, accelerator.kind)) for problem in found]
+
+
+def _kernel(problem: Problem, form: str, reason: str) -> str:
+    sizes = "" if reason.startswith("measured") else f" at {problem}"
+    return f"chosen: {problem.name}{sizes}: {form} ({reason})"
 
 
 def _products(accelerator: Accelerator) -> str:

@@ -22,7 +22,7 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
-from allhands.metrics import RunEnded, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
+from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.monitor.process import peak_rss_bytes
 from allhands.train.callbacks import Callback
 from allhands.train.saving import CopyError, SaveKind
@@ -48,6 +48,8 @@ class LoopParts:
         regroup_requested: whether the run should end at a checkpoint, to go on with other ranks.
         learning_rate: of the last update.
         total: batches to train on.
+        sample: lets the model write, on rank 0; the others go on.
+        tokens_per_byte: of the validation texts, if they are that and nothing else.
         loaded: micro-batches of an update before its turn, by the number of its first batch.
     """
 
@@ -67,6 +69,8 @@ class LoopParts:
     regroup_requested: Callable[[], bool]
     learning_rate: Callable[[], float]
     total: int
+    sample: Callable[[int], list[Sampled]] = lambda step: []
+    tokens_per_byte: float | None = None
     loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
 
 
@@ -101,6 +105,7 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
     config = parts.config
     if validated := state.validation_due:
         _validate(parts, state, started)
+        _sample(parts, state)
     if _out_of_patience(parts, state) or state.iteration >= parts.total:
         # Resumed after its end: what is missing in this directory is written.
         _save(parts, state, "last" if validated else "same")
@@ -115,7 +120,12 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
             _report(parts, state, started)
         if result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()):
             raise Interrupted("stopped")
+        sampled = state.validation_due
+        if config.sample_every is not None:
+            sampled = done or _crossed(before, state.iteration, config.sample_every)
         stale = state.validation_due and _validate(parts, state, started)
+        if sampled:
+            _sample(parts, state)
         if _crossed(before, state.iteration, config.save_every) or done or stale:
             _save(parts, state, "last")
             if not (done or stale) and config.keep_last and _any_rank(parts, state, parts.regroup_requested()):
@@ -297,13 +307,21 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
         state.stale_validations += 1
     state.validation_due = False
     now = time.perf_counter()
-    report = ValidReport(state.iteration, loss, num_tokens, now - started, now - begun, better)
+    ratio = parts.tokens_per_byte
+    bits = None if ratio is None else loss / math.log(2) * ratio
+    report = ValidReport(state.iteration, loss, num_tokens, now - started, now - begun, better, bits)
     parts.sink.emit(report)
     for callback in _on_main(parts):
         callback.on_valid_report(report)
     if better and parts.config.keep_best and state.iteration > 0:
         _save(parts, state, "best")
     return _out_of_patience(parts, state)
+
+
+def _sample(parts: LoopParts, state: LoopState) -> None:
+    parts.beat("validate", state.iteration)
+    for sample in parts.sample(state.iteration):
+        parts.sink.emit(sample)
 
 
 def _out_of_patience(parts: LoopParts, state: LoopState) -> bool:

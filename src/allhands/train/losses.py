@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.blas import available_cores
+from allhands.model.choices import PLAIN, Kind, chosen
 from allhands.model.fused import kernels
 
 CHUNK_ROWS = 256
-_GPU_CHUNK_BYTES = 1 << 29
 # Rows that one numpy pass handles at a time: 16 x 49,152 x 4 bytes stay in a core's L2 cache.
 _BLOCK_ROWS = 16
 
@@ -53,7 +53,8 @@ def linear_cross_entropy(
         Scalar float32, differentiable in ``hidden`` and, with ``train_weight``, in ``weight``.
     """
     if not with_grad:
-        losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, _graph_rows(weight)))
+        size = _rows_of_chunk(weight, hidden.shape[0])
+        losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, size))
         return sum((each.sum() for each in losses), mx.zeros(()))
 
     # The forward pass makes the gradients too, outside of what is differentiated: its inputs are stopped.
@@ -87,7 +88,7 @@ def eager_linear_cross_entropy(
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
     grad_weight = mx.zeros(weight.shape, dtype=mx.float32) if train_weight and with_grad else None
-    for rows, matrix, wanted in _chunks(hidden, weight, targets, CHUNK_ROWS):
+    for rows, matrix, wanted in _chunks(hidden, weight, targets, _rows_of_chunk(weight, hidden.shape[0])):
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
         if with_grad:
@@ -126,11 +127,14 @@ def _chunks(
         yield hidden[rows], weight, targets[rows]
 
 
-def _graph_rows(weight: mx.array) -> int:
-    """Rows of a chunk on a GPU: products so large that they run at full speed, logits of half a gigabyte at most."""
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return CHUNK_ROWS
-    rows = _GPU_CHUNK_BYTES // (weight.shape[0] * weight.dtype.size)
+def _rows_of_chunk(weight: mx.array, rows: int) -> int:
+    """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory for their logits."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    kind: Kind = "cpu" if not on_gpu else "metal" if mx.metal.is_available() else "cuda"
+    form = chosen("loss_chunk", kind, weight.dtype, rows, tuple(weight.shape))
+    if not form.endswith("MB"):
+        return int(form)
+    rows = (int(form[:-2]) << 20) // (weight.shape[0] * weight.dtype.size)
     return max(CHUNK_ROWS, rows // CHUNK_ROWS * CHUNK_ROWS)
 
 
@@ -139,7 +143,7 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
     grad_weight: mx.array | None = None
-    for rows, matrix, wanted in _chunks(hidden, weight, targets, _graph_rows(weight)):
+    for rows, matrix, wanted in _chunks(hidden, weight, targets, _rows_of_chunk(weight, hidden.shape[0])):
         if grads:
             # One after the other: the evaluator would make the logits of several chunks ahead.
             rows = cast("mx.array", mx.depends(rows, [grads[-1]]))
@@ -161,7 +165,8 @@ def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> m
 
 def _chunk_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     logits = hidden @ weight.T
-    if kernels.available() and kernels.suits(logits):
+    fits = kernels.available() and kernels.suits(logits)
+    if fits and chosen("cross_entropy", "cuda", logits.dtype, 0, logits.shape[-1:]) != PLAIN:
         losses, gradient = kernels.cross_entropy(logits, targets)
         return losses.sum(), gradient
     logits = logits.astype(mx.float32)

@@ -12,84 +12,47 @@ from mlx_lm.tuner.utils import build_schedule
 
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
-from allhands.model.fused import kernels
+from allhands.pretrain_config import pretraining
+from allhands.train.optimizers import SGD, Adafactor, HiddenMuon, KernelAdam, KernelAdamW, Muon, Optimizer
 from allhands.trees import flatten
 
 Schedule = Callable[[mx.array], mx.array] | float
 
 
-class KernelAdam(optim.Adam):
-    """Adam whose update of an array is one kernel on an NVIDIA GPU, computed in float32 whatever the array's type."""
-
-    _decay = 0.0
-
-    def apply_where(self, finite: mx.array, factor: mx.array, gradients: Any, weights: Any) -> Any:
-        """The weights after the update by ``factor`` times ``gradients``, or as they are if not ``finite``.
-
-        The optimizer's state follows. Where the kernel does not fit, MLX's own operations compute the same.
-        """
-        before = tree_map(lambda x: x, self.state)
-        for name, schedule in self._schedulers.items():
-            self.state[name] = schedule(self.step)
-        self.state["step"] = self.step + 1
-        rate = self.learning_rate.astype(mx.float32)
-        (b1, b2), step = self.betas, self.step.astype(mx.float32)
-        shrunk = 1.0 - rate * self._decay
-        root = mx.array(1.0)
-        if self.bias_correction:
-            rate, root = rate / (1.0 - b1**step), mx.rsqrt(1.0 - b2**step)
-        values = [factor, finite, rate, b1, b2, self.eps, shrunk, root, 1 - b1, 1 - b2]
-        scalars = mx.stack([mx.array(value).astype(mx.float32) for value in values])
-
-        def update(gradient: mx.array, weight: mx.array, state: Any) -> mx.array:
-            types = {gradient.dtype, weight.dtype, state["m"].dtype}
-            if len(types) == 1 and weight.size % kernels.width(weight.dtype) == 0:
-                new, state["m"], state["v"] = kernels.adam(gradient, weight, (state["m"], state["v"]), scalars)
-                return new
-            scaled = (gradient.astype(mx.float32) * factor).astype(gradient.dtype)
-            old = dict(state)
-            new = self.apply_single(scaled, weight, state)
-            for name in old:
-                state[name] = mx.where(finite, state[name], old[name])
-            return mx.where(finite, new, weight)
-
-        new = tree_map(update, gradients, weights, self.state)
-        for name in ("step", *self._schedulers):
-            self.state[name] = mx.where(finite, self.state[name], before[name])
-        return new
-
-
-class KernelAdamW(KernelAdam, optim.AdamW):
-    """:class:`KernelAdam` with decoupled weight decay."""
-
-    @property
-    def _decay(self) -> float:
-        return self.weight_decay
-
-
-_CLASSES: dict[str, Callable[..., optim.Optimizer]] = {
+_CLASSES: dict[str, Callable[..., Optimizer]] = {
     "adam": KernelAdam,
     "adamw": KernelAdamW,
-    "muon": optim.Muon,
-    "sgd": optim.SGD,
-    "adafactor": optim.Adafactor,
+    "muon": Muon,
+    "hidden-muon": HiddenMuon,
+    "sgd": SGD,
+    "adafactor": Adafactor,
 }
 
 
-def make_optimizer(config: TrainConfig, total_updates: int) -> optim.Optimizer:
+def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = False) -> optim.Optimizer:
     """The optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
+
+    Args:
+        half: whether something that is trained is in half precision.
 
     Raises:
         ConfigError: arguments that the optimizer or schedule does not take.
     """
-    arguments: dict[str, Any] = dict(config.optimizer_config.get(config.optimizer, {}))
+    arguments: dict[str, Any] = {}
+    if pretraining(config) and config.optimizer in ("adam", "adamw"):
+        # As everybody pre-trains; MLX leaves the correction out, as fine-tuning by mlx_lm does.
+        arguments = {"betas": (0.9, 0.95), "bias_correction": True}
+    arguments |= config.optimizer_config.get(config.optimizer, {})
     if config.weight_decay is not None:
         arguments["weight_decay"] = config.weight_decay
     if config.optimizer == "adafactor" and "relative_step" not in arguments:
         # mlx's Adafactor ignores the learning rate otherwise.
         arguments["relative_step"] = False
     try:
-        return _CLASSES[config.optimizer](learning_rate=make_schedule(config, total_updates), **arguments)
+        made = _CLASSES[_kind(config)](learning_rate=make_schedule(config, total_updates), **arguments)
+        made.masters = half and config.master_weights
+        made.matrices_only = config.weight_decay_on == "matrices"
+        return made
     except TypeError as error:
         raise ConfigError(
             f"{config.optimizer} does not take these arguments: {error}",
@@ -98,13 +61,23 @@ def make_optimizer(config: TrainConfig, total_updates: int) -> optim.Optimizer:
         ) from None
 
 
+def _kind(config: TrainConfig) -> str:
+    # mlx_lm's muon is for all arrays, which is fine where all are matrices, as in adapters.
+    return "hidden-muon" if config.optimizer == "muon" and pretraining(config) else config.optimizer
+
+
+def _warmup(config: TrainConfig, total_updates: int) -> int:
+    given = config.warmup_steps
+    return min(total_updates // 20, 1000) if given is None else given
+
+
 def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     """Learning rate as a function of the update number (from 0), or a constant.
 
     Raises:
         ConfigError: a warm-up as long as the training, or arguments that the schedule does not take.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup = config.learning_rate, _warmup(config, total_updates)
     chosen = config.lr_schedule
     if chosen is not None and chosen.arguments is not None:
         try:
@@ -134,7 +107,8 @@ def has_schedule(config: TrainConfig) -> bool:
     """Whether the learning rate follows the number of updates; a constant one may change when a run is resumed."""
     chosen = config.lr_schedule
     named = chosen is not None and (chosen.name != "constant" or chosen.warmup > 0)
-    return named or config.warmup_steps > 0
+    given = config.warmup_steps
+    return named or given is None or given > 0
 
 
 def _named(name: str, peak: float, updates: int) -> Schedule:

@@ -29,13 +29,18 @@ from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
 from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights
 from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.choices import Choices, settle
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, install_dropout
 from allhands.model.embedding import make_deterministic
+from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse
+from allhands.model.fused.linear import use_dense
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
+from allhands.pretrain_config import pretraining
+from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
 from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
 from allhands.train.resume import check_contents, check_settings, check_versions
@@ -92,6 +97,7 @@ class Prepared:
         keeps_files: whether this rank writes the run's files.
         notes: what a person should know.
         run_id: the same on all ranks.
+        kernels: which forms of operations are computed, and why.
     """
 
     config: TrainConfig
@@ -105,6 +111,7 @@ class Prepared:
     keeps_files: bool
     notes: tuple[str, ...]
     run_id: str
+    kernels: Settlement
 
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
@@ -113,19 +120,27 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
     accelerator = detect()
+    settle(Choices())  # by rule, until the ranks have agreed
+    kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
     checkpoint, notes = None, list[str]()
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
+        fresh, tokenizer = pretraining(config), None
+        if fresh is not None:
+            tokenizer = load_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
+            config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
             checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
-        tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
-        loaded = load_model(
-            str(tokenizer.path), trust_remote_code=config.trust_remote_code, tokenizer=tokenizer.tokenizer
-        )
+        if fresh is not None:
+            loaded = new_model(fresh, tokenizer, accelerator)
+        else:
+            path, trust = str(tokenizer.path), config.trust_remote_code
+            loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer)
         if checkpoint is not None or mesh.size > 1:
             _ = loaded.fingerprint  # reads all weights
     require_in_vocabulary(loaded, data.largest_token)
@@ -140,6 +155,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         use_native(model)
     if accelerator.kind == "cuda":
         fuse(model, config.max_seq_length)
+    elif accelerator.kind == "metal":
+        use_dense(model)
     if start is not None:
         load_trained(model, start)
     if config.grad_checkpoint:
@@ -149,9 +166,13 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if checkpoint is not None:
         notes += check_contents(checkpoint, loaded.fingerprint, data.fingerprints())
         notes += check_versions(checkpoint, versions())
+        kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
     if communicator.size > 1:
         agree(communicator, run_facts(config, loaded, data, start))
+    kernels = agreed(kernels, communicator)
+    settle(kernels.choices)
+    notes += kernels.notes
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
@@ -161,9 +182,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
     surroundings.started()
-    return Prepared(
-        config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps, tuple(notes), run_id
-    )
+    parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
+    return Prepared(*parts, tuple(notes), run_id, kernels)
 
 
 @contextmanager

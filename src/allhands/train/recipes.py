@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+import mlx.core as mx
 from rich.console import Console
 
 from allhands.config import TrainConfig
@@ -30,22 +31,26 @@ from allhands.metrics import (
     JsonlSink,
     RunEnded,
     RunStarted,
+    Sampled,
     SavedReport,
     Sink,
     Sinks,
     Warned,
     read_metrics,
 )
-from allhands.model.adapters import adapter_config
-from allhands.monitor import Identity, Sampler, monitor_file, read_samples
+from allhands.model.adapters import adapter_config, trained_weights
+from allhands.model.fresh import ModelFiles
+from allhands.monitor import Identity, ProcessSampler, monitor_file, read_samples
 from allhands.monitor.samples import LOGS
+from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
-from allhands.train.explain import choices
+from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
 from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
+from allhands.train.samples import Sampler
 from allhands.train.saving import SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
 from allhands.train.step import TrainStep
@@ -84,29 +89,29 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
-    with ExitStack() as stack, _sampler(surroundings) as sampler:
+    with ExitStack() as stack, _observer(surroundings) as observer:
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
-        surroundings = _observed(surroundings, sampler)
+        surroundings = _observed(surroundings, observer)
         ready = prepare(config, surroundings, directory, start)
-        sampler.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
+        observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         return _Run(ready.config, surroundings, callbacks, directory, ready).execute()
 
 
-def _sampler(surroundings: Surroundings) -> Sampler:
+def _observer(surroundings: Surroundings) -> ProcessSampler:
     """What looks at this process's memory, from before anything is loaded."""
-    return Sampler(Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt))
+    return ProcessSampler(Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt))
 
 
-def _observed(surroundings: Surroundings, sampler: Sampler) -> Surroundings:
-    """The same, with every beat told to ``sampler`` too."""
+def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
+    """The same, with every beat told to ``observer`` too."""
 
     def beat(phase: str, step: int) -> None:
-        sampler.beat(phase, step)
+        observer.beat(phase, step)
         surroundings.beat(phase, step)
 
     def waits(step: int, seconds: float) -> None:
-        sampler.beat("load", step)
+        observer.beat("load", step)
         surroundings.waits(step, seconds)
 
     return replace(surroundings, beat=beat, waits=waits)
@@ -205,6 +210,8 @@ class _Run:
                 regroup_requested=self.surroundings.regroup_requested,
                 learning_rate=lambda: number(optimizer.learning_rate),
                 total=total,
+                sample=self._sampler(),
+                tokens_per_byte=self._tokens_per_byte(),
             )
             ended = train_loop(parts, state)
         if config.log_level == "verbose":
@@ -212,10 +219,40 @@ class _Run:
             self._say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
+    def _sampler(self) -> Callable[[int], list[Sampled]]:
+        """What lets the model write, on rank 0."""
+        config = self.config
+        if not (config.sample_prompts and self.mesh.is_main):
+            return lambda step: []
+        return Sampler(
+            model=self.ready.loaded.model,
+            tokenizer=self.ready.loaded.tokenizer,
+            prompts=config.sample_prompts,
+            num_tokens=config.sample_tokens,
+            temperature=config.sample_temperature,
+            seed=config.seed,
+            most=config.max_seq_length,
+            beat=lambda: self.surroundings.beat("validate", 0),
+        )
+
+    def _tokens_per_byte(self) -> float | None:
+        stored = self.ready.data.stored.get("valid")
+        return stored.report.tokens_per_byte if stored and self.config.packing else None
+
+    def _model_files(self) -> ModelFiles | None:
+        """What makes a directory with the trained weights a model, where they are not a change to another one."""
+        fresh = pretraining(self.config)
+        if fresh is None:
+            return None
+        loaded, values = self.ready.loaded, fresh.model_dump(mode="json")
+        return ModelFiles(loaded.config, loaded.path, {"made_by": "allhands pretrain", "config": values})
+
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
         """The optimizer and the state of the loop, new or as the checkpoint has them."""
         config, restored = self.config, self.ready.restored
-        optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
+        trained = trained_weights(self.ready.loaded.model)
+        half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
+        optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
         if restored is None:
             return optimizer, LoopState()
         state = LoopState.from_json(restored.state)
@@ -259,6 +296,9 @@ class _Run:
         stored = self.ready.data.stored.items()
         self._say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
+        tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
+        kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        self._say(kernels)
         self._say(
             choices(self.config, ready.loaded.model, ready.accelerator, ready.communicator, sizing, compiled=compiled)
         )
@@ -281,6 +321,7 @@ class _Run:
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
             adapter_config=adapter_config(config, self.ready.trainable.num_layers, str(self.ready.loaded.path)),
             constants=cache(self._constants),
+            model=self._model_files(),
         )
         saver = Saver(plan, lambda: snapshot(self.ready.loaded.model, optimizer), self._described)
         try:
@@ -311,6 +352,7 @@ class _Run:
             "world_size": self.mesh.size,
             "backend": ready.communicator.backend,
             "attempt": self.surroundings.attempt,
+            "kernels": ready.kernels.recorded(),
         }
 
     def _after_backward(self, state: LoopState) -> Callable[[Any], None]:
@@ -343,10 +385,11 @@ class _Run:
 
     def _started(self, total: int, state: LoopState) -> RunStarted:
         config, windows, restored = self.config, self.ready.data.train, self.ready.restored
+        fresh = pretraining(config)
         return RunStarted(
             name=self.directory.name,
-            model=config.model,
-            method=config.fine_tune_type,
+            model=config.model if fresh is None else f"{fresh.shape}, new",
+            method=config.fine_tune_type if fresh is None else "pre-training",
             num_ranks=self.mesh.size,
             backend=self.ready.communicator.backend,
             batch_size=config.batch_size,

@@ -9,19 +9,23 @@ from typing import Any
 from allhands.checkpoints import Checkpoint
 from allhands.config import TrainConfig
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
+from allhands.pretrain_config import NUMBERS, pretraining
 
 # What is trained, on which samples, in which order: with another value it would be another run.
 FIXED: frozenset[str] = frozenset(
     {
         *("fine_tune_type", "lora_parameters", "num_layers", "optimizer", "optimizer_config"),
         *("seed", "batch_size", "grad_accumulation_steps", "max_seq_length"),
-        *("mask_prompt", "train_on", "packing", "isolate_documents"),
+        *("mask_prompt", "train_on", "packing", "isolate_documents", "master_weights"),
     }
 )
+# Of a model that is trained from scratch. Its tokenizer is compared by what it makes of the data.
+_SHAPE = frozenset({*NUMBERS, "shape", "dtype", "router_aux_loss"})
 # How the training goes on from here: may be changed, and the change is told.
 TOLD: frozenset[str] = frozenset(
     {
-        *("iters", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm"),
+        *("iters", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "weight_decay_on"),
+        *("max_grad_norm",),
         *("val_batches", "early_stopping_patience", "early_stopping_min_delta", "non_finite"),
     }
 )
@@ -41,7 +45,8 @@ def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
     """
     before = _settings_of(checkpoint, config)
     now = config.model_dump(mode="json")
-    for key in sorted(FIXED):
+    shape = frozenset[str]() if pretraining(config) is None else _SHAPE
+    for key in sorted(FIXED | shape):
         if before[key] != now[key]:
             raise ConfigError(
                 f"the checkpoint was made with {_words(before[key])}, this is {_words(now[key])}: "
@@ -112,7 +117,7 @@ def _settings_of(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
             where=str(checkpoint.path),
             hint="give a checkpoint of allhands train",
         )
-    defaults = TrainConfig.model_validate({}).model_dump(mode="json")
+    defaults = type(config).model_construct().model_dump(mode="json")
     known = {key: value for key, value in saved.items() if key in defaults}
     # Told as resolved: "all layers" and their number are the same thing.
     return {**defaults, **known}

@@ -18,6 +18,7 @@ from allhands.distributed.backend import Communicator
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import METRICS_FILE
 from allhands.model.adapters import CONFIG_FILE
+from allhands.model.fresh import MARK, MODEL
 from allhands.staging import publish, staging
 from allhands.train.restore import Restored
 from allhands.train.state import WEIGHTS_FILE
@@ -26,7 +27,7 @@ from allhands.trees import numbers
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
 PLOT_FILE = "loss.png"
 MEMORY_FILE = "memory.png"
-_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MEMORY_FILE)
+_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MEMORY_FILE, MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
@@ -74,7 +75,8 @@ def _set_all_aside(directory: Path) -> list[Path]:
     """
     number = _free_number(directory)
     adapter = [] if (directory / CHECKPOINTS).exists() else _only_adapter(directory)
-    moves = {directory / name: directory / _with_number(name, number) for name in _KEPT if (directory / name).exists()}
+    there = [name for name in _KEPT if _is_of_a_run(directory / name)]
+    moves = {directory / name: directory / _with_number(name, number) for name in there}
     numbered = _numbered_adapters(directory)
     for path, kept in moves.items():
         path.rename(kept)
@@ -87,6 +89,11 @@ def _set_all_aside(directory: Path) -> list[Path]:
         except OSError:  # not every file system can
             shutil.copy2(file, place / file.name)
     return [*moves.values(), place]
+
+
+def _is_of_a_run(path: Path) -> bool:
+    # Anybody may have a directory called model.
+    return path.exists() and (path.name != MODEL or (path / MARK).is_file())
 
 
 def _only_adapter(directory: Path) -> list[Path]:

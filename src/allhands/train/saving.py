@@ -19,6 +19,7 @@ from allhands.faults import fire
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config
+from allhands.model.fresh import MODEL, ModelFiles
 from allhands.train.state import WEIGHTS_FILE, LoopState
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
@@ -41,6 +42,7 @@ class SavePlan:
         numbered: whether adapters are also written under their batch's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
         constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
+        model: makes the weights a model of their own, which is then written in place of an adapter.
         busy: called as the writing gets on.
     """
 
@@ -52,6 +54,7 @@ class SavePlan:
     numbered: bool
     adapter_config: dict[str, Any]
     constants: Callable[[], dict[str, Any]]
+    model: ModelFiles | None = None
     busy: Callable[[], None] = lambda: None
 
 
@@ -140,6 +143,8 @@ class Saver:
         plan = self._plan
         checkpoint = [checkpoint_path(plan.directory, request.iteration)] if plan.keep_last else []
         numbered = [self._numbered(request)] if plan.numbered else []
+        if plan.model is not None:
+            return frozenset([*checkpoint, *numbered, plan.directory / MODEL])
         return frozenset([*checkpoint, *numbered, plan.directory / CONFIG_FILE, plan.directory / WEIGHTS_FILE])
 
     def _there(self, request: _Request) -> frozenset[Path]:
@@ -195,6 +200,10 @@ class Saver:
         if request.kind == "suspect":
             return numbered
         fire("save", request.iteration, plan.rank)
+        if plan.model is not None:
+            plan.model.write(plan.directory / MODEL, weights)
+            fire("save", request.iteration, plan.rank)
+            return plan.directory / MODEL
         adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
         if not there >= {adapter, config}:
             # The configuration is written with the weights, not before: until then what is there may be another run's.

@@ -25,7 +25,7 @@ from allhands.train.gradient import batch_arrays, make_gradient, make_joined_gra
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
-from allhands.train.update import GraphUpdate
+from allhands.train.update import GraphUpdate, initialise
 from allhands.trees import flatten, number, numbers, unflatten
 
 
@@ -97,6 +97,8 @@ class TrainStep:
         self._communicator = communicator
         self._traced = compiled and not eager
         self._dropout = dropout
+        # Of the weights: by itself the optimizer would do it of the first gradients.
+        initialise(optimizer, model)
         self._graph = None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled)
         if self._graph is None or self._graph.leaves is None:
             self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)

@@ -14,9 +14,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from allhands.model.choices import PLAIN, chosen
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
-from allhands.train.optim import KernelAdam, clip
+from allhands.train.optim import clip
+from allhands.train.optimizers import KernelAdam
 from allhands.trees import flatten, unflatten
 
 # Optimizers for which an array is no more than its numbers.
@@ -31,10 +33,11 @@ class GraphUpdate:
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
-        if not optimizer.state.keys() - {"step", "learning_rate"}:
-            optimizer.init(model.trainable_parameters())
+        initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
-        self._joined = _Joined(Leaves(model), optimizer) if joins else None
+        self._joined = (
+            _Joined(Leaves(model, apart=getattr(optimizer, "matrices_only", False)), optimizer) if joins else None
+        )
         self._function: Any = mx.compile(self._compute) if compiled else self._compute
 
     @property
@@ -95,7 +98,7 @@ class GraphUpdate:
         kept = optimizer.state
         optimizer.state = tree_map(lambda x: x, state)  # a copy of the tree, which the optimizer changes
         try:
-            if isinstance(optimizer, KernelAdam) and kernels.available():
+            if isinstance(optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN:
                 norm = mx.sqrt(sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))) / divisor
                 finite = mx.isfinite(norm) & mx.isfinite(loss)
                 factor = 1.0 if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
@@ -111,8 +114,19 @@ class GraphUpdate:
             optimizer.state = kept
 
 
+def initialise(optimizer: optim.Optimizer, model: nn.Module) -> None:
+    """Make the optimizer's state of the model's weights, if it has none."""
+    if not optimizer.state.keys() - {"step", "learning_rate"}:
+        optimizer.init(model.trainable_parameters())
+
+
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
+
+
+def _adam_form(weights: Any) -> str:
+    arrays = [array for _, array in flatten(weights)]
+    return chosen("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
 
 
 def _squares(gradient: mx.array) -> mx.array:

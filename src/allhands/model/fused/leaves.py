@@ -45,8 +45,8 @@ class _Place:
 class Chunk:
     """Trained arrays of one type as one, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
 
-    def __init__(self, places: Sequence[_Place], spare: int = 0) -> None:
-        """Of ``places``; at least ``spare`` zeros follow them."""
+    def __init__(self, places: Sequence[_Place], spare: int = 0, *, apart: bool = False) -> None:
+        """Of ``places``; at least ``spare`` zeros follow them. ``apart``: see :class:`Leaves`."""
         self.places = list(places)
         self.shapes = [place.array.shape for place in places]
         self.dtype = places[0].array.dtype
@@ -54,13 +54,16 @@ class Chunk:
         for shape in self.shapes:
             self.starts.append(self.starts[-1] + _aligned(math.prod(shape)))
         self.size = self.starts[-1] + _aligned(spare)
+        matrices = apart and places[0].array.ndim > 1
+        self.shape = (self.size // _ALIGNED, _ALIGNED) if matrices else (self.size,)
 
     def joined(self, arrays: Sequence[mx.array]) -> mx.array:
         """One array of those in the places' order."""
-        return _joined(arrays, [*self.starts[:-1], self.size])
+        return _joined(arrays, [*self.starts[:-1], self.size]).reshape(self.shape)
 
     def parts(self, whole: mx.array) -> list[mx.array]:
         """Views of ``whole`` in the places' shapes."""
+        whole = whole.reshape(-1)
         return [_part(whole, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
 
 
@@ -85,15 +88,21 @@ def _part(whole: mx.array, start: int, shape: Sequence[int]) -> mx.array:
 class Leaves:
     """The trained arrays of a model as chunks; made once it is settled what is trained."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, apart: bool = False) -> None:
+        """Of ``model``.
+
+        Args:
+            apart: whether arrays of one dimension are chunks of their own, and the chunks of matrices have two: for an
+                optimizer to which that makes a difference.
+        """
         modules: dict[str, Any] = dict(model.named_modules())
         trained = [name for name, _ in flatten(model.trainable_parameters())]
         self._places = [_Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in trained]
         # A layer that computes its forward pass again is handed its own arrays, and nothing else.
         again = any(hasattr(module, "_recomputes") for module in modules.values())
         products = [] if again else _products(modules.values())
-        packed = _Packed.of(self._places, products)
-        self._spreads: list[_Packed | _Views] = [packed] if packed else _views(self._places, products)
+        packed = _Packed.of(self._places, products, apart=apart)
+        self._spreads: list[_Packed | _Views] = [packed] if packed else _views(self._places, products, apart=apart)
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -153,9 +162,9 @@ def _products(modules: Any) -> list[Product]:
 class _Views:
     """Trained arrays that are used as they are, or with their neighbours as the weight of one product."""
 
-    def __init__(self, places: Sequence[_Place], products: Sequence[Product]) -> None:
+    def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
         owners = {id(layer): product for product in products for layer in product.layers}
-        self.chunk = Chunk(places)
+        self.chunk = Chunk(places, apart=apart)
         self._targets: list[tuple[int, tuple[int, ...], Callable[[mx.array], None]]] = []
         self._products: list[Product] = []
         at = 0
@@ -173,16 +182,17 @@ class _Views:
         self._split: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
 
     def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
-        return tuple(_part(whole, start, shape) for start, shape, _ in self._targets)
+        flat = whole.reshape(-1)
+        return tuple(_part(flat, start, shape) for start, shape, _ in self._targets)
 
-    def _backward(self, _whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
+    def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
         ends = [start for start, _, _ in self._targets] + [self.chunk.size]
-        return _joined([cotangent.astype(self.chunk.dtype) for cotangent in cotangents], ends)
+        return _joined([cotangent.astype(self.chunk.dtype) for cotangent in cotangents], ends).reshape(whole.shape)
 
     def install(self, whole: mx.array) -> None:
         if len(self._targets) == 1:
             start, shape, put = self._targets[0]
-            put(_part(whole, start, shape) if math.prod(shape) < self.chunk.size else whole.reshape(shape))
+            put(_part(whole.reshape(-1), start, shape) if math.prod(shape) < self.chunk.size else whole.reshape(shape))
             return
         for part, (_, _, put) in zip(self._split(whole), self._targets, strict=True):
             put(part)
@@ -206,8 +216,12 @@ def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
     return found if fits and all(place.array.size % _ALIGNED == 0 for place in found) else []
 
 
-def _views(places: Sequence[_Place], products: Sequence[Product]) -> list[_Packed | _Views]:
+def _views(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> list[_Packed | _Views]:
     """One chunk for each type of number, or one for each product and each other array if that were too large."""
+
+    def kind(place: _Place) -> Any:
+        return place.array.dtype, apart and place.array.ndim > 1
+
     owners = {id(layer): product for product in products for layer in product.layers}
     groups: dict[Any, list[_Place]] = {}
     for place in places:
@@ -216,13 +230,12 @@ def _views(places: Sequence[_Place], products: Sequence[Product]) -> list[_Packe
         groups.setdefault(id(place) if group is None else id(group), []).append(place)
     if sum(place.array.size for place in places) <= _ONE_MOST:
         ordered = [place for group in groups.values() for place in group]
-        types = {place.array.dtype: None for place in ordered}
-        return [_Views([p for p in ordered if p.array.dtype == dtype], products) for dtype in types]
+        kinds = dict.fromkeys(map(kind, ordered))
+        return [_Views([p for p in ordered if kind(p) == one], products, apart=apart) for one in kinds]
     parts: list[list[_Place]] = []
     for group in groups.values():
-        one_type = len({place.array.dtype for place in group}) == 1
-        parts += [group] if one_type else [[place] for place in group]
-    return [_Views(part, products) for part in parts]
+        parts += [group] if len(set(map(kind, group))) == 1 else [[place] for place in group]
+    return [_Views(part, products, apart=apart) for part in parts]
 
 
 class _Packed:
@@ -233,7 +246,7 @@ class _Packed:
     """
 
     @staticmethod
-    def of(places: Sequence[_Place], products: Sequence[Product]) -> _Packed | None:
+    def of(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> _Packed | None:
         """``None`` if something else is trained than adapters of one scale, or an adapter drops something."""
         layers = [layer for product in products for layer in product.layers if isinstance(layer, LoRALinear)]
         known = {(id(layer), key) for layer in layers for key in ("lora_a", "lora_b")}
@@ -241,11 +254,11 @@ class _Packed:
         if not plain or any(drops(layer) for layer in layers) or len({layer.scale for layer in layers}) != 1:
             return None
         types = {product.dtype for product in products if product.adapted}
-        return _Packed(places, products) if len(types) == 1 and _all_float32(places) else None
+        return _Packed(places, products, apart=apart) if len(types) == 1 and _all_float32(places) else None
 
-    def __init__(self, places: Sequence[_Place], products: Sequence[Product]) -> None:
+    def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
         ordered = sorted(places, key=lambda place: place.key)
-        self.chunk = Chunk(ordered, spare=1)
+        self.chunk = Chunk(ordered, spare=1, apart=apart)
         self._first = next(s for s, p in zip(self.chunk.starts, ordered, strict=False) if p.key == "lora_b")
         starts = {(id(p.module), p.key): s for p, s in zip(ordered, self.chunk.starts, strict=False)}
         self._products = [product for product in products if product.adapted]
@@ -267,14 +280,14 @@ class _Packed:
         ready = first.astype(self._dtype), (self._scale * second).astype(self._dtype)
         return tuple(part for half, packed in zip(self._halves, ready, strict=True) for part in half.parts(packed))
 
-    def _backward(self, _whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
+    def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
         count = len(self._products)
         sides = (cotangents[:count], cotangents[count:])
         wide = [
             mx.take(half.joined(side), back).astype(mx.float32)
             for half, side, back in zip(self._halves, sides, self._back, strict=True)
         ]
-        return mx.concatenate([wide[0], self._scale * wide[1]])
+        return mx.concatenate([wide[0], self._scale * wide[1]]).reshape(whole.shape)
 
     def install(self, whole: mx.array) -> None:
         factors = self._gather(whole)

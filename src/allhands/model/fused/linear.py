@@ -14,11 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
+from allhands.model.choices import DENSE_FROM_TOKENS, PLAIN, chosen
 from allhands.model.fastmath import with_vjp
 from allhands.model.fused import kernels, ops
-
-# A quantised weight is made dense from so many tokens on; below, MLX's quantised product is faster.
-DENSE_FROM_TOKENS = 200
 
 
 def dequantize(
@@ -26,7 +24,9 @@ def dequantize(
 ) -> mx.array:
     """As :func:`mlx.core.dequantize`, with the kernel where it fits."""
     fits = mode == "affine" and bits == 4 and biases is not None and scales.dtype != mx.float32
-    if fits and kernels.available():
+    # 32 bits a word.
+    sizes = (weight.shape[0], weight.shape[1] * 32 // bits, bits, group_size)
+    if fits and kernels.available() and chosen("dequantize", "cuda", scales.dtype, 0, sizes) != PLAIN:
         assert biases is not None
         return kernels.dequantize(weight, scales, biases, group_size)
     return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
@@ -36,10 +36,32 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
     """A frozen quantised layer that multiplies by its dequantised weight when there are many tokens."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.size // x.shape[-1] < DENSE_FROM_TOKENS or x.dtype != self.scales.dtype:
+        if x.dtype != self.scales.dtype or not makes_dense(self, x):
             return super().__call__(x)
         y = ops.product_with(lambda: dequantized(self))(x)
         return y + self.bias if "bias" in self else y
+
+
+def makes_dense(layer: Any, x: mx.array, *, least: int = 0) -> bool:
+    """Whether the product of ``x`` and a quantised layer's weight is taken with the weight made dense.
+
+    Args:
+        least: number of tokens to decide for if there are fewer.
+    """
+    sizes = (layer.weight.shape[0], x.shape[-1], layer.bits, layer.group_size)
+    kind = "metal" if mx.metal.is_available() else "cuda"
+    return chosen("quantized_linear", kind, x.dtype, max(least, x.size // x.shape[-1]), sizes) == "dense"
+
+
+def use_dense(model: nn.Module) -> int:
+    """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one; returns how many.
+
+    What :func:`allhands.model.fused.blocks.fuse` does beside other things; by MLX's own operations on every device.
+    """
+    found = [module for module in model.modules() if type(module) is nn.QuantizedLinear]
+    for module in found:
+        module.__class__ = DenseQuantizedLinear
+    return len(found)
 
 
 def dequantized(layer: Any) -> mx.array:
@@ -123,12 +145,28 @@ class Product:
             y = ops.trained_product(x, self._given[0] if self._given else _together([base.weight for base in bases]))
         elif self.adapted:
             a, b = self._given or _factors(self.layers, self.widths)
-            y = _adapted(x, self._dense(bases), a.astype(x.dtype), b.astype(x.dtype))
+            a, b = a.astype(x.dtype), b.astype(x.dtype)
+            y = _adapted(x, self._dense(bases), a, b) if self._is_dense(x) else self._quantised(x) + (x @ a) @ b
         else:
-            y = ops.product_with(self._dense(bases))(x)
+            y = ops.product_with(self._dense(bases))(x) if self._is_dense(x) else self._quantised(x)
         if any("bias" in base for base in bases):
             y = y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=x.dtype)) for base in bases])
         return y
+
+    @property
+    def _weight(self) -> Any:
+        """The layer that holds the frozen weights."""
+        return self._frozen if self._frozen is not None else base_of(self.layers[0])
+
+    def _is_dense(self, x: mx.array) -> bool:
+        """Whether to multiply by a dense weight: also one that is made for it, by rule even for few tokens."""
+        weight = self._weight
+        return not isinstance(weight, nn.QuantizedLinear) or makes_dense(weight, x, least=DENSE_FROM_TOKENS)
+
+    def _quantised(self, x: mx.array) -> mx.array:
+        weight = self._weight
+        facts: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode}
+        return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
 
     def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
         joined = self._frozen if self._frozen is not None else bases[0]

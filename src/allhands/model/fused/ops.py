@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import with_vjp
 from allhands.model.fused import kernels
 
@@ -18,7 +19,8 @@ from allhands.model.fused import kernels
 def swiglu(x: mx.array) -> mx.array:
     """``silu(gate) * up`` for rows of gate beside up: (..., 2 F) -> (..., F)."""
     features = x.shape[-1] // 2
-    if not (kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0):
+    fits = kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0
+    if not fits or chosen("swiglu", "cuda", x.dtype, x.size // x.shape[-1], (features,)) == PLAIN:
         return plain_swiglu(x)
     return _swiglu(x.reshape(-1, 2 * features)).reshape(*x.shape[:-1], features)
 
@@ -44,7 +46,9 @@ def rope_split(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) 
         (B, H, T, D) and twice (B, KV, T, D).
     """
     features = x.shape[-1]
-    if kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0:
+    fits = kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0
+    sizes = (num_heads, num_kv_heads, features)
+    if fits and chosen("rope", "cuda", x.dtype, x.shape[0] * x.shape[1], sizes) != PLAIN:
         return _fused_rope(x, turns, num_heads, num_kv_heads)
     return _parted(plain_rope(x, turns, num_heads + num_kv_heads), num_heads, num_kv_heads)
 
@@ -95,7 +99,8 @@ def added_rms_norm(
 def _norm(
     residual: mx.array | None, x: mx.array, weight: mx.array, eps: float, trained: bool
 ) -> tuple[mx.array, mx.array]:
-    if not (kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype):
+    fits = kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype
+    if not fits or chosen("rms_norm", "cuda", x.dtype, x.size // x.shape[-1], x.shape[-1:]) == PLAIN:
         total = x if residual is None else x + residual
         return total, mx.fast.rms_norm(total, weight, eps)
     shape, rows = x.shape, x.reshape(-1, x.shape[-1])

@@ -1,0 +1,157 @@
+"""Plain text of training sources, for what learns from words alone: streamed, with some of it held out."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from allhands.data.outcome import Reason, Reasons
+from allhands.data.records import ColumnNames
+from allhands.data.rows import Problem, Row
+from allhands.data.shapes import parse_example
+from allhands.data.sources import Source
+from allhands.errors import DataError
+
+# Characters. Whoever reads ahead some hundred pieces then holds some megabytes.
+_PIECE = 1 << 14
+_MAX_HELD_OUT = 1 << 20
+_TAIL_SHARE = 50
+
+# Called now and then with the number of documents and of bytes that were read.
+Progress = Callable[[int, int], None]
+
+
+class Corpus:
+    """The texts of the training split, and what is held out: the validation split, or else the end of the text.
+
+    Of texts, their ``text``; of chats and completions, the words of all turns. Rows that cannot be used are counted
+    and passed over.
+
+    Attributes:
+        held_out: texts of together at most a million characters; complete when ``training`` is at its end.
+        held_out_is_split: whether they are the validation split.
+        documents: read so far for training; ``num_bytes`` of them in UTF-8, what is held out included.
+        first: the first text.
+    """
+
+    def __init__(self, sources: Sequence[Source], text_key: str = "text", progress: Progress | None = None) -> None:
+        self._train = [source for source in sources if source.split in (None, "train")]
+        self._valid = [source for source in sources if source.split == "valid"]
+        self._names = [source.name for source in sources]
+        self._columns = ColumnNames.from_options({"text_feature": text_key})
+        self._progress = progress
+        self._reasons = Reasons()
+        self.held_out: list[str] = []
+        self.held_out_is_split = False
+        self.documents = 0
+        self.num_bytes = 0
+        self.first = ""
+
+    @property
+    def left_out(self) -> list[Reason]:
+        """Why rows were passed over, the commonest reason first."""
+        return self._reasons.listed()
+
+    def training(self) -> Iterator[str]:
+        """The text to train on, in pieces of at most 16 thousand characters that begin where a word does.
+
+        Raises:
+            DataError: there is none.
+        """
+        for text in self._texts(self._valid):
+            room = _MAX_HELD_OUT - sum(map(len, self.held_out))
+            self.held_out += _pieces(text[:room])
+            if len(text) >= room:
+                break
+        self.held_out_is_split = bool(self.held_out)
+        pieces = (piece for text in self._counted() for piece in _pieces(text))
+        yield from pieces if self.held_out else self._all_but_the_end(pieces)
+        if not self.documents:
+            raise self._nothing()
+
+    def _counted(self) -> Iterator[str]:
+        for text in self._texts(self._train):
+            self.first = self.first or text
+            self.documents += 1
+            self.num_bytes += len(text.encode())
+            if self._progress:
+                self._progress(self.documents, self.num_bytes)
+            yield text
+
+    def _all_but_the_end(self, pieces: Iterator[str]) -> Iterator[str]:
+        """All but the last fiftieth, which is held out."""
+        waiting: deque[str] = deque()
+        size = total = 0
+        for piece in pieces:
+            waiting.append(piece)
+            size, total = size + len(piece), total + len(piece)
+            while size - len(waiting[0]) >= _MAX_HELD_OUT:
+                size -= len(waiting[0])
+                yield waiting.popleft()
+        keep = min(_MAX_HELD_OUT, total // _TAIL_SHARE)
+        while waiting and size > keep:
+            piece = waiting.popleft()
+            size -= len(piece)
+            if size < keep:
+                place = _word(piece, len(piece) - (keep - size))
+                waiting.extendleft([piece[place:]] if place < len(piece) else [])
+                piece = piece[:place]
+                size = 0
+            yield piece
+        self.held_out = [*waiting]
+
+    def _texts(self, sources: Sequence[Source]) -> Iterator[str]:
+        for source in sources:
+            for item in source.rows():
+                text = self._text(item)
+                if text:
+                    yield text
+
+    def _text(self, item: Row | Problem) -> str:
+        try:
+            if isinstance(item, Problem):
+                raise item.error()
+            text = parse_example(item.value, self._columns, source=item.source, line=item.line).texts()
+            text.encode()
+        except DataError as error:
+            self._reasons.add(error.message, _as_flag(error.hint), error.where or "")
+            return ""
+        except UnicodeEncodeError:
+            where = f"{item.source}:{item.line}"
+            self._reasons.add("it has half a surrogate pair", "write the whole character, or remove it", where)
+            return ""
+        return text
+
+    def _nothing(self) -> DataError:
+        where = ", ".join(self._names[:3]) + (", ..." if len(self._names) > 3 else "")
+        if not self._train:
+            hint = "name files to train on: those called valid, validation, dev or test are held out"
+            return DataError("there is no training split", where=where, hint=hint)
+        if not self.left_out:
+            return DataError("there is no text", where=where, hint="name files that hold some")
+        reason = self.left_out[0]
+        message = f"none of the rows can be used; the first: {reason.message}"
+        return DataError(message, where=reason.places[0], hint=reason.hint)
+
+
+def _as_flag(hint: str | None) -> str | None:
+    """Advice that names the column by its YAML key, with the flag."""
+    return hint and re.sub(r"name the column: text_feature: (\S+)", r"name the column: --text-key \1", hint)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PIECE:
+        end = _word(text, start + _PIECE, start + _PIECE // 2)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _word(text: str, place: int, least: int = 0) -> int:
+    """The last beginning of a line or, with the blank before it, of a word between ``least`` and ``place``."""
+    line = text.rfind("\n", least, place)
+    blank = text.rfind(" ", least, place)
+    return line + 1 if line > least else blank if blank > least else place

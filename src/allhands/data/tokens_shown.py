@@ -1,0 +1,89 @@
+"""How a tokenizer cuts a text, as people can read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allhands.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A text in tokens.
+
+    Attributes:
+        ids: of the tokens.
+        pieces: what each token stands for: line ends as ``\\n``, bytes that are no whole character as ``\\xf0``.
+        num_bytes: of the text in UTF-8.
+    """
+
+    ids: list[int]
+    pieces: list[str]
+    num_bytes: int
+
+
+def load_tokenizer_file(directory: Path) -> Tokenizer:
+    """The tokenizer of a directory, or of a model.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        hint = "name a directory that holds tokenizer.json: `allhands tokenizer train` makes one"
+        raise ModelError("there is no tokenizer.json", where=str(directory), hint=hint)
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no class of its own for what it cannot read
+        hint = "it is damaged, or newer than the tokenizers library here: make or fetch it again"
+        raise ModelError(f"the tokenizer cannot be read: {error}", where=str(file), hint=hint) from error
+
+
+def cut(tokenizer: Tokenizer, text: str) -> Cut:
+    """Cut a text, without the special tokens that are put around it for a model.
+
+    Raises:
+        ConfigError: it is not Unicode.
+    """
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        hint = "give it in UTF-8"
+        raise ConfigError("the text is not Unicode", where="TEXT", hint=hint) from None
+    encoded: Any = tokenizer.encode(text, add_special_tokens=False)
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    in_bytes = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    pieces = [
+        token if token in special or not in_bytes else _readable(bytes(_bytes_of()[letter] for letter in token))
+        for token in encoded.tokens
+    ]
+    return Cut(list(encoded.ids), pieces, num_bytes)
+
+
+def _readable(raw: bytes) -> str:
+    text = raw.decode("utf-8", "backslashreplace")
+    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
+
+
+@cache
+def _bytes_of() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for (GPT-2's table).
+
+    Printable characters of Latin-1 stand for themselves, and the other bytes, in order, for those from 256 on.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,223 @@
+"""Tokenizers made from a corpus (``allhands tokenizer train``), as directories that transformers and mlx_lm load.
+
+Byte-level BPE: every text can be cut, and every text comes back. The work is done by the ``tokenizers`` library.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allhands.data.corpus import Corpus, Progress
+from allhands.data.outcome import Reason
+from allhands.data.sources import Source
+from allhands.errors import ConfigError
+from allhands.staging import publish, staging
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NUM_BYTES = 256
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TEMPLATES = {"chatml": CHATML}
+OUTPUT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+# As Llama 3 cuts words: English endings; letters with the one character before them; numbers; other signs; line ends.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS = 3
+_SAMPLE_CHARS = 240
+# Of texts without a model's limit, as transformers writes it.
+_NO_LIMIT = int(1e30)
+
+
+@dataclass(frozen=True)
+class VocabularyOptions:
+    """Options of ``allhands tokenizer train``, by flag name; checked when made.
+
+    Attributes:
+        vocabulary: tokens at most, with the 256 bytes and the special ones.
+        special: further special tokens.
+        split_digits: every digit is a token of its own, else up to three may be one.
+        chat_template: a name of :data:`TEMPLATES`. Texts then end with the token that ends a turn, so that a model
+            that is trained on texts and later on chats has one sign for its end.
+        text_key: the column of the text.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    vocabulary: int = 4096
+    special: tuple[str, ...] = ()
+    split_digits: bool = False
+    chat_template: str | None = None
+    text_key: str = "text"
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and self.chat_template not in TEMPLATES:
+            message = f"no chat template {self.chat_template!r}"
+            raise ConfigError(message, where="--chat-template", hint=f"one of {', '.join(TEMPLATES)}")
+        names = self.special_tokens
+        wrong = [name for name in self.special if not name.strip() or names.count(name) > 1]
+        if wrong:
+            message = f"{wrong[0]!r} cannot be a special token" + (", it is one already" if wrong[0].strip() else "")
+            raise ConfigError(message, where="--special", hint="name each once; for example --special '<|tool|>'")
+        least = NUM_BYTES + len(names)
+        if self.vocabulary < least:
+            message = (
+                f"{self.vocabulary} tokens are too few: {NUM_BYTES} bytes and {len(names)} special ones come first"
+            )
+            raise ConfigError(message, where="--vocabulary", hint=f"give at least {least}; usual are 4096 to 50000")
+
+    @property
+    def eos(self) -> str:
+        """What ends a text."""
+        return END_OF_TURN if self.chat_template else EOS
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """All special tokens in the order of their ids, from 0."""
+        return [BOS, self.eos, PAD, *([TURN] if self.chat_template else []), *self.special]
+
+
+@dataclass(frozen=True)
+class VocabularyReport:
+    """What was made.
+
+    Attributes:
+        vocabulary: tokens that it has; fewer than asked for where the text gives no more.
+        documents: that were read, of ``num_bytes`` bytes together.
+        bytes_per_token: of ``held_out_bytes`` of text that it was not trained on; None where there is too little.
+        held_out: what that text is.
+        seconds: for reading and training.
+        sample: a text as it is cut.
+        left_out: rows that could not be used, by reasons.
+    """
+
+    vocabulary: int
+    documents: int
+    num_bytes: int
+    bytes_per_token: float | None
+    held_out_bytes: int
+    held_out: str
+    seconds: float
+    sample: list[str]
+    left_out: list[Reason] = field(default_factory=list[Reason])
+
+
+def train_tokenizer(
+    sources: Sequence[Source], out: Path, options: VocabularyOptions, progress: Progress | None = None
+) -> VocabularyReport:
+    """Train a tokenizer on the training split of ``sources`` and write it to ``out``, which is whole or absent.
+
+    The same data and options give the same files, byte by byte.
+
+    Raises:
+        ConfigError: ``out`` is in use.
+        DataError: there is no text to train on.
+        StorageError: it cannot be written.
+    """
+    from allhands.data.tokens_shown import cut
+
+    check_output(out, options.force)
+    corpus = Corpus(sources, options.text_key, progress)
+    begun = time.perf_counter()
+    with staging(out) as staged:
+        tokenizer = _trained(corpus, options)
+        seconds = time.perf_counter() - begun
+        _write(tokenizer, staged, options)
+        publish(staged, out)
+    encoded: Any = tokenizer.encode_batch(corpus.held_out, add_special_tokens=False)
+    num_tokens = sum(len(one.ids) for one in encoded)
+    held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)
+    sample = (corpus.held_out or [corpus.first])[0][:_SAMPLE_CHARS]
+    return VocabularyReport(
+        vocabulary=tokenizer.get_vocab_size(),
+        documents=corpus.documents,
+        num_bytes=corpus.num_bytes,
+        bytes_per_token=held_out_bytes / num_tokens if num_tokens else None,
+        held_out_bytes=held_out_bytes,
+        held_out="the validation split" if corpus.held_out_is_split else "the end of the text",
+        seconds=seconds,
+        sample=cut(tokenizer, sample).pieces,
+        left_out=corpus.left_out,
+    )
+
+
+def check_output(out: Path, force: bool) -> None:
+    """Refuse to overwrite what is at ``out``.
+
+    Raises:
+        ConfigError: it is not an empty directory; or, with ``force``, not one that holds a tokenizer and no more.
+    """
+    where = f"--out {out}"
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ConfigError("there is a file of that name", where=where, hint="choose another directory")
+    there = sorted(entry.name for entry in out.iterdir())
+    foreign = [name for name in there if name not in OUTPUT]
+    named = ", ".join((foreign or there)[:8])
+    if there and not force:
+        hint = "choose another directory" + ("" if foreign else ", or replace it with --force")
+        raise ConfigError(f"the directory is not empty: it holds {named}", where=where, hint=hint)
+    if foreign or out.resolve() == Path.cwd():
+        what = f"the directory also holds {named}" if foreign else "this is the directory that you are in"
+        raise ConfigError(f"--force replaces tokenizers only; {what}", where=where, hint="choose another directory")
+
+
+def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    words = Regex(_WORDS % (1 if options.split_digits else _DIGITS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    names = options.special_tokens
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=options.vocabulary,
+        min_frequency=2,  # what occurs once is no pattern
+        special_tokens=[AddedToken(name, special=True, normalized=False) for name in names],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.training(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, names.index(BOS))]
+    )
+    return tokenizer
+
+
+def _write(tokenizer: Any, directory: Path, options: VocabularyOptions) -> None:
+    named = {"bos_token": BOS, "eos_token": options.eos, "pad_token": PAD}
+    others = [name for name in options.special_tokens if name not in named.values()]
+    mapping: dict[str, Any] = named | ({"additional_special_tokens": others} if others else {})
+    config = {
+        **mapping,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": _NO_LIMIT,
+        "clean_up_tokenization_spaces": False,
+        **({"chat_template": TEMPLATES[options.chat_template]} if options.chat_template else {}),
+    }
+    contents = (tokenizer.to_str(pretty=True), _json(config), _json(mapping))
+    for name, content in zip(OUTPUT, contents, strict=True):
+        (directory / name).write_text(content + "\n", encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

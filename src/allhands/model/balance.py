@@ -1,0 +1,69 @@
+"""Keep a mixture's experts equally busy: without it a router soon sends everything to a few of them.
+
+The loss of Shazeer et al. and the Switch Transformer (arXiv 2101.03961, equation 4), taken over each text by itself, as
+DeepSeek-V3 does (arXiv 2412.19437, equation 17): over a whole batch it would depend on how that is cut among ranks.
+It is added in the backward pass alone, so that the loss that is reported stays that of the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from allhands.model.fastmath import with_vjp
+
+
+def balance_experts(model: nn.Module, coefficient: float) -> int:
+    """Let the routers of ``model`` learn to send as many tokens to each expert; returns how many there are.
+
+    Only instances change, by a subclass of their own class; the names and values of parameters stay.
+
+    Args:
+        coefficient: of the loss, beside a mean over tokens; 0 changes nothing.
+    """
+    changed = 0
+    for module in model.modules():
+        gate, chosen = getattr(module, "gate", None), getattr(module, "num_experts_per_tok", None)
+        if coefficient and type(gate) is nn.Linear and isinstance(chosen, int) and "switch_mlp" in module:
+            gate.__class__ = _Router
+            object.__setattr__(gate, "_balance", (chosen, coefficient))
+            changed += 1
+    return changed
+
+
+class _Router(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        logits = super().__call__(x)
+        chosen, coefficient = getattr(self, "_balance")  # noqa: B009 - not a parameter of the module
+        if not self.training:
+            return logits
+        rows = logits.reshape(-1, *logits.shape[-2:])
+        # A sum over tokens, as the loss itself is before the one division.
+        return _with_loss(logits, coefficient * rows.shape[1] * imbalance(rows, chosen).sum())
+
+
+def imbalance(logits: mx.array, chosen: int) -> mx.array:
+    """For each of (B, T, E) texts' router logits, of which each token takes ``chosen``: 1 if all experts are equal.
+
+    The gradient goes through the mean probabilities, not through the choice.
+    """
+    logits = logits.astype(mx.float32)
+    experts = logits.shape[-1]
+    places = mx.argpartition(-logits, kth=chosen - 1, axis=-1)[..., :chosen]
+    taken = (places[..., None] == mx.arange(experts)).sum(axis=-2)
+    share = mx.stop_gradient(taken.astype(mx.float32).mean(axis=1) / chosen)
+    return experts * (share * mx.softmax(logits, axis=-1).mean(axis=1)).sum(axis=-1)
+
+
+def _identity(logits: mx.array, loss: mx.array) -> mx.array:
+    return logits
+
+
+def _add_gradient(_primals: Any, cotangent: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
+    # As if the loss had been added to what is differentiated.
+    return cotangent, mx.ones(())
+
+
+_with_loss = with_vjp(_identity, _add_gradient)

@@ -1,0 +1,130 @@
+"""A model to train from scratch: its shape and tokenizer in place of files, and the directory that becomes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from allhands.accelerator import Accelerator
+from allhands.checkpoints import Tensor
+from allhands.checkpoints.tensors import safetensors_pieces
+from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
+from allhands.errors import ConfigError
+from allhands.model.balance import balance_experts
+from allhands.model.load import Json, LoadedModel, LoadedTokenizer
+from allhands.model.pretraining import build_model, portable_tensors
+from allhands.model.shapes import Shape, TokenIds, find_shape, model_config
+from allhands.pretrain_config import PretrainConfig
+from allhands.staging import publish, staging
+
+MODEL = "model"  # in the run's directory
+MARK = "allhands.json"  # in it, so that nobody else's directory is taken for it
+# The embedding's rows, so that products with it have whole tiles.
+_ROWS = 64
+_ROW = 1024  # tokens
+
+
+@dataclass(frozen=True)
+class FreshModel(LoadedModel):
+    """A model that no file holds yet; ``path`` is its tokenizer's directory."""
+
+    seed: int = 0
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over what its first weights follow from."""
+        return hashlib.sha256(json.dumps([self.config, self.seed], sort_keys=True).encode()).hexdigest()
+
+
+def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig:
+    """``config`` with the length of its rows, if it was not given: the shape's block size, at most :data:`_ROW`.
+
+    Raises:
+        ConfigError: as :func:`shape_of`.
+    """
+    if "max_seq_length" in config.model_fields_set:
+        return config
+    config = config.model_copy(update={"max_seq_length": 2})
+    rows = min(shape_of(config, tokenizer).block_size, _ROW) if config.block_size is None else config.block_size
+    return config.model_copy(update={"max_seq_length": rows})
+
+
+def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator) -> FreshModel:
+    """The model of ``config``, with first weights that follow from its seed.
+
+    Raises:
+        ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.
+    """
+    shape = shape_of(config, tokenizer)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if accelerator.kind == "cpu" else "bfloat16"
+    elif dtype != "float32" and accelerator.kind == "cpu":
+        raise ConfigError("a CPU computes in float32", where=f"--dtype {dtype}", hint="leave it out")
+    wrapped: Any = tokenizer.tokenizer
+    ids = TokenIds(wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None))
+    values = model_config(shape, ids=ids, dtype=dtype)
+    model = build_model(values, config.seed, dtype=getattr(mx, dtype))
+    balance_experts(model, config.router_aux_loss)
+    return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, config.seed)
+
+
+def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
+    """The shape that ``config`` names, with room for the tokenizer's tokens.
+
+    Raises:
+        ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.
+    """
+    needed = vocabulary_of(tokenizer.tokenizer)
+    if config.vocabulary is not None and config.vocabulary < needed:
+        raise ConfigError(
+            f"the tokenizer has {needed} tokens, the vocabulary {config.vocabulary}",
+            where="--vocabulary",
+            hint=f"leave it out, or give at least {needed}",
+        )
+    numbers = {"vocabulary": -(-needed // _ROWS) * _ROWS, **config.numbers()}
+    shape = find_shape(config.shape, numbers)
+    if config.max_seq_length > shape.block_size:
+        raise ConfigError(
+            f"rows of {config.max_seq_length} tokens do not fit the shape's block size of {shape.block_size}",
+            where="--max-seq-length",
+            hint="give --block-size alone: the rows are then as long",
+        )
+    return shape
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What of a model's directory does not change in training.
+
+    Attributes:
+        config: content of ``config.json``.
+        tokenizer: the directory with the tokenizer.
+        mark: content of :data:`MARK`: where the model comes from.
+    """
+
+    config: Json
+    tokenizer: Path
+    mark: Json
+
+    def write(self, target: Path, weights: list[Tensor]) -> None:
+        """Make ``target`` the model with these weights, in place of what it was: whole at any instant.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with staging(target, private=True) as staged:
+            for name, content in (("config.json", self.config), (MARK, self.mark)):
+                (staged / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            for file in tokenizer_files_of(self.tokenizer):
+                shutil.copyfile(file, staged / file.name)
+            with (staged / "model.safetensors").open("wb") as stream:
+                stream.writelines(safetensors_pieces(list(portable_tensors(weights))))
+            publish(staged, target, private=True)

@@ -1,0 +1,128 @@
+"""Models without a past: built from a config.json, with first weights that follow from the seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from numpy.typing import NDArray
+
+from allhands.checkpoints import Tensor
+from allhands.errors import ModelError
+from allhands.model.shapes import FAMILIES
+
+EMBEDDING_STD = 0.02
+# By the last but one part of a parameter's name.
+_RESIDUAL = ("o_proj", "down_proj")
+_LINEAR = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "lm_head")
+# As Mixtral's files name the matrices of an expert; mlx_lm has those of all experts in one array.
+_EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_STACKED = ".switch_mlp."
+
+
+def build_model(config: Mapping[str, Any], seed: int, *, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """mlx_lm's model of a config, with first weights, evaluated.
+
+    Matrices are normal with the config's ``initializer_range``; those that write to the residual stream (``o_proj``,
+    ``down_proj``) are divided by sqrt(2 layers), so that its variance does not grow with the depth (GPT-2); embeddings
+    have :data:`EMBEDDING_STD`; norms are 1. Each array, and of experts each one, is drawn from a generator of its
+    own, whose key is made of ``seed`` and its name: the same on every rank, device and in every order.
+
+    Args:
+        config: of :func:`allhands.model.shapes.model_config`.
+        dtype: of the parameters; drawn in float32 and rounded once.
+
+    Raises:
+        ModelError: another type of model, or a config that none can be built from.
+    """
+    model = _bare_model(config)
+    flat: Any = tree_flatten(model.parameters())
+    shapes = [(name, value.shape) for name, value in flat]
+    # What mlx_lm has drawn is not evaluated yet: let go of it before it costs anything.
+    model.update(tree_unflatten([(name, mx.zeros(())) for name, _ in shapes]))
+    parameters: list[tuple[str, mx.array]] = []
+
+    def draw(item: tuple[str, tuple[int, ...]]) -> NDArray[np.float32]:
+        return _first(item[0], item[1], config, seed)
+
+    # numpy draws without Python's lock.
+    with ThreadPoolExecutor() as pool:
+        for (name, _), values in zip(shapes, pool.map(draw, shapes), strict=True):
+            parameters.append((name, mx.array(values).astype(dtype)))
+            mx.eval(parameters[-1][1])
+    model.update(tree_unflatten(parameters))
+    return model
+
+
+def _bare_model(config: Mapping[str, Any]) -> nn.Module:
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(
+            f"no model of type {family!r} is built anew", where="model_type", hint=f"{', '.join(FAMILIES)}"
+        )
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    try:
+        return module.Model(module.ModelArgs.from_dict(dict(config)))
+    except (TypeError, ValueError, KeyError) as error:
+        hint = "make it with allhands.model.shapes.model_config"
+        raise ModelError(f"no model can be built: {error}", where="config.json", hint=hint) from error
+
+
+def _first(name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: int) -> NDArray[np.float32]:
+    """The first values of one parameter."""
+    std = _std(name, config)
+    if std is None:
+        return np.ones(shape, dtype=np.float32)
+    if _STACKED not in name:
+        return _normal(seed, name, shape, std)
+    return np.stack([_normal(seed, f"{name}[{expert}]", shape[1:], std) for expert in range(shape[0])])
+
+
+def _std(name: str, config: Mapping[str, Any]) -> float | None:
+    """The standard deviation of a parameter; None if it is a norm."""
+    part = name.split(".")[-2]
+    std = float(config.get("initializer_range", EMBEDDING_STD))
+    if part.endswith("norm"):
+        return None
+    if part == "embed_tokens":
+        return EMBEDDING_STD
+    if part in _RESIDUAL:
+        return std / math.sqrt(2 * config["num_hidden_layers"])
+    assert part in _LINEAR, name
+    return std
+
+
+def _normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> NDArray[np.float32]:
+    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
+    random = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype="<u8")))
+    values = random.standard_normal(shape, dtype=np.float32)
+    values *= np.float32(std)
+    return values
+
+
+def portable_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Parameters under the names of Hugging Face's files, which mlx_lm reads, too: experts one by one.
+
+    Args:
+        tensors: by mlx_lm's names.
+    """
+    for tensor in tensors:
+        block, stacked, rest = tensor.name.partition(_STACKED)
+        if not stacked:
+            yield tensor
+            continue
+        matrix, _, kind = rest.partition(".")
+        experts, *shape = tensor.shape
+        data = memoryview(tensor.data).cast("B")
+        size = len(data) // experts
+        for expert in range(experts):
+            name = f"{block}.experts.{expert}.{_EXPERT_NAMES[matrix]}.{kind}"
+            yield Tensor(name, tensor.dtype, tuple(shape), data[expert * size : (expert + 1) * size])

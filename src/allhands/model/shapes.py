@@ -1,0 +1,337 @@
+"""Shapes of models that are trained from scratch: their numbers, checked and counted, and their config.json.
+
+A shape is named (:func:`find_shape`) or given by numbers. Nothing here needs MLX; :mod:`allhands.model.pretraining`
+builds the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from allhands.errors import ConfigError
+from allhands.formatting import format_count
+
+Family = Literal["llama", "qwen3", "mixtral"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+DTYPES = ("float32", "bfloat16", "float16")
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"}
+_INTEGERS = ("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size")
+_OTHER_NUMBERS = ("rope_theta", "norm_eps", "init_std")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a decoder-only transformer; checked when made.
+
+    Attributes:
+        family: Llama; Qwen 3 (queries and keys are normalised); or Mixtral (a router and experts for the MLP).
+        layers: blocks of attention and MLP.
+        dims: width of the residual stream.
+        mlp_dims: width inside the MLP, or inside each expert.
+        heads: of the queries.
+        kv_heads: of keys and values; each serves ``heads / kv_heads`` query heads.
+        head_dim: width of a head. ``dims / heads`` in Llama and Mixtral.
+        vocabulary: rows of the embedding.
+        block_size: the longest text in tokens that is trained on.
+        rope_theta: base of the rotary position code.
+        tied: whether the output layer is the embedding.
+        experts: of each layer; 0 but for Mixtral.
+        experts_per_token: how many of them compute a token; 0 but for Mixtral.
+        norm_eps: added to the mean square in RMS norms.
+        init_std: standard deviation of the first weights.
+
+    Raises:
+        ConfigError: a number that no model can have, or two that do not fit together.
+    """
+
+    family: Family
+    layers: int
+    dims: int
+    mlp_dims: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    block_size: int
+    rope_theta: float = 10000.0
+    tied: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError(f"no family {self.family!r}", where="family", hint=f"one of {', '.join(FAMILIES)}")
+        for name in (*_INTEGERS, "experts", "experts_per_token"):
+            _check_integer(name, getattr(self, name), 1 if name in _INTEGERS else 0)
+        for name in _OTHER_NUMBERS:
+            _check_positive(name, getattr(self, name))
+        self._check_heads()
+        self._check_experts()
+
+    def _check_heads(self) -> None:
+        if self.heads % self.kv_heads:
+            below = [number for number in range(1, self.heads + 1) if self.heads % number == 0]
+            hint = f"give kv_heads one of {', '.join(map(str, below))}"
+            message = f"{self.kv_heads} heads of keys and values cannot serve {self.heads} heads of queries alike"
+            raise ConfigError(message, where="kv_heads", hint=hint)
+        if self.head_dim % 2:
+            hint = "the position code turns pairs: choose dims and heads so that dims / heads is even, or give head_dim"
+            raise ConfigError(f"{self.head_dim} is odd", where="head_dim", hint=hint)
+        if self.family == "mixtral" and self.heads * self.head_dim != self.dims:
+            message = f"{self.heads} heads of {self.head_dim} are not the {self.dims} dims of a Mixtral"
+            raise ConfigError(message, where="head_dim", hint="leave head_dim out: it is dims / heads")
+
+    def _check_experts(self) -> None:
+        if self.family != "mixtral":
+            if self.experts or self.experts_per_token:
+                hint = "take the family mixtral, or leave experts and experts_per_token out"
+                raise ConfigError(f"a {self.family} has no experts", where="experts", hint=hint)
+        elif self.experts < 2:
+            raise ConfigError(f"{self.experts} is too few", where="experts", hint="give at least 2, usually 8")
+        elif not 1 <= self.experts_per_token <= self.experts:
+            message = f"{self.experts_per_token} of {self.experts} experts cannot compute a token"
+            raise ConfigError(message, where="experts_per_token", hint=f"give 1 to {self.experts}, usually 2")
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{value!r} is not a number of {name}", where=name, hint=f"give a whole number from {least}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{value!r} is not a positive number", where=name, hint=f"leave {name} out for the usual one")
+
+
+# --- by name or by numbers ----------------------------------------------------------------------------
+
+# llama2.c (github.com/karpathy/llama2.c): the table of its README, and mlp_dims = 2/3 of 4 dims, rounded up to a
+# multiple of 32, as its model.py has it. The output layer is the embedding.
+_STORIES: dict[str, Any] = {"family": "llama", "vocabulary": 32000, "rope_theta": 10000.0, "norm_eps": 1e-5}
+# huggingface.co/HuggingFaceTB/SmolLM2-135M and -360M: config.json.
+_SMOLLM2: dict[str, Any] = {"vocabulary": 49152, "block_size": 8192, "rope_theta": 100000.0, "norm_eps": 1e-5}
+_SMOLLM2_135M = _SMOLLM2 | {"layers": 30, "dims": 576, "mlp_dims": 1536, "heads": 9, "kv_heads": 3, "init_std": 1 / 24}
+# huggingface.co/Qwen/Qwen3-0.6B and -1.7B: config.json.
+_QWEN3: dict[str, Any] = {
+    **{"family": "qwen3", "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocabulary": 151936},
+    **{"block_size": 40960, "rope_theta": 1e6, "norm_eps": 1e-6},
+}
+NAMED: Mapping[str, Mapping[str, Any]] = {
+    "llama-15m": _STORIES | {"layers": 6, "dims": 288, "mlp_dims": 768, "heads": 6, "block_size": 256},
+    "llama-42m": _STORIES | {"layers": 8, "dims": 512, "mlp_dims": 1376, "heads": 8, "block_size": 1024},
+    "llama-110m": _STORIES | {"layers": 12, "dims": 768, "mlp_dims": 2048, "heads": 12, "block_size": 1024},
+    "smollm2-135m": _SMOLLM2_135M | {"family": "llama"},
+    "smollm2-360m": _SMOLLM2
+    | {"family": "llama", "layers": 32, "dims": 960, "mlp_dims": 2560, "heads": 15, "kv_heads": 5},
+    # huggingface.co/meta-llama/Llama-3.2-1B: config.json, but for the stretching of positions beyond 8192, which is
+    # added to a model after its pre-training.
+    "llama-1b": {
+        **{"family": "llama", "layers": 16, "dims": 2048, "mlp_dims": 8192, "heads": 32, "kv_heads": 8},
+        **{"vocabulary": 128256, "block_size": 8192, "rope_theta": 500000.0, "norm_eps": 1e-5},
+    },
+    "qwen3-0.6b": _QWEN3 | {"dims": 1024, "mlp_dims": 3072},
+    "qwen3-1.7b": _QWEN3 | {"dims": 2048, "mlp_dims": 6144},
+    # Of our own. Attention and each expert of the larger one are those of SmolLM2-135M; two of eight experts compute a
+    # token, as in Mixtral-8x7B.
+    "mixtral-tiny": {
+        **{"family": "mixtral", "layers": 4, "dims": 128, "mlp_dims": 256, "heads": 4, "kv_heads": 2},
+        **{"vocabulary": 4096, "block_size": 256, "experts": 4, "experts_per_token": 2},
+    },
+    "mixtral-8x135m": _SMOLLM2_135M | {"family": "mixtral", "experts": 8, "experts_per_token": 2},
+}
+_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "qwen3": {"rope_theta": 1e6, "norm_eps": 1e-6},
+    "mixtral": {"rope_theta": 1e6, "experts": 8, "experts_per_token": 2},
+}
+_REQUIRED = ("layers", "dims", "mlp_dims", "heads", "vocabulary", "block_size")
+
+
+def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
+    """The shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of the name's.
+
+    Where they are not given, ``kv_heads`` are ``heads`` and ``head_dim`` is ``dims / heads``; the rest has the
+    defaults of the family. A number that is None counts as not given.
+
+    Args:
+        name: "llama-15m", "qwen3-0.6b" and so on; or a family ("llama"), whose numbers are then all to be given.
+        numbers: by the names of the fields of :class:`Shape`.
+
+    Raises:
+        ConfigError: no such name or number, one is missing, or they do not fit together.
+    """
+    given = {key: value for key, value in (numbers or {}).items() if value is not None}
+    known = [field.name for field in fields(Shape) if field.name != "family"]
+    if unknown := sorted(set(given) - set(known)):
+        hint = f"the numbers of a shape are {', '.join(known)}"
+        raise ConfigError(f"a shape has no {', '.join(unknown)}", where=unknown[0], hint=hint)
+    if name not in NAMED and name not in FAMILIES:
+        raise _unknown_name(name)
+    family: str = NAMED[name]["family"] if name in NAMED else name
+    values = {"family": family, **_FAMILY_DEFAULTS[family], **NAMED.get(name, {}), **given}
+    if missing := [key for key in _REQUIRED if key not in values]:
+        hint = f"give all of {', '.join(_REQUIRED)}, or take one of {', '.join(NAMED)}"
+        raise ConfigError(f"there is no number of {', '.join(missing)}", where=missing[0], hint=hint)
+    return Shape(**_with_heads(values))
+
+
+def _unknown_name(name: str) -> ConfigError:
+    near = difflib.get_close_matches(name.lower(), [*NAMED, *FAMILIES], n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    hint = f"{meant}there are {', '.join(NAMED)}; or a family with numbers of your own: {', '.join(FAMILIES)}"
+    return ConfigError(f"no shape is called {name!r}", where="shape", hint=hint)
+
+
+def _with_heads(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with ``kv_heads`` and ``head_dim``."""
+    dims, heads = values["dims"], values["heads"]
+    _check_integer("dims", dims, 1)
+    _check_integer("heads", heads, 1)
+    if "head_dim" not in values and dims % heads:
+        near = max(dims // heads, 1) * heads
+        message = f"{dims} dims cannot be divided among {heads} heads"
+        raise ConfigError(message, where="heads", hint=f"take {near} or {near + heads} dims, or give head_dim, too")
+    return {"kv_heads": heads, "head_dim": dims // heads, **values}
+
+
+# --- counting -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a shape.
+
+    Attributes:
+        total: all of them; what is tied counts once.
+        embedding: of the embedding, and of the output layer where it is another one.
+        layer: of one layer, all experts included.
+        active: of those that a token meets: all but the experts that do not compute it.
+        multiplied: of the matrices that a token is multiplied with, the output layer included.
+    """
+
+    total: int
+    embedding: int
+    layer: int
+    active: int
+    multiplied: int
+
+
+def count(shape: Shape) -> Count:
+    """How many parameters the model of a shape has."""
+    table = shape.vocabulary * shape.dims
+    embedding = table if shape.tied else 2 * table
+    attention = 2 * shape.dims * shape.head_dim * (shape.heads + shape.kv_heads)
+    norms = 2 * shape.dims + (2 * shape.head_dim if shape.family == "qwen3" else 0)
+    mlp, router = 3 * shape.dims * shape.mlp_dims, shape.dims * shape.experts
+    layer = attention + norms + router + mlp * (shape.experts or 1)
+    matrices = attention + router + mlp * (shape.experts_per_token or 1)
+    return Count(
+        total=embedding + shape.layers * layer + shape.dims,
+        embedding=embedding,
+        layer=layer,
+        active=embedding + shape.layers * (matrices + norms) + shape.dims,
+        multiplied=shape.layers * matrices + table,
+    )
+
+
+def flops_per_token(shape: Shape, tokens: int | None = None) -> int:
+    """Floating-point operations of training on one token, forward and backward, a multiply-add being two.
+
+    By the usual convention (PaLM, arXiv:2204.02311, appendix B): 6 for each parameter of a matrix that the token is
+    multiplied with, and 12 for each place, layer and number of its query heads, as if a token looked at the whole text.
+
+    Args:
+        tokens: length of the texts; ``block_size`` if None.
+    """
+    places = shape.block_size if tokens is None else tokens
+    return 6 * count(shape).multiplied + 12 * shape.layers * shape.heads * shape.head_dim * places
+
+
+def describe(shape: Shape) -> list[str]:
+    """The shape in words, a line for each thing."""
+    number = count(shape)
+    heads = f"{shape.heads} heads of {shape.head_dim}"
+    if shape.kv_heads < shape.heads:
+        heads += f", {shape.kv_heads} of keys and values"
+    mlp = f"{shape.experts} experts of {shape.mlp_dims}, {shape.experts_per_token} a token" if shape.experts else ""
+    output = "also the output layer" if shape.tied else "and an output layer of its own"
+    lines = [
+        f"{shape.family}: {shape.layers} layers of {shape.dims}; {heads}; {mlp or f'MLP of {shape.mlp_dims}'}",
+        f"vocabulary of {shape.vocabulary}, {output}; texts of up to {shape.block_size} tokens",
+        f"{format_count(number.total)} parameters: {format_count(number.embedding)} embedding, "
+        f"{format_count(number.layer)} a layer",
+    ]
+    if number.active != number.total:
+        lines.append(f"{format_count(number.active)} of them compute a token")
+    operations = flops_per_token(shape) / 1e9
+    return [*lines, f"{operations:.3g} GFLOP to train on a token, in texts of {shape.block_size}"]
+
+
+# --- config.json --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids of the special tokens, as config.json names them; None where there is none."""
+
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+
+
+def model_config(
+    shape: Shape, vocabulary: int | None = None, ids: TokenIds | None = None, *, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The config.json of a shape, which mlx_lm and transformers both build the same model from.
+
+    Args:
+        vocabulary: of the tokenizer, in place of the shape's.
+        dtype: what the weights will be stored in; one of :data:`DTYPES`.
+
+    Raises:
+        ConfigError: a special token is outside the vocabulary, or the dtype or vocabulary cannot be.
+    """
+    shape = shape if vocabulary is None else replace(shape, vocabulary=vocabulary)
+    if dtype not in DTYPES:
+        raise ConfigError(f"no dtype {dtype!r}", where="dtype", hint=f"choose one of {', '.join(DTYPES)}")
+    tokens = asdict(ids or TokenIds())
+    for name, number in tokens.items():
+        if number is not None and not 0 <= number < shape.vocabulary:
+            message = f"token {number} ({name}) is not in a vocabulary of {shape.vocabulary}"
+            raise ConfigError(message, where="vocabulary", hint="give the number of tokens that the tokenizer has")
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[shape.family]],
+        "model_type": shape.family,
+        "hidden_size": shape.dims,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.mlp_dims,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.block_size,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.init_std,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        **{f"{name}_token_id": number for name, number in tokens.items()},
+    }
+    return config | _family_keys(shape)
+
+
+def _family_keys(shape: Shape) -> dict[str, Any]:
+    if shape.family == "mixtral":
+        experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+        return experts | {"sliding_window": None, "output_router_logits": False}
+    bias: dict[str, Any] = {"attention_bias": False}
+    return bias | ({"mlp_bias": False} if shape.family == "llama" else {"use_sliding_window": False})

@@ -1,0 +1,213 @@
+"""Optimizers: MLX's, with float32 copies of half-precision weights and weight decay of matrices alone where asked for.
+
+The update of an array depends on that array alone (its shape included), so that arrays may be laid end to end:
+see :class:`allhands.model.fused.leaves.Leaves`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_map
+
+from allhands.model.fused import kernels
+from allhands.trees import flatten
+
+MASTER = "master"  # the name of a float32 copy in an array's state
+
+
+class Optimizer(optim.Optimizer):
+    """What every optimizer here has.
+
+    Attributes:
+        masters: whether each weight has a float32 copy, which is updated and rounded to the weight: in half precision
+            an update smaller than a 256th of a weight would be lost. To be set before the first update.
+        matrices_only: whether weight decay leaves out what has one dimension: norms and biases.
+    """
+
+    masters = False
+    matrices_only = False
+
+    def decays(self, weight: mx.array) -> bool:
+        """Whether weight decay is for ``weight``."""
+        return weight.ndim > 1 or not self.matrices_only
+
+
+class _Exact(Optimizer):
+    """Before a class of MLX's: computes with the copies where there are any, and decays what should be."""
+
+    weight_decay: float = 0.0
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        if self.masters:
+            state[MASTER] = parameter = parameter.astype(mx.float32)
+        super().init_single(parameter, state)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        if MASTER not in state:
+            return self._decayed(gradient, parameter, state)
+        state[MASTER] = self._decayed(gradient.astype(mx.float32), state[MASTER], state)
+        return state[MASTER].astype(parameter.dtype)
+
+    def _decayed(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        if self.decays(parameter):
+            return super().apply_single(gradient, parameter, state)
+        kept, self.weight_decay = self.weight_decay, 0.0
+        try:
+            return super().apply_single(gradient, parameter, state)
+        finally:
+            self.weight_decay = kept
+
+
+class KernelAdam(_Exact, optim.Adam):
+    """Adam whose update of an array is one kernel on an NVIDIA GPU, computed in float32 whatever the array's type."""
+
+    _decay = 0.0
+
+    def apply_where(self, finite: mx.array, factor: mx.array, gradients: Any, weights: Any) -> Any:
+        """The weights after the update by ``factor`` times ``gradients``, or as they are if not ``finite``.
+
+        The optimizer's state follows. Where the kernel does not fit, MLX's own operations compute the same.
+        """
+        before = tree_map(lambda x: x, self.state)
+        for name, schedule in self._schedulers.items():
+            self.state[name] = schedule(self.step)
+        self.state["step"] = self.step + 1
+        rate = self.learning_rate.astype(mx.float32)
+        # Of what is not decayed, and of what is.
+        shrunk = [mx.array(1.0), 1.0 - rate * self._decay]
+        (b1, b2), step = self.betas, self.step.astype(mx.float32)
+        root = mx.array(1.0)
+        if self.bias_correction:
+            rate, root = rate / (1.0 - b1**step), mx.rsqrt(1.0 - b2**step)
+        sides = [
+            mx.stack(
+                [
+                    mx.array(value).astype(mx.float32)
+                    for value in (factor, finite, rate, b1, b2, self.eps, side, root, 1 - b1, 1 - b2)
+                ]
+            )
+            for side in shrunk
+        ]
+
+        def update(gradient: mx.array, weight: mx.array, state: Any) -> mx.array:
+            types = {gradient.dtype, weight.dtype, state["m"].dtype}
+            scalars = sides[self.decays(weight)]
+            if len(types) == 1 and weight.size % kernels.width(weight.dtype) == 0:
+                new, state["m"], state["v"] = kernels.adam(gradient, weight, (state["m"], state["v"]), scalars)
+                return new
+            scaled = gradient.astype(mx.float32) * factor
+            if MASTER not in state:
+                scaled = scaled.astype(gradient.dtype)
+            old = dict(state)
+            new = self.apply_single(scaled, weight, state)
+            for name in old:
+                state[name] = mx.where(finite, state[name], old[name])
+            return mx.where(finite, new, weight)
+
+        new = tree_map(update, gradients, weights, self.state)
+        for name in ("step", *self._schedulers):
+            self.state[name] = mx.where(finite, self.state[name], before[name])
+        return new
+
+
+class KernelAdamW(KernelAdam, optim.AdamW):
+    """:class:`KernelAdam` with decoupled weight decay."""
+
+    @property
+    def _decay(self) -> float:
+        return self.weight_decay
+
+
+class SGD(_Exact, optim.SGD):
+    """MLX's."""
+
+
+class Adafactor(_Exact, optim.Adafactor):
+    """MLX's."""
+
+
+class Muon(_Exact, optim.Muon):
+    """MLX's."""
+
+
+class HiddenMuon(_Exact):
+    """Muon for the matrices of a model's blocks, AdamW for everything else: embeddings, head, norms, biases.
+
+    Muon gives a matrix an update whose singular values are all about one, which is of no use to a table of embeddings.
+    Its updates are as large as AdamW's are (0.2 root mean square, arXiv 2502.16982), so that one learning rate and one
+    weight decay are for both.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        """Take the learning rate or its schedule; ``betas`` and ``eps`` are AdamW's, ``ns_steps`` those of Muon."""
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.ns_steps = ns_steps
+        self.betas = betas
+        self.eps = eps
+
+    def init(self, parameters: Any) -> None:
+        super().init(parameters)
+        for name, parameter in flatten(parameters):
+            state: Any = self.state
+            for part in name.split("."):
+                state = state[int(part)] if isinstance(state, list) else state[part]
+            if not _hidden(name, parameter) and "m" not in state:
+                state["m"] = mx.zeros_like(state["v"])
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        if self.masters:
+            state[MASTER] = parameter = parameter.astype(mx.float32)
+        state["v"] = mx.zeros_like(parameter)
+
+    def _decayed(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        rate = self.learning_rate.astype(gradient.dtype)
+        update = self._adam(gradient, state) if "m" in state else self._muon(gradient, state)
+        decay = self.weight_decay if self.decays(parameter) else 0.0
+        return parameter * (1 - rate * decay) - rate * update
+
+    def _adam(self, gradient: mx.array, state: dict[str, Any]) -> mx.array:
+        (b1, b2), step = self.betas, self.step.astype(mx.float32)
+        state["m"] = b1 * state["m"] + (1 - b1) * gradient
+        state["v"] = b2 * state["v"] + (1 - b2) * mx.square(gradient)
+        first = state["m"] / (1 - b1**step).astype(gradient.dtype)
+        second = state["v"] / (1 - b2**step).astype(gradient.dtype)
+        return first / (mx.sqrt(second) + self.eps)
+
+    def _muon(self, gradient: mx.array, state: dict[str, Any]) -> mx.array:
+        state["v"] = self.momentum * state["v"] + (1 - self.momentum) * gradient
+        ahead = (1 - self.momentum) * gradient + self.momentum * state["v"]
+        return 0.2 * max(gradient.shape[-2:]) ** 0.5 * orthogonalised(ahead, self.ns_steps)
+
+
+def _hidden(name: str, parameter: mx.array) -> bool:
+    return parameter.ndim > 1 and ".layers." in f".{name}"
+
+
+def orthogonalised(matrices: mx.array, steps: int = 5) -> mx.array:
+    """(..., M, N) with singular values brought near one by Newton and Schulz's iteration, each matrix by itself.
+
+    Coefficients of Keller Jordan's Muon (kellerjordan.github.io/posts/muon), whose result has singular values between
+    0.7 and 1.2.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.swapaxes(-1, -2) if tall else matrices
+    x = x / (mx.sqrt(mx.square(x).sum(axis=(-2, -1), keepdims=True)) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.swapaxes(-1, -2)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.swapaxes(-1, -2) if tall else x
