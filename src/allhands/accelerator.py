@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
@@ -14,6 +12,7 @@ import psutil
 
 from allhands.blas import available_cores, preload_blas
 from allhands.data.loader import Sizing
+from allhands.monitor.process import peak_rss_bytes
 
 # Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the cache
 # lets go stays in the process for any size: allhands.blas tells malloc to keep freed pages.
@@ -77,10 +76,4 @@ def peak_memory_bytes(accelerator: Accelerator) -> int:
     """Peak so far: of the whole process on a CPU, of MLX's device memory on a GPU."""
     if accelerator.kind != "cpu":
         return int(mx.get_peak_memory())
-    if sys.platform == "linux":
-        # Not ru_maxrss, into which Linux counts the process that started this one.
-        status = Path("/proc/self/status").read_text()
-        return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak_rss_bytes()

@@ -36,6 +36,7 @@ LAYERS: dict[str, int] = {
     "allhands.arrays": 2,
     "allhands.data": 1,
     "allhands.metrics": 1,
+    "allhands.monitor": 1,
     "allhands.pictures": 1,
     "allhands.plots": 1,
     "allhands.histograms": 1,

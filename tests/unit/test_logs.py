@@ -10,7 +10,16 @@ import pytest
 from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.errors import StorageError
 
-OURS = ("rank-0.log", "rank-11.log", "mpirun.log", "rank-1.attempt-2.log", "mpirun.attempt-1.log", "error-rank-0.json")
+OURS = (
+    "monitor-orchestrator.jsonl",
+    "monitor-rank-11.jsonl",
+    "rank-0.log",
+    "rank-11.log",
+    "mpirun.log",
+    "rank-1.attempt-2.log",
+    "mpirun.attempt-1.log",
+    "error-rank-0.json",
+)
 
 
 def write(directory: Path, text: str) -> None:

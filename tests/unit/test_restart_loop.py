@@ -236,6 +236,7 @@ def test_logs_of_earlier_attempts_are_kept(stage: Callable[..., Stage]) -> None:
     assert job.run(max_restarts=2) == 0
     names = ("rank-1.attempt-1.log", "rank-1.attempt-2.log", "rank-1.log")
     there = {path.name: path.read_text() for path in logs.iterdir() if path.is_file()}
+    assert '"role": "orchestrator"' in there.pop("monitor-orchestrator.jsonl")
     assert there == {name: f"of {i + 1}" for i, name in enumerate(names)}
     before = {path.name: path.read_text() for path in (logs / "earlier-1").iterdir()}
     assert before == dict.fromkeys(("rank-7.log", "rank-7.attempt-1.log"), "of an earlier job")

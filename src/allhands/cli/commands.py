@@ -63,7 +63,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     attach("train", _TRAIN_HELP, _add_train)
     attach("pretrain", _PRETRAIN_HELP, _add_pretrain)
     attach("launch", _LAUNCH, _add_launch)
-    for function in (generate, compare, plot, demo):
+    for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
     attach("container", _CONTAINER, _add_container)
     attach("env", _ENV, _add_env)
@@ -235,10 +235,30 @@ def plot(
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png"),
     title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None,
 ) -> None:
-    """Draw the loss curves of runs on one graph; print their times."""
+    """Draw the loss curves of runs on one graph; print their times.
+
+    Of a single run the memory of its processes is drawn, too, beside it.
+    """
     from allhands.cli.plot import run_plot
 
     run_plot(runs, out, title)
+
+
+def monitor(
+    run: Annotated[Path, typer.Argument(help="Directory of a run that goes on, or has ended.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every sample as a line of JSON instead.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 2.0,
+    hosts: Annotated[str | None, typer.Option("--hosts", help="Look there too, over ssh: a,b.")] = None,
+    hostfile: Annotated[str | None, typer.Option("--hostfile", help="The same, of the computers of a file.")] = None,
+) -> None:
+    """Show memory, load and phases of a run's processes, live.
+
+    Ends when the run does; of one that has ended the last values and the highest are shown.
+    """
+    from allhands.cli.monitor import MonitorOptions, run_monitor
+
+    run_monitor(MonitorOptions(run, once, as_json, every, hosts, hostfile))
 
 
 def model_get(

@@ -18,7 +18,7 @@ from allhands.files import make_directory, make_unused, storage_error, sync
 
 _MODEL = ("adapters.safetensors", "adapter_config.json")
 # Of the run directory, beside its checkpoints.
-_RECORDS = (RUN_NAME, "metrics.jsonl", "loss.png", EVENTS_FILE)
+_RECORDS = (RUN_NAME, "metrics.jsonl", "loss.png", "memory.png", EVENTS_FILE)
 _LOGS = "logs"
 # SageMaker shows the first 1024 characters of the file, Kubernetes 4096 bytes.
 _REASON_BYTES = 1000

@@ -30,9 +30,11 @@ from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, storage_error
+from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05
+_SAMPLES_S = 1.0
 _HELLO_S = 30.0
 _STUCK_S = 40  # after which the kernel ends this process: one that hangs in a dead file system protects nobody
 _FLUSH_S = 2.0
@@ -54,6 +56,9 @@ class Agent:
         self._told: dict[int, Marks] = {}
         self._exited: set[int] = set()
         self._outputs: list[threading.Thread] = []
+        self._sampler = ProcessSampler(_identity(hello))
+        self._samples: Follower | None = None
+        self._told_samples = float("-inf")
 
     def prepare(self) -> None:
         """Take ports, look for a checkpoint, and say so.
@@ -76,6 +81,7 @@ class Agent:
         make_directory(spec.log_dir, private=True)
         for rank in self._own():
             set_aside(spec.log_dir, rank)
+        self._observe(spec.log_dir)
         if spec.backend != "ring" or sys.platform != "linux":
             self._release_ports()
         output = self._output() if self._first == 0 and not spec.tag_output else None
@@ -85,11 +91,32 @@ class Agent:
             for descriptor in output:
                 os.close(descriptor)
 
+    def _observe(self, log_dir: Path) -> None:
+        """Sample this process, and from now on tell the samples of all processes here to a supervisor elsewhere."""
+        files = [monitor_file(log_dir, "agent", self._hello["name"])]
+        files += [monitor_file(log_dir, "rank", rank) for rank in self._own()]
+        for file in files if self._hello["env"].get("ALLHANDS_ATTEMPT") == "1" else ():
+            with contextlib.suppress(OSError):  # mostly there is none
+                file.replace(file.with_name(f"{file.name}.previous"))
+        if self._hello.get("relay"):
+            self._samples = Follower(log_dir, [file.name for file in files])
+            self._samples.lines()  # of earlier attempts
+        self._sampler.write_to(files[0])
+        self._sampler.__enter__()
+
+    def _tell_samples(self) -> None:
+        if self._samples is not None:
+            self._told_samples = time.monotonic()
+            for line in self._samples.lines():
+                self._link.send("sample", line=line)
+
     def tell_changes(self) -> None:
         """Tell the supervisor what is new since the last call."""
         if self._ranks is None:
             return
         now = time.monotonic()
+        if now > self._told_samples + _SAMPLES_S:
+            self._tell_samples()
         for rank in self._own():
             marks = self._ranks.marks(rank)
             if marks != self._told.get(rank, Marks()):
@@ -122,6 +149,8 @@ class Agent:
         if self._ranks is not None:
             self._ranks.kill()
             self.tell_changes()
+        self._sampler.close()
+        self._tell_samples()
         self._release_ports()
         for thread in self._outputs:
             thread.join(_FLUSH_S)
@@ -201,6 +230,11 @@ class Agent:
             "log_tail": self._ranks.log_tail(rank),
             "out_of_memory": self._ranks.out_of_memory(rank),
         }
+
+
+def _identity(hello: Frame) -> Identity:
+    env: Mapping[str, str] = hello.get("env", {})
+    return Identity("agent", run=env.get("ALLHANDS_RUN_ID", ""), attempt=int(env.get("ALLHANDS_ATTEMPT", "1")))
 
 
 def enter_directory(path: str, below_home: str | None) -> None:

@@ -13,6 +13,7 @@ _KEPT = 3
 _KEPT_JOBS = 5
 _CURRENT = re.compile(r"(rank-\d+|mpirun)\.log")
 _EARLIER = re.compile(r"(?:rank-\d+|mpirun)\.attempt-(\d+)\.log")
+_MONITOR = re.compile(r"monitor-[A-Za-z0-9._-]+\.jsonl")  # of all attempts of a job
 _EARLIER_JOB = re.compile(r"earlier-(\d+)")
 
 
@@ -63,7 +64,7 @@ def _files(log_dir: Path) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    known = _CURRENT.fullmatch(path.name) or _EARLIER.fullmatch(path.name) or _is_error(path)
+    known = any(one.fullmatch(path.name) for one in (_CURRENT, _EARLIER, _MONITOR)) or _is_error(path)
     return bool(known) and (path.is_symlink() or not path.is_dir())
 
 

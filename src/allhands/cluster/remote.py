@@ -24,7 +24,8 @@ from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
 from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.files import make_directory
+from allhands.files import make_directory, private_opener
+from allhands.monitor.samples import decode_sample, relayed_file
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0
@@ -232,10 +233,20 @@ class RemoteRanks:
             self._output.write(1, tagged(rank, frame["data"].encode("latin-1"), self.host(rank)))
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
+        elif frame["kind"] == "sample":
+            self._keep_sample(self.host(own.start), str(frame["line"]))
         elif frame.get("rank") in own:
             with self._lock:
                 self._take(frame, frame["rank"], time.monotonic())
                 self._lock.notify_all()
+
+    def _keep_sample(self, host: str, line: str) -> None:
+        """Keep what a process on another computer has seen of itself, as those here do."""
+        if decode_sample(line) is None:
+            return
+        file = relayed_file(self._spec.log_dir, host)
+        with suppress(OSError), open(file, "a", encoding="utf-8", opener=private_opener) as stream:
+            stream.write(f"{line}\n")
 
     def _take(self, frame: Frame, rank: int, now: float) -> None:
         if frame["kind"] == "marks":
@@ -362,6 +373,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "stop_grace_s": spec.stop_grace_s,
         "weights": spec.weights,
         "tag_output": spec.tag_output,
+        "relay": not _is_here(host),
         "rdma": [place.host.rdma if place.host else () for place in spec.places] if spec.backend == "jaccl" else None,
         "address": address,
     }

@@ -29,6 +29,7 @@ from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
 from allhands.files import make_directory
+from allhands.monitor import Identity, ProcessSampler, monitor_file
 
 __all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
 
@@ -176,6 +177,11 @@ class _Job:
     def run(self) -> int:
         """Attempt after attempt, to the end."""
         clear_logs(self.spec.log_dir)
+        with ProcessSampler(Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])) as sampler:
+            sampler.write_to(monitor_file(self.spec.log_dir, "orchestrator"))
+            return self._run()
+
+    def _run(self) -> int:
         restart: Restart | None = None
         try:
             while True:

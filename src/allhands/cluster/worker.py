@@ -8,6 +8,7 @@ collective again: a slow end keeps the other ranks waiting, and an ordinary end 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import faulthandler
 import io
@@ -37,6 +38,7 @@ from allhands.cluster.runfiles import BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import private_opener, storage_error
 from allhands.kernels import publish
+from allhands.monitor import Identity, ProcessSampler, monitor_file
 
 _POLL_S = 0.5
 _KEEP_KERNELS_S = 10.0
@@ -80,6 +82,16 @@ class WorkerContext:
         self._beats = 0
         self._regroup = False
         self._looked = float("-inf")
+        self._sampler: ProcessSampler | None = None
+
+    def observe(self) -> None:
+        """Sample this process's memory and phases from now on, beside its log; where it has none, do nothing."""
+        if self._log_dir is None or self._sampler is not None:
+            return
+        self._sampler = ProcessSampler(Identity("rank", self.launch.rank, self.run_id, self.attempt))
+        self._sampler.write_to(monitor_file(self._log_dir, "rank", self.launch.rank))
+        self._sampler.__enter__()
+        atexit.register(self._sampler.close)
 
     def mark_ready(self) -> None:
         """Tell the supervisor that this rank only waits for the others now."""
@@ -99,6 +111,8 @@ class WorkerContext:
         Args:
             waited_s: how long what it waits for from now on has been on its way already.
         """
+        if self._sampler is not None:
+            self._sampler.beat(phase, step)
         if self._run_dir is None:
             return
         self._beats += 1
@@ -338,8 +352,13 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
 
 @cache
 def contact() -> WorkerContext:
-    """This process's contact with its supervisor, made by :func:`install` at the first call, in the main thread."""
-    return install(recognise_here(), os.environ)
+    """This process's contact with its supervisor, made by :func:`install` at the first call, in the main thread.
+
+    From then on its memory is sampled.
+    """
+    context = install(recognise_here(), os.environ)
+    context.observe()
+    return context
 
 
 def _keep_kernels() -> NoReturn:

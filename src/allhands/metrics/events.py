@@ -49,7 +49,8 @@ class TrainReport:
     ``loss`` is the mean over the tokens trained since the last report, ``tokens_per_s`` counts all
     tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s`` counts
     from the latest start of the run (:func:`read_metrics` adds the time before a restart), and
-    ``peak_memory_bytes`` has one entry a rank.
+    ``peak_memory_bytes`` has one entry a rank: the peak of the process on a CPU, of MLX's memory on a GPU;
+    ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere.
     """
 
     step: int
@@ -65,7 +66,9 @@ class TrainReport:
     elapsed_s: float
     peak_memory_bytes: tuple[int, ...]
     epoch: float
-    compute_s: float = 0.0  # earlier versions did not write it
+    compute_s: float = 0.0  # earlier versions did not write it, nor what follows
+    peak_rss_bytes: tuple[int, ...] = ()
+    peak_mlx_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

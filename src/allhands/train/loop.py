@@ -23,6 +23,7 @@ from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, 
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
+from allhands.monitor.process import peak_rss_bytes
 from allhands.train.callbacks import Callback
 from allhands.train.saving import CopyError, SaveKind
 from allhands.train.state import LoopState, Window
@@ -256,6 +257,7 @@ def _limit_cache(threshold: int) -> None:
 def _report(parts: LoopParts, state: LoopState, started: float) -> None:
     window, state.window = state.window, Window()
     parts.beat("reduce", state.iteration)
+    peaks = _peaks_per_rank(parts)
     report = TrainReport(
         step=state.iteration,
         loss=window.loss_sum / max(window.num_targets, 1),
@@ -269,18 +271,22 @@ def _report(parts: LoopParts, state: LoopState, started: float) -> None:
         comm_s=window.comm_s / window.steps,
         compute_s=window.compute_s / window.steps,
         elapsed_s=time.perf_counter() - started,
-        peak_memory_bytes=_peak_per_rank(parts),
+        peak_memory_bytes=peaks[0],
         epoch=state.iteration / parts.order.batches_per_epoch,
+        peak_rss_bytes=peaks[1],
+        peak_mlx_bytes=peaks[2],
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):
         callback.on_train_report(report)
 
 
-def _peak_per_rank(parts: LoopParts) -> tuple[int, ...]:
+def _peaks_per_rank(parts: LoopParts) -> list[tuple[int, ...]]:
+    """Of every rank: what counts as its peak here, its resident memory's, and that of MLX's arrays, in bytes."""
     # In MiB, because float32 (which every back-end can gather) is exact only to 2**24.
-    mine = mx.array([peak_memory_bytes(parts.accelerator) / 2**20], dtype=mx.float32)
-    return tuple(int(value * 2**20) for value in numbers(parts.communicator.all_gather(mine)))
+    mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), mx.get_peak_memory()]
+    found = numbers(parts.communicator.all_gather(mx.array([peak / 2**20 for peak in mine], dtype=mx.float32)))
+    return [tuple(int(value * 2**20) for value in found[kind :: len(mine)]) for kind in range(len(mine))]
 
 
 def _on_main(parts: LoopParts) -> Sequence[Callback]:

@@ -40,6 +40,8 @@ from allhands.metrics import (
 )
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.fresh import ModelFiles
+from allhands.monitor import Identity, ProcessSampler, monitor_file, read_samples
+from allhands.monitor.samples import LOGS
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
@@ -47,7 +49,7 @@ from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
-from allhands.train.rundir import PLOT_FILE, make_room, share_history
+from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.train.samples import Sampler
 from allhands.train.saving import SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
@@ -87,11 +89,32 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
-    with ExitStack() as stack:
+    with ExitStack() as stack, _observer(surroundings) as observer:
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
+        surroundings = _observed(surroundings, observer)
         ready = prepare(config, surroundings, directory, start)
+        observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         return _Run(ready.config, surroundings, callbacks, directory, ready).execute()
+
+
+def _observer(surroundings: Surroundings) -> ProcessSampler:
+    """What looks at this process's memory, from before anything is loaded."""
+    return ProcessSampler(Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt))
+
+
+def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
+    """The same, with every beat told to ``observer`` too."""
+
+    def beat(phase: str, step: int) -> None:
+        observer.beat(phase, step)
+        surroundings.beat(phase, step)
+
+    def waits(step: int, seconds: float) -> None:
+        observer.beat("load", step)
+        surroundings.waits(step, seconds)
+
+    return replace(surroundings, beat=beat, waits=waits)
 
 
 @dataclass(frozen=True)
@@ -140,8 +163,11 @@ class _Run:
     def _plot(self) -> Path | None:
         if not self.ready.keeps_files:
             return None
+        from allhands.monitor.picture import plot_memory
         from allhands.plots import plot_losses  # matplotlib, in memory only now
 
+        with suppress(AllhandsError):  # nothing was sampled, or not for long enough
+            plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)
         return plot_losses([read_metrics(self.directory)], self.directory / PLOT_FILE, private=True)
 
     def _train(self, sink: Sink) -> RunEnded:

@@ -26,7 +26,8 @@ from allhands.trees import numbers
 
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
 PLOT_FILE = "loss.png"
-_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MODEL)
+MEMORY_FILE = "memory.png"
+_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MEMORY_FILE, MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 

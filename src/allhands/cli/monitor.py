@@ -1,0 +1,287 @@
+"""``allhands monitor``: the processes of a run, live or afterwards, here and over ssh."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from allhands.errors import AllhandsError, DataError
+from allhands.formatting import format_bytes, format_duration, format_rate, format_size
+from allhands.metrics import RunHistory, read_metrics
+from allhands.monitor import Board, Follower, Row, Sample, encode_sample
+from allhands.monitor.samples import in_order
+
+if TYPE_CHECKING:
+    from allhands.cluster.hosts import Host
+    from allhands.cluster.monitoring import RemoteSamples
+
+_NONE = "-"
+_WIDE = 200
+_PATIENCE_S = 20.0  # for computers to answer
+_LOOK_S = 0.1
+# In the order in which they go where the terminal is narrow.
+_DISPENSABLE = (
+    *("pid", "received\n/s", "MLX\ncache", "peak\nPSS", "sent\n/s", "RSS", "MLX\nactive", "CPU"),
+    *("GPU\nload", "esti-\nmated", "peak\nRSS", "GPU\nmemory"),
+)
+
+
+@dataclass(frozen=True)
+class MonitorOptions:
+    """What is to be shown, and how."""
+
+    run: Path
+    once: bool = False
+    as_json: bool = False
+    every_s: float = 2.0
+    hosts: str | None = None
+    hostfile: str | None = None
+
+
+def run_monitor(options: MonitorOptions) -> None:
+    """Show the run until it ends.
+
+    Raises:
+        DataError: there is no such run, or nothing is known of its processes.
+        ConfigError: hosts are not understood.
+    """
+    with _sources(options) as (new, remote):
+        samples = _first(options, new, remote)
+        board = Board(samples)
+        latest = [sample for sample in samples if sample.run == board.run]
+        if options.as_json:
+            _print_json(options, latest, board, new)
+        elif options.once or board.over(time.time(), _gone(board)):
+            console = _console()
+            console.print(view(board, time.time(), _gone(board), _history(options.run), console.width))
+        else:
+            _live(options, board, new)
+
+
+Read = Callable[[], list[Sample]]
+
+
+@contextmanager
+def _sources(options: MonitorOptions) -> Generator[tuple[Read, RemoteSamples], None, None]:
+    """What returns the samples that are new, in order, and the other computers among those that tell them."""
+    from allhands.cluster.monitoring import RemoteSamples
+
+    follower = Follower(options.run)
+    with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
+        yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
+
+
+def _hosts(options: MonitorOptions) -> Sequence[Host]:
+    from allhands.cli.netbench import chosen_hosts
+
+    return chosen_hosts(options.hostfile, options.hosts, None) if options.hostfile or options.hosts else ()
+
+
+def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sample]:
+    """What is known at first, once every computer has answered, or had time to."""
+    if not options.hosts and not options.hostfile and not options.run.is_dir():
+        raise DataError("there is no such directory", where=str(options.run), hint="give the directory of a run")
+    samples = new()
+    deadline = time.monotonic() + _PATIENCE_S
+    while remote.pending() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        samples = in_order([*samples, *new()])
+    samples = in_order([*samples, *new()])
+    if not samples:
+        reasons = "".join(f"; {reason}" for reason in remote.complaints())
+        raise DataError(
+            f"no process of a run has left samples of its memory here{reasons}",
+            where=str(options.run),
+            hint="give the directory of a run (its --adapter-path, or --log-dir of allhands launch); a run that has "
+            "just been started has some in a few seconds",
+        )
+    for reason in remote.complaints():
+        print(f"allhands: warning: not asked: {reason}", file=sys.stderr)
+    return samples
+
+
+def _print_json(options: MonitorOptions, samples: Sequence[Sample], board: Board, new: Read) -> None:
+    while True:
+        for sample in samples:
+            print(encode_sample(sample))
+        sys.stdout.flush()
+        if options.once or board.over(time.time(), _gone(board)):
+            return
+        time.sleep(options.every_s)
+        samples = new()
+        for sample in samples:
+            board.add(sample)
+
+
+def _live(options: MonitorOptions, board: Board, new: Read) -> None:
+    console = _console()
+
+    def show() -> Group:
+        return view(board, time.time(), _gone(board), _history(options.run), console.width)
+
+    with Live(show(), console=console, auto_refresh=False, transient=False) as live:
+        while not board.over(time.time(), _gone(board)):
+            time.sleep(options.every_s)
+            for sample in new():
+                board.add(sample)
+            live.update(show(), refresh=True)
+
+
+def _console() -> Console:
+    """Nothing has to be left out where no terminal limits the width."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+
+
+def _gone(board: Board) -> set[tuple[str, int]]:
+    """Processes of this computer that are no more, though they have not said so."""
+    here = socket.gethostname()
+    return {
+        (here, row.last.pid) for row in board.rows() if row.last.host == here and not psutil.pid_exists(row.last.pid)
+    }
+
+
+def _history(run: Path) -> RunHistory | None:
+    try:
+        return read_metrics(run)
+    except AllhandsError:
+        return None
+
+
+# --- what is shown ----------------------------------------------------------------------------------------
+
+
+def view(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None, width: int = 200) -> Group:
+    """A heading, a row a process, and what they have together."""
+    table = table_of(board, now, gone, width)
+    return Group(Text(_heading(board, now, gone, history)), table, Text(_together(board, now)))
+
+
+def _heading(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None) -> str:
+    rows = board.rows()
+    age = format_duration(max(0.0, now - max(row.last.time for row in rows)))
+    words = [f"ended {age} ago" if board.over(now, gone) else f"running, seen {age} ago"]
+    steps = [row.last.step for row in rows if row.last.step is not None]
+    if history is not None:
+        words.insert(0, history.name)
+    total = f" of {history.started.total_steps}" if history is not None and history.started is not None else ""
+    if steps:
+        words.append(f"step {max(steps)}{total}")
+    if history is not None and history.train:
+        words.append(f"{format_rate(history.train[-1].tokens_per_s)} tokens/s over all ranks")
+    return ", ".join(words)
+
+
+def table_of(board: Board, now: float, gone: set[tuple[str, int]], width: int = 200) -> Table:
+    """One row a process; columns of which nothing is known, or for which there is no room, are left out."""
+    rows = board.rows()
+    columns = _fitting(_columns(rows, now, gone), width)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("process", "host", "doing") else "right", no_wrap=True)
+    for place, row in enumerate(rows):
+        dim = row.state(now, gone) != "lives"
+        table.add_row(*(cells[place] for cells in columns.values()), style="dim" if dim else None)
+    return table
+
+
+def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+    """Without those that matter least, as many as have to go."""
+
+    def needed() -> int:
+        texts = [[*name.split("\n"), *cells] for name, cells in columns.items()]
+        return sum(max(map(len, words)) + 2 for words in texts)
+
+    for name in _DISPENSABLE:
+        if needed() > width:
+            columns.pop(name, None)
+    return columns
+
+
+def _columns(rows: Sequence[Row], now: float, gone: set[tuple[str, int]]) -> dict[str, list[str]]:
+    kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
+    lives = [row.state(now, gone) == "lives" for row in rows]
+    rates = [_net(row) if live else (_NONE, _NONE) for row, live in zip(rows, lives, strict=True)]
+    columns: dict[str, list[str]] = {"process": [row.last.name for row in rows]}
+    if len({row.last.host for row in rows}) > 1:
+        columns["host"] = [row.last.host for row in rows]
+    columns["pid"] = [str(row.last.pid) for row in rows]
+    columns["doing"] = [_doing(row, now, gone) for row in rows]
+    columns["RSS"] = [format_bytes(row.last.rss_bytes) for row in rows]
+    columns["peak\nRSS"] = [format_bytes(row.peak_rss_bytes) for row in rows]
+    columns[kind] = [format_bytes(row.last.pss_bytes) for row in rows]
+    columns[f"peak\n{kind}"] = [format_bytes(row.peak_pss_bytes) for row in rows]
+    columns |= _estimates(rows) | _of_mlx(rows) | _of_gpus(rows)
+    columns["CPU"] = [f"{row.last.cpu_cores:.0%}" if live else _NONE for row, live in zip(rows, lives, strict=True)]
+    columns["sent\n/s"] = [sent for sent, _ in rates]
+    columns["received\n/s"] = [received for _, received in rates]
+    return columns
+
+
+def _doing(row: Row, now: float, gone: set[tuple[str, int]]) -> str:
+    state = row.state(now, gone)
+    if state != "lives":
+        return state
+    busiest = row.busiest_phase()
+    if busiest is None:
+        return row.last.phase or "watches"
+    return f"{busiest[0]} {busiest[1]:.0%}"
+
+
+def _estimates(rows: Sequence[Row]) -> dict[str, list[str]]:
+    estimates = [row.last.estimated_bytes for row in rows]
+    return {"esti-\nmated": [_bytes(one) for one in estimates]} if any(estimates) else {}
+
+
+def _of_mlx(rows: Sequence[Row]) -> dict[str, list[str]]:
+    if all(row.last.mlx_active_bytes is None for row in rows):
+        return {}
+    return {
+        "MLX\nactive": [_bytes(row.last.mlx_active_bytes) for row in rows],
+        "MLX\ncache": [_bytes(row.last.mlx_cache_bytes) for row in rows],
+        "MLX\npeak": [_bytes(row.peak_mlx_bytes or None) for row in rows],
+    }
+
+
+def _of_gpus(rows: Sequence[Row]) -> dict[str, list[str]]:
+    if all(row.last.gpu_used_bytes is None for row in rows):
+        return {}
+    loads = [row.last.gpu_load for row in rows]
+    return {
+        "GPU\nmemory": [_bytes(row.last.gpu_used_bytes) for row in rows],
+        "GPU\nload": [_NONE if load is None else f"{load:.0%}" for load in loads],
+    }
+
+
+def _net(row: Row) -> tuple[str, str]:
+    rates = row.net_per_s()
+    return (_NONE, _NONE) if rates is None else (format_size(rates[0]), format_size(rates[1]))
+
+
+def _bytes(number: int | None) -> str:
+    return _NONE if number is None else format_bytes(number)
+
+
+def _together(board: Board, now: float) -> str:
+    rows = board.rows()
+    kind = (
+        "" if all(row.last.pss_kind == "pss" for row in rows) else " (not all are PSS: what is shared may be missing)"
+    )
+    live = board.together_bytes(now)
+    text = f"{format_bytes(live)} now, " if live else ""
+    return (
+        f"together, pages that are shared counted once: {text}{format_bytes(board.peak_together_bytes)} at most{kind}"
+    )

@@ -1,0 +1,21 @@
+"""Memory, load and phases of every process of a run: sampled, kept beside its logs, read back, drawn.
+
+Nothing here imports MLX; what MLX knows of its memory is asked for where it is loaded already.
+"""
+
+from allhands.monitor.board import Board, Row
+from allhands.monitor.sampler import Identity, ProcessSampler
+from allhands.monitor.samples import Follower, Sample, decode_sample, encode_sample, monitor_file, read_samples
+
+__all__ = [
+    "Board",
+    "Follower",
+    "Identity",
+    "ProcessSampler",
+    "Row",
+    "Sample",
+    "decode_sample",
+    "encode_sample",
+    "monitor_file",
+    "read_samples",
+]

@@ -1,0 +1,67 @@
+"""Memory and load of one NVIDIA GPU, from the driver's own library: microseconds, where nvidia-smi takes a process.
+
+The calls and structures are those of NVML's first version, which later ones keep (developer.nvidia.com, "NVML API
+Reference Guide").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+_LIBRARY = "libnvidia-ml.so.1"
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """Bytes in use by whichever process and in all, and the share of the last moment in which it computed."""
+
+    used_bytes: int
+    total_bytes: int
+    load: float
+
+
+class Gpu:
+    """The GPU that this process computes on: the first of ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        OSError: there is no driver, or no such GPU.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._library = ctypes.CDLL(_LIBRARY)
+        self._device = ctypes.c_void_p()
+        self._do("nvmlInit_v2")
+        first = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+        if first.isdigit():
+            self._do("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(first)), ctypes.byref(self._device))
+        else:
+            self._do("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(first.encode()), ctypes.byref(self._device))
+
+    def read(self) -> GpuReading:
+        """Return how it is now; where its load is not told (parts of a GPU) that is 0.
+
+        Raises:
+            OSError: the driver does not answer.
+        """
+        memory, load = _Memory(), _Utilization()
+        self._do("nvmlDeviceGetMemoryInfo", self._device, ctypes.byref(memory))
+        with suppress(OSError):
+            self._do("nvmlDeviceGetUtilizationRates", self._device, ctypes.byref(load))
+        return GpuReading(int(memory.used), int(memory.total), int(load.gpu) / 100)
+
+    def _do(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code != 0:
+            raise OSError(code, f"{function} failed with NVML's code {code}")

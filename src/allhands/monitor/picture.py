@@ -1,0 +1,221 @@
+"""Where the memory and the time of a run went: proportional memory stacked, MLX's, and the phases of each rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+
+from allhands.errors import DataError
+from allhands.files import make_directory, write_whole
+from allhands.formatting import format_bytes
+from allhands.monitor.board import Board, key_of
+from allhands.monitor.samples import Sample
+from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
+
+Floats = NDArray[np.float64]
+
+# Workers in colours (Okabe & Ito, 2008), those who direct them in greys.
+_RANKS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DIRECTORS = ("#4D4D4D", "#8C8C8C", "#B3B3B3", "#CFCFCF")
+# In the order of a step, in none of the ranks' colours: computing is green, waiting for others purple.
+_PHASES = {
+    "start": ("starting", "#D9D9D9"),
+    "first": ("first step", "#B8E0B0"),
+    "load": ("data wait", "#F0E442"),
+    "compute": ("compute", "#2E8540"),
+    "reduce": ("reduce", "#7B3294"),
+    "update": ("update", "#7FBF7B"),
+    "validate": ("validate", "#C2A5CF"),
+    "save": ("save", "#8C510A"),
+    "end": ("end", "#8C8C8C"),
+}
+_MOST_POINTS = 600
+_MOST_STRIPS = 12
+_FEWEST = 3  # samples of a process that make a line
+_WIDTH = 12.0
+_DPI = 100
+
+
+@dataclass(frozen=True)
+class _Track:
+    """One process over the time of the run; a rank with all its starts."""
+
+    name: str
+    colour: str
+    samples: list[Sample]
+
+    def over(self, grid: Floats, attribute: str) -> Floats:
+        """An attribute in bytes on the grid of times: 0 while there is no such process."""
+        total = np.zeros_like(grid)
+        for pid in dict.fromkeys(sample.pid for sample in self.samples):
+            known = [one for one in self.samples if one.pid == pid and getattr(one, attribute) is not None]
+            if known:
+                times = np.array([one.time for one in known])
+                values = np.array([getattr(one, attribute) for one in known], dtype=np.float64)
+                total += np.interp(grid, times, values, left=0.0, right=0.0)
+        return total
+
+
+def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = None, private: bool = False) -> Path:
+    """Draw the processes of a run over its time: memory above, what each rank did below. 1200 pixels wide.
+
+    Args:
+        samples: of one run, in the order of their times, as :func:`~allhands.monitor.read_samples` returns them.
+        out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix. Replaced whole or not at all.
+        title: over all panels.
+        private: whether the picture, and directories that are made for it, are for their owner alone.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        DataError: the run was too short: no process has three samples.
+        ConfigError: the suffix names another format.
+        StorageError: ``out`` cannot be written.
+    """
+    suffix = picture_suffix(out)
+    tracks = _tracks(samples)
+    if max((len(track.samples) for track in tracks), default=0) < _FEWEST:
+        raise DataError("too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S")
+    with matplotlib.style.context(["default", STYLE]):
+        figure = _draw(tracks, Board(samples).peak_together_bytes)
+        if title:
+            figure.suptitle(title)
+        make_directory(out.parent, private=private)
+        write_whole(out, lambda draft: figure.savefig(draft, format=suffix[1:], dpi=_DPI), private=private)
+    return out
+
+
+def _tracks(samples: Sequence[Sample]) -> list[_Track]:
+    by_key: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        by_key.setdefault(key_of(sample), []).append(sample)
+    # Who orchestrates comes first, below the workers.
+    order = {"orchestrator": 0, "agent": 1, "rank": 2}
+    groups = sorted(by_key.values(), key=lambda one: (order[one[0].role], one[0].rank or 0, one[0].host))
+    ranks = directors = 0
+    tracks: list[_Track] = []
+    for group in groups:
+        if group[0].role == "rank":
+            colour, ranks = _RANKS[ranks % len(_RANKS)], ranks + 1
+        else:
+            colour, directors = _DIRECTORS[directors % len(_DIRECTORS)], directors + 1
+        tracks.append(_Track(group[0].name, colour, group))
+    return tracks
+
+
+def _draw(tracks: Sequence[_Track], together: int) -> Figure:
+    ranks = [track for track in tracks if track.samples[0].role == "rank"]
+    strips = ranks[:_MOST_STRIPS]
+    heights = [3.0, 2.2, 0.45 * max(len(strips), 1)]
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 1.9), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08))
+    memory, mlx, phases = figure.subplots(3, 1, sharex=True, height_ratios=heights)
+    began = min(track.samples[0].time for track in tracks)
+    ended = max(track.samples[-1].time for track in tracks)
+    unit, scale = _time_unit(ended - began)
+    grid = np.linspace(began, ended, _MOST_POINTS)
+    _draw_memory(memory, tracks, grid, (grid - began) / scale)
+    memory.set_title(f"proportional memory of all processes: {format_bytes(together)} together at most", loc="left")
+    _draw_mlx(mlx, ranks, grid, (grid - began) / scale)
+    _draw_phases(phases, strips, lambda times: (times - began) / scale)
+    more = f" (the first {len(strips)} of {len(ranks)} ranks)" if len(strips) < len(ranks) else ""
+    phases.set_title(f"what each rank did, as shares of the time{more}", loc="left")
+    phases.set_xlabel(f"time since the start ({unit})")
+    phases.set_xlim(0, (ended - began) / scale)
+    for time in _restarts(ranks):
+        for axes in (memory, mlx):
+            axes.axvline((time - began) / scale, color=GREY, ls=":", lw=1)
+    return figure
+
+
+def _draw_memory(axes: Axes, tracks: Sequence[_Track], grid: Floats, x: Floats) -> None:
+    shares = [track.over(grid, "pss_bytes") for track in tracks]
+    scale, unit = _byte_unit(max(float(np.max(np.sum(shares, axis=0))), 1.0))
+    colours = [track.colour for track in tracks]
+    axes.stackplot(x, *(share / scale for share in shares), colors=colours, edgecolor="white", linewidth=0.4)
+    axes.set_ylabel(unit)
+    axes.set_ylim(bottom=0)
+    handles: list[Any] = [Patch(color=track.colour, label=track.name) for track in reversed(tracks)]
+    if estimates := [one.estimated_bytes for track in tracks for one in track.samples[-1:] if one.estimated_bytes]:
+        axes.axhline(sum(estimates) / scale, color=GREY, ls=DASHED)
+        handles.append(Line2D([], [], color=GREY, ls=DASHED, label="estimated beforehand"))
+    axes.legend(handles=handles[:14], loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _draw_mlx(axes: Axes, ranks: Sequence[_Track], grid: Floats, x: Floats) -> None:
+    used = [(track, track.over(grid, "mlx_active_bytes"), track.over(grid, "mlx_cache_bytes")) for track in ranks]
+    scale, unit = _byte_unit(max([float(np.max(active + cache)) for _, active, cache in used] + [1.0]))
+    for place, (track, active, cache) in enumerate(used):
+        # Earlier ones wider, so that ranks with equal needs stay visible.
+        width = 1.5 + min(2.0, 4 / len(used)) * (len(used) - 1 - place)
+        axes.plot(x, active / scale, color=track.colour, lw=width)
+        axes.plot(x, (active + cache) / scale, color=track.colour, lw=0.5 * width, ls=DASHED)
+        if peak := max((sample.mlx_peak_bytes or 0 for sample in track.samples), default=0):
+            axes.axhline(peak / scale, color=track.colour, lw=0.8, ls=":")
+    axes.set_title("MLX's memory, rank by rank", loc="left")
+    axes.set_ylabel(unit)
+    axes.set_ylim(bottom=0)
+    looks = {"active": "-", "active and cache": DASHED, "highest active": ":"}
+    handles = [Line2D([], [], color=GREY, ls=look, label=label) for label, look in looks.items()]
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _draw_phases(axes: Axes, strips: Sequence[_Track], place: Any) -> None:
+    seen: set[str] = set()
+    for row, track in enumerate(reversed(strips)):
+        ends = np.array([sample.time for sample in track.samples])
+        spent = [{**sample.phases} for sample in track.samples]
+        starts = np.array([end - sum(one.values()) for end, one in zip(ends, spent, strict=True)])
+        same = [False, *(one.pid == next_.pid for one, next_ in itertools.pairwise(track.samples))]
+        starts = np.where(same, np.roll(ends, 1), starts)
+        below = np.full(len(ends), row - 0.4)
+        whole = np.array([sum(one.values()) or 1.0 for one in spent])
+        for phase in (*_PHASES, *sorted({name for one in spent for name in one} - _PHASES.keys())):
+            heights = np.array([one.get(phase, 0.0) for one in spent]) / whole * 0.8
+            if heights.any():
+                seen.add(phase)
+                colour = _PHASES.get(phase, (phase, "#000000"))[1]
+                axes.bar(place(starts), heights, place(ends) - place(starts), below, align="edge", color=colour, lw=0)
+            below = below + heights
+    axes.set_yticks(range(len(strips)), [track.name for track in reversed(strips)])
+    for label, track in zip(axes.get_yticklabels(), reversed(strips), strict=True):
+        label.set_color(track.colour)
+    axes.set_ylim(-0.6, len(strips) - 0.4)
+    axes.grid(False)
+    handles = [Patch(color=colour, label=label) for name, (label, colour) in _PHASES.items() if name in seen]
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), handlelength=1.2)
+
+
+def _restarts(ranks: Sequence[_Track]) -> list[float]:
+    """When the latest attempts began, after the first."""
+    first: dict[int, float] = {}
+    for sample in (sample for track in ranks for sample in track.samples):
+        first[sample.attempt] = min(sample.time, first.get(sample.attempt, sample.time))
+    return [time for attempt, time in first.items() if attempt > min(first)]
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    if seconds < 180:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
+
+
+def _byte_unit(most: float) -> tuple[float, str]:
+    return (1e9, "GB") if most >= 999.5e6 else (1e6, "MB")

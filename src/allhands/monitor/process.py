@@ -1,0 +1,120 @@
+"""What the system, and MLX where it is loaded, say of this process."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from allhands.monitor.nvml import Gpu, GpuReading
+
+# Reading the proportional share walks all pages: it may take this part of the time, and no more.
+_PSS_SHARE = 0.0005
+
+
+def peak_rss_bytes() -> int:
+    """The highest resident memory of this process so far."""
+    if sys.platform == "linux":
+        # Not ru_maxrss, into which Linux counts the process that started this one.
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class ProportionalMemory:
+    """The proportional share of a process's memory, read as rarely as it is dear."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._next = float("-inf")
+        self._bytes = 0
+        self._kind: Literal["pss", "uss", "rss"] = "rss"
+
+    def read(self) -> tuple[int, Literal["pss", "uss", "rss"]]:
+        """Return the latest value, and what it is."""
+        began = time.thread_time()
+        if time.monotonic() >= self._next:
+            self._measure()
+            self._next = time.monotonic() + (time.thread_time() - began) / _PSS_SHARE
+        return self._bytes, self._kind
+
+    def _measure(self) -> None:
+        try:
+            full: Any = self._process.memory_full_info()
+        except psutil.AccessDenied:
+            full = self._process.memory_info()
+        kinds: tuple[Literal["pss", "uss", "rss"], ...] = ("pss", "uss", "rss")
+        self._kind = next(kind for kind in kinds if hasattr(full, kind))
+        self._bytes = int(getattr(full, self._kind))
+
+
+class Traffic:
+    """Bytes that the computer has sent and received since this was made, by interface."""
+
+    def __init__(self) -> None:
+        self._before = _counters()
+
+    def read(self) -> dict[str, tuple[int, int]]:
+        """Return the interfaces that have carried anything."""
+        found: dict[str, tuple[int, int]] = {}
+        for name, (sent, received) in _counters().items():
+            before = self._before.get(name, (0, 0))
+            if (moved := (sent - before[0], received - before[1])) != (0, 0):
+                found[name] = moved
+        return found
+
+
+def _counters() -> dict[str, tuple[int, int]]:
+    return {name: (one.bytes_sent, one.bytes_recv) for name, one in psutil.net_io_counters(pernic=True).items()}
+
+
+def mlx_memory() -> dict[str, int]:
+    """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been used.
+
+    MLX's allocator answers from its counters, in any thread.
+    """
+    mx: Any = sys.modules.get("mlx.core")
+    if mx is None:
+        return {}
+    return {
+        "mlx_active_bytes": int(mx.get_active_memory()),
+        "mlx_cache_bytes": int(mx.get_cache_memory()),
+        "mlx_peak_bytes": int(mx.get_peak_memory()),
+    }
+
+
+class OwnGpu:
+    """The NVIDIA GPU on which MLX computes in this process, if it does."""
+
+    def __init__(self) -> None:
+        self._gpu: Gpu | None = None
+        self._sought = False
+
+    def read(self) -> dict[str, int | float]:
+        """Return what a sample says of it; nothing without one."""
+        if not self._sought:
+            self._sought = True
+            self._gpu = _find_gpu()
+        if self._gpu is None:
+            return {}
+        try:
+            seen: GpuReading = self._gpu.read()
+        except OSError:
+            return {}
+        return {"gpu_used_bytes": seen.used_bytes, "gpu_total_bytes": seen.total_bytes, "gpu_load": seen.load}
+
+
+def _find_gpu() -> Gpu | None:
+    mx: Any = sys.modules.get("mlx.core")
+    if sys.platform != "linux" or mx is None or mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    try:
+        return Gpu()
+    except OSError:
+        return None
