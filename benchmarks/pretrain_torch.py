@@ -94,6 +94,10 @@ def main() -> None:
     train, valid = tokens_of(options, "train"), tokens_of(options, "valid")
     torch.manual_seed(options.seed)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model), attn_implementation="sdpa")
+    # As nanoGPT does, and allhands: what writes to the residual stream begins smaller, the deeper the model is.
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.normal_(weight, std=0.02 / math.sqrt(2 * model.config.num_hidden_layers))
     model = model.float().to(device).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]

@@ -102,8 +102,8 @@ def preload_blas() -> BlasStatus:
     address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
     ours = found if isinstance(found, ctypes.CDLL) else None
     unit = ours is not None and bool(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
-    # What is left to OpenBLAS beside the unit is small: its threads would only be in the way.
-    set_threads(handle, 1 if unit else available_cores())
+    # Called from our threads, its own would only be in the way.
+    set_threads(handle, available_cores() if ours is None else 1)
     _keep_freed_pages()
     what = ("OpenBLAS and AMX" if unit else "OpenBLAS") + f", {available_cores()} threads"
     reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
@@ -128,9 +128,10 @@ def limit_cores(count: int) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = str(count)
     status = preload_blas()
     if status.library is not None:
-        ours = status.native
-        unit = ours is not None and bool(ours.allhands_set_threads(ctypes.c_int(count)))
-        set_threads(ctypes.CDLL(str(status.library)), 1 if unit else count)
+        if status.native is None:
+            set_threads(ctypes.CDLL(str(status.library)), count)
+        else:
+            status.native.allhands_set_threads(ctypes.c_int(count))
 
 
 def native_library() -> ctypes.CDLL | None:
