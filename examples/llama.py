@@ -1,11 +1,12 @@
 """A small Llama that learns to write stories, letter by letter: alone, or on several processes that share the work.
 
 Alone: ``python examples/llama.py``. Together: ``allhands launch -n 2 -- python examples/llama.py``; every process
-takes its part of each batch, and the losses are the same as alone. With ``--naive`` every process does all the work of
-every batch, which is what happens if nothing divides it: right as well, but no faster. ``--text`` names a text file.
+takes its part of each batch, and the losses are the same. With ``--naive`` every process does all the work of every
+batch: right as well, but no faster. ``--text`` names a text file, or JSON lines with "text", such as TinyStories.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import allhands  # before MLX: on Linux it loads a fast BLAS
@@ -18,16 +19,15 @@ import numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
 
 STORY = "{} saw a {} {}. It was very {}! {} took it home and they were happy.\n"
+CONTEXT, BATCH_SIZE = 64, 16  # letters a piece, pieces a step of all processes together
 WORDS = (["Tom", "Lily", "Ben"], ["big", "little", "red"], ["dog", "cat", "ball"], ["kind", "soft", "loud"])
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--batch-size", type=int, default=16, help="pieces of text a step, of all processes together")
-parser.add_argument("--context", type=int, default=64, help="letters a piece")
-parser.add_argument("--text", help="a text file to learn from, in place of small stories that are made here")
+parser.add_argument("--text", help="in place of small stories that are made here")
 parser.add_argument("--naive", action="store_true", help="every process computes every batch")
-parser.add_argument("--save-every", type=int, default=50)
 parser.add_argument("--out", default="llama-run")
+parser.add_argument("--save-every", type=int, default=50)
 options = parser.parse_args()
 
 world = allhands.init()
@@ -36,19 +36,18 @@ world = allhands.init()
 def read_text():
     """The text as numbers from 0 to 255, one a letter (or a byte of one)."""
     if options.text:
-        return np.frombuffer(Path(options.text).read_bytes(), dtype=np.uint8).astype(np.int32)
-    random = np.random.default_rng(0)
-    chosen = [[str(random.choice(words)) for words in WORDS] for _ in range(1000)]
-    stories = "".join(STORY.format(*words, words[0]) for words in chosen)
-    return np.frombuffer(stories.encode(), dtype=np.uint8).astype(np.int32)
-
-
-text = read_text()
+        text = Path(options.text).read_text(encoding="utf-8")
+        if options.text.endswith(".jsonl"):
+            text = "\n".join(json.loads(line)["text"] for line in text.strip().split("\n"))
+    else:
+        pick = np.random.default_rng(0).choice
+        text = "".join(STORY.format(*map(pick, WORDS), "Mum") for _ in range(1000))
+    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
 
 def collate(numbers):
     """Pieces of the text: what the model reads, and the letter that follows each letter."""
-    starts = np.array(numbers)[:, None] * options.context + np.arange(options.context)
+    starts = np.array(numbers)[:, None] * CONTEXT + np.arange(CONTEXT)
     return mx.array(text[starts]), mx.array(text[starts + 1])
 
 
@@ -64,8 +63,9 @@ def loss_fn(model, inputs, targets):
 
 loss_and_grad_fn = nn.value_and_grad(model, loss_fn)
 sharing = world.by_itself() if options.naive else world
-pieces = range((len(text) - 1) // options.context)
-loader = allhands.DistributedLoader(pieces, options.batch_size, collate=collate, world=sharing)
+text = read_text()
+pieces = range((len(text) - 1) // CONTEXT)
+loader = allhands.DistributedLoader(pieces, BATCH_SIZE, collate=collate, world=sharing)
 keeper = allhands.Checkpointer(options.out, model=model, optimizer=optimizer, loader=loader)
 first = keeper.restore()  # started again, it goes on where it was
 

@@ -28,6 +28,18 @@ class Indexable(Protocol[T_co]):
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
+@overload
+def shard(dataset: Indexable[T], world: World | None = None) -> Sequence[T]:
+    """Of numbered samples."""
+    ...
+
+
+@overload
+def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
+    """Of an iterable."""
+    ...
+
+
 def shard(dataset: Indexable[T] | Iterable[T], world: World | None = None) -> Sequence[T] | Iterable[T]:
     """This rank's samples: those whose number, counted from 0, has remainder ``rank`` by the number of ranks.
 
@@ -54,8 +66,9 @@ class DistributedLoader(Generic[T]):
     """Batches of any dataset, divided among ranks.
 
     Batches are of all ranks together: which samples make one up depends on ``seed``, the epoch and its number, never
-    on the number of ranks, each of which reads its own part of it only. ``for batch in loader`` goes through one epoch,
-    or through the rest of it after :meth:`load_state_dict`; the next ``for`` is the next epoch, in another order.
+    on the number of ranks, each of which reads its own part of it only. ``for batch in loader`` goes through one
+    epoch, or through the rest of it after a ``break`` or :meth:`load_state_dict`; the next ``for`` is the next epoch,
+    in another order.
 
     Every sample comes once an epoch. What the last two batches hold is shared evenly between them, so that no rank
     is left with nothing; parts of a batch differ by one sample at most. Where they may, give

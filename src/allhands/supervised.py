@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, survey, write_checkpoint
-from allhands.cluster.environment import Launch
-from allhands.cluster.join import join_here, launch_here
+from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.join import join_here
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.worker import WorkerContext, contact
 from allhands.errors import CheckpointError, ConfigError

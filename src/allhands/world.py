@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from allhands.cluster.environment import Launch
-from allhands.cluster.join import join_here, launch_here
+from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.join import join_here
 from allhands.errors import ConfigError, DistributedError
 
 if TYPE_CHECKING:

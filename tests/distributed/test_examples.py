@@ -96,6 +96,20 @@ def test_rank_0_speaks_for_all(ran: Ran) -> None:
     assert ran.others == [""]
 
 
+def test_the_page_of_the_library_runs_and_goes_on(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "python.md").read_text(encoding="utf-8")
+    (text,) = [part.partition("```")[0] for part in page.split("```python\n") if "allhands.Checkpointer(" in part]
+    assert text.count("101") == 1
+    for steps, first in ((51, "step 1: loss "), (61, "step 51: loss ")):
+        program = text.replace("101", str(steps))
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(first)
+    assert len(read_metrics(tmp_path / "run").train) == 60
+
+
 @pytest.mark.parametrize("name", ["mnist_mlp.py", "llama.py", "finetune_custom_loss.py"])
 def test_they_are_short(name: str) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")

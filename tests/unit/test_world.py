@@ -18,8 +18,9 @@ from ring_ranks import run_ring
 from twins import ThreadCommunicator, run_ranks
 
 import allhands
-from allhands.cluster.environment import Launch
-from allhands.cluster.join import join_here, launch_here
+from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.join import join_here
+from allhands.cluster.processes import reserve_ports
 from allhands.errors import ConfigError, DistributedError
 from allhands.world import World, world_of
 
@@ -198,6 +199,25 @@ def test_two_processes() -> None:
     done = run_ring([[sys.executable, "-c", PROGRAM]] * 2, timeout=60)
     assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
     assert {one.stdout for one in done} == {"mlx.launch ring 2 [1.5, 3.0] [1.5]\n"}
+
+
+def test_what_torchrun_starts_meets_and_stays_one_world() -> None:
+    """To join sets variables of MLX's; what is asked for later must not take them for another launcher's."""
+    sockets, (port,) = reserve_ports(1, shareable=False)
+    sockets[0].close()
+    text = "import allhands\nw = allhands.init()\nprint(allhands.progress(1), allhands.init() == w, w.launcher, w.size)"
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", text],
+            env={**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60) for rank in ranks] == [("False True torchrun 2\n", "")] * 2
 
 
 def test_the_names_cost_nothing_until_they_are_used() -> None:

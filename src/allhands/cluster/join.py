@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allhands.cluster.environment import Launch, recognise_here, rendezvous
+from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.distributed.mesh import Mesh
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Until the ranks of a person's own program are all there.
-JOIN_TIMEOUT_S = 300.0
+_JOIN_TIMEOUT_S = 300.0
 _PATIENCE = "ALLHANDS_PEERS_TIMEOUT_S"
 # Machines of a cloud come up minutes apart, and their names later still.
 _CLOUDS = ("sagemaker", "vertex", "kubernetes")
@@ -137,17 +137,7 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
 
 
 @cache
-def launch_here() -> Launch:
-    """How this process was launched, as it was before it joined: to join adds variables of its own.
-
-    Raises:
-        DistributedError: see :func:`recognise_here`.
-    """
-    return recognise_here()
-
-
-@cache
-def join_here(timeout_s: float = JOIN_TIMEOUT_S) -> Communicator:
+def join_here() -> Communicator:
     """This process's one connection to its group, made at the first call; see :func:`join_group`.
 
     Raises:
@@ -155,7 +145,12 @@ def join_here(timeout_s: float = JOIN_TIMEOUT_S) -> Communicator:
     """
     launch = launch_here()
     take_device(launch)
-    return join_group(launch, timeout_s)
+    return join_group(launch, _JOIN_TIMEOUT_S)
+
+
+def joined_here() -> Communicator | None:
+    """What :func:`join_here` has made, if it was called."""
+    return join_here() if join_here.cache_info().currsize else None
 
 
 def patience_for(launch: Launch, timeout_s: float) -> Patience:

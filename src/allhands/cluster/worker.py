@@ -30,7 +30,7 @@ from typing import NoReturn, Self
 
 import psutil
 
-from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.runfiles import BEAT_BYTES
@@ -339,7 +339,7 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
 @cache
 def contact() -> WorkerContext:
     """This process's contact with its supervisor, made by :func:`install` at the first call, in the main thread."""
-    return install(recognise_here(), os.environ)
+    return install(launch_here(), os.environ)
 
 
 def _keep_kernels() -> NoReturn:
