@@ -15,36 +15,54 @@ from allhands.kernels import prepare
 
 if TYPE_CHECKING:
     from allhands.api import finetune, pretrain
+    from allhands.checkpointer import Checkpointer
     from allhands.config import TrainConfig
-    from allhands.distributed.reduce import average_gradients
     from allhands.errors import AllhandsError
+    from allhands.recorder import Metrics
+    from allhands.sharding import DistributedLoader, shard
+    from allhands.starting import launch
     from allhands.supervised import last_checkpoint, progress, save_checkpoint
     from allhands.train.callbacks import Callback
+    from allhands.world import World, average_gradients, init
 
 __version__ = "0.1.0"
 __all__ = [
     "AllhandsError",
     "Callback",
+    "Checkpointer",
+    "DistributedLoader",
+    "Metrics",
     "TrainConfig",
+    "World",
     "__version__",
     "average_gradients",
     "finetune",
+    "init",
     "last_checkpoint",
+    "launch",
     "pretrain",
     "progress",
     "save_checkpoint",
+    "shard",
 ]
 
 _HOMES = {
     "AllhandsError": "allhands.errors",
     "Callback": "allhands.train.callbacks",
     "TrainConfig": "allhands.config",
-    "average_gradients": "allhands.distributed.reduce",
+    "Checkpointer": "allhands.checkpointer",
+    "DistributedLoader": "allhands.sharding",
+    "Metrics": "allhands.recorder",
+    "World": "allhands.world",
+    "average_gradients": "allhands.world",
     "finetune": "allhands.api",
+    "init": "allhands.world",
     "last_checkpoint": "allhands.supervised",
+    "launch": "allhands.starting",
     "pretrain": "allhands.api",
     "progress": "allhands.supervised",
     "save_checkpoint": "allhands.supervised",
+    "shard": "allhands.sharding",
 }
 
 preload_with_mlx()

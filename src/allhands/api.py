@@ -79,12 +79,14 @@ def pretrain(
 def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> FinetuneResult:
     from rich.console import Console
 
-    from allhands.cluster.environment import recognise_here
-    from allhands.cluster.join import join_group, mesh_of, surroundings_of, take_device
+    from allhands.cluster.environment import launch_here, recognise_here
+    from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
     from allhands.cluster.worker import contact
     from allhands.train.recipes import Surroundings, run_finetune
 
-    launch = recognise_here()
+    # Who has called allhands.init() is connected already.
+    joined = joined_here()
+    launch = launch_here() if joined else recognise_here()
     if chosen.num_ranks not in (1, launch.size):
         raise ConfigError(
             f"num_ranks={chosen.num_ranks}, but this script is {launch.size} process(es)",
@@ -97,7 +99,7 @@ def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> 
     else:
         take_device(launch)
         mesh = mesh_of(launch, chosen.rank_weights)
-        surroundings = Surroundings(mesh=mesh, connect=lambda: join_group(launch, chosen.start_timeout_s))
+        surroundings = Surroundings(mesh=mesh, connect=lambda: joined or join_group(launch, chosen.start_timeout_s))
     if progress and launch.rank == 0:
         surroundings = replace(surroundings, console=Console(file=sys.stdout, highlight=False))
     return run_finetune(chosen, surroundings, callbacks)

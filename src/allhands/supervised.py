@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, survey, write_checkpoint
-from allhands.cluster.environment import Launch, recognise_here
-from allhands.cluster.join import join_group, take_device
+from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.join import join_here
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.worker import WorkerContext, contact
 from allhands.errors import CheckpointError, ConfigError
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 DIRECTORY_VARIABLE = "ALLHANDS_CHECKPOINT_DIR"
 _ARRAYS = "arrays.safetensors"
-_JOIN_TIMEOUT_S = 300.0
 _log = logging.getLogger("allhands")
 
 
@@ -172,7 +171,7 @@ class _LedBy:
 @cache
 def _session() -> _Session:
     """The one of this process."""
-    launch = recognise_here()
+    launch = launch_here()
     run_dir, log_dir = os.environ.get("ALLHANDS_RUN_DIR"), os.environ.get("ALLHANDS_LOG_DIR")
     context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
     return _Session(launch, context, os.environ.get("ALLHANDS_RUN_ID") or secrets.token_hex(8))
@@ -270,9 +269,8 @@ class _Session:
 
     def _communicator(self, worker: WorkerContext) -> Communicator:
         if self.group is None:
-            take_device(self.launch)
             worker.mark_ready()
-            self.group = join_group(self.launch, _JOIN_TIMEOUT_S)
+            self.group = join_here()
         return self.group
 
     def _wish(self, worker: WorkerContext) -> int:

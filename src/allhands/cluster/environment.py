@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -128,6 +129,16 @@ def recognise_here() -> Launch:
     # Looking for an MPI starts a program: only where it matters.
     asks_mpi = "PMIX_RANK" in os.environ and "SLURM_STEP_ID" in os.environ
     return recognise(os.environ, has_cuda=has_cuda(), has_mpi=usable_mpi() if asks_mpi else True)
+
+
+@cache
+def launch_here() -> Launch:
+    """:func:`recognise_here` as it was at the first call: to join the group adds variables that tell less.
+
+    Raises:
+        DistributedError: as there.
+    """
+    return recognise_here()
 
 
 def has_cuda() -> bool:

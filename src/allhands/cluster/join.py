@@ -12,10 +12,11 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allhands.cluster.environment import Launch, rendezvous
+from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.distributed.mesh import Mesh
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Until the ranks of a person's own program are all there.
+_JOIN_TIMEOUT_S = 300.0
 _PATIENCE = "ALLHANDS_PEERS_TIMEOUT_S"
 # Machines of a cloud come up minutes apart, and their names later still.
 _CLOUDS = ("sagemaker", "vertex", "kubernetes")
@@ -131,6 +134,23 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
         from allhands.distributed.backend import connect
 
         return connect(launch.backend, launch.size, launch.rank)
+
+
+@cache
+def join_here() -> Communicator:
+    """This process's one connection to its group, made at the first call; see :func:`join_group`.
+
+    Raises:
+        DistributedError: as there.
+    """
+    launch = launch_here()
+    take_device(launch)
+    return join_group(launch, _JOIN_TIMEOUT_S)
+
+
+def joined_here() -> Communicator | None:
+    """What :func:`join_here` has made, if it was called."""
+    return join_here() if join_here.cache_info().currsize else None
 
 
 def patience_for(launch: Launch, timeout_s: float) -> Patience:

@@ -31,7 +31,7 @@ from typing import NoReturn, Self
 
 import psutil
 
-from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.runfiles import BEAT_BYTES
@@ -356,7 +356,7 @@ def contact() -> WorkerContext:
 
     From then on its memory is sampled.
     """
-    context = install(recognise_here(), os.environ)
+    context = install(launch_here(), os.environ)
     context.observe()
     return context
 

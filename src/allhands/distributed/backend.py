@@ -62,17 +62,31 @@ class Alone:
 class MlxGroup:
     """A communicator over ``mx.distributed``."""
 
-    def __init__(self, group: Any, backend: str) -> None:
-        self._group = group
+    def __init__(self, group: Any, backend: str, stream: Any = None) -> None:
+        """``stream``: of MLX, for what is exchanged; ``None``: the one that the back-end prefers."""
+        self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.backend = backend
+        self._stream = stream
 
     def all_sum(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_sum(array, group=self._group)
+        return mx.distributed.all_sum(array, group=self.group, stream=self._stream)
 
     def all_gather(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_gather(array, group=self._group)
+        return mx.distributed.all_gather(array, group=self.group, stream=self._stream)
+
+
+def of_group(group: Any) -> Communicator:
+    """The communicator over a group of ``mx.distributed`` that a person has made."""
+    return MlxGroup(group, "none") if group.size() > 1 else Alone()
+
+
+def on_stream(communicator: Communicator, stream: Any) -> Communicator:
+    """The same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's."""
+    if stream is None or not isinstance(communicator, MlxGroup):
+        return communicator
+    return MlxGroup(communicator.group, communicator.backend, stream)
 
 
 def require(communicator: Communicator, operation: str) -> None:

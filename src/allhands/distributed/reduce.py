@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from allhands.distributed.backend import Alone, Communicator, MlxGroup
+from allhands.distributed.backend import Communicator, on_stream
 from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32 << 20
@@ -129,40 +129,70 @@ def _buckets(arrays: Sequence[mx.array], bucket_bytes: int) -> Iterator[list[int
             yield bucket
 
 
-def average_gradients(
-    grads: Any,
-    *,
-    num_tokens: int | mx.array,
-    group: Any = None,
-    reduction: Literal["mean", "sum"] = "mean",
-) -> Any:
-    """Exact average of gradients over ranks whose batches hold different numbers of tokens.
+@dataclass(frozen=True)
+class Exchange:
+    """How gradients travel.
 
-    A drop-in for ``mlx.nn.average_gradients``, which averages per-rank means and is therefore wrong
-    whenever lengths differ: here every *token* counts the same, as if one process had computed the whole batch.
+    Attributes:
+        bucket_bytes: arrays are laid end to end up to about so many bytes a call; 0 or less: each by itself.
+        dtype: of the gradients on the way; ``None``: as they are added up.
+        stream: of MLX, for the sums; ``None``: the one that the back-end prefers.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    dtype: mx.Dtype | None = None
+    stream: Any = None
+
+
+def mean_of_ranks(communicator: Communicator, grads: Any, exchange: Exchange) -> Any:
+    """Tree of the plain means over ranks, as ``mlx.nn.average_gradients`` has it."""
+    flat = flatten(grads)
+    if communicator.size == 1 or not flat:
+        return grads
+    sums, _ = sum_over_ranks(
+        on_stream(communicator, exchange.stream),
+        [_cast(g, exchange.dtype) for _, g in flat],
+        bucket_bytes=max(exchange.bucket_bytes, 1),
+    )
+    size = communicator.size
+    return unflatten([(name, s.astype(g.dtype) / size) for (name, g), s in zip(flat, sums, strict=True)])
+
+
+def mean_of_tokens(
+    communicator: Communicator,
+    grads: Any,
+    num_tokens: int | mx.array,
+    reduction: Literal["mean", "sum"],
+    exchange: Exchange,
+) -> Any:
+    """Tree of gradients of the mean over all ranks' tokens.
 
     Args:
-        grads: tree of arrays, the gradients of this rank's loss.
+        grads: of this rank's loss.
         num_tokens: trained tokens on this rank; may be 0, then ``grads`` do not matter.
-        group: of ``mx.distributed``; default: the global one.
-        reduction: whether this rank's loss is the mean over its tokens (as in most loops) or their sum.
-
-    Returns:
-        Tree of the same structure: gradient of the mean over all ranks' tokens.
-
-    Example:
-        >>> (loss, ntoks), grads = loss_and_grad(model, batch)
-        >>> grads = allhands.average_gradients(grads, num_tokens=ntoks)
-        >>> optimizer.update(model, grads)
+        reduction: whether that loss is the mean over its tokens or their sum.
     """
-    group = group or mx.distributed.init()
-    communicator: Communicator = MlxGroup(group, "none") if group.size() > 1 else Alone()
+    communicator = on_stream(communicator, exchange.stream)
     count = mx.array(num_tokens, dtype=mx.float32)
     flat = flatten(grads)
-    scale = count if reduction == "mean" else mx.ones(())
+    # Whole sums overflow a small type: then the total is asked for first, and parts of the mean travel.
+    early = exchange.dtype is not None and communicator.size > 1
+    total = mx.maximum(communicator.all_sum(count.reshape(1))[0], 1.0) if early else mx.ones(())
+    scale = (count if reduction == "mean" else mx.ones(())) / total
     # In float32, because a token count does not fit bfloat16; and a rank without tokens has no mean:
     # its NaN must not reach the others.
     weighted = [mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32)) for _, g in flat]
-    sums, (total,) = sum_over_ranks(communicator, weighted, [count])
-    divisor = mx.maximum(total, 1.0)
-    return unflatten([(name, (s / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)])
+    sums, (counted,) = sum_over_ranks(
+        communicator,
+        [_cast(g, exchange.dtype) for g in weighted] if early else weighted,
+        [count],
+        bucket_bytes=max(exchange.bucket_bytes, 1),
+    )
+    divisor = mx.ones(()) if early else mx.maximum(counted, 1.0)
+    return unflatten(
+        [(name, (s.astype(mx.float32) / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)]
+    )
+
+
+def _cast(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    return array if dtype is None else array.astype(dtype)

@@ -20,6 +20,7 @@ from rich.text import Text
 from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
 from allhands.metrics.events import (
     Event,
+    Logged,
     RunEnded,
     RunStarted,
     Sampled,
@@ -111,6 +112,8 @@ class ConsoleSink:
                 self._print(skipped_line(event))
             case Sampled():
                 self._print(sampled_line(event))
+            case Logged():
+                pass  # a program of one's own shows what it likes
             case Warned():
                 self._print(f"warning: {event.message}")
             case RunEnded():

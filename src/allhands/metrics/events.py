@@ -124,6 +124,14 @@ class StepSkipped:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """Numbers of a person's own loop after ``step`` steps, by names of their own, that are written beside these."""
+
+    step: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
 class Warned:
     """Something that does not end the run, but that a person should know."""
 
@@ -144,7 +152,7 @@ class RunEnded:
 
 
 StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped | Sampled
-Event: TypeAlias = RunStarted | StepReport | Warned | RunEnded
+Event: TypeAlias = RunStarted | StepReport | Logged | Warned | RunEnded
 
 _KINDS: dict[str, type[Event]] = {
     "started": RunStarted,
@@ -153,6 +161,7 @@ _KINDS: dict[str, type[Event]] = {
     "saved": SavedReport,
     "skipped": StepSkipped,
     "sampled": Sampled,
+    "logged": Logged,
     "warned": Warned,
     "ended": RunEnded,
 }
@@ -160,9 +169,13 @@ _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
-def encode_event(event: Event) -> str:
-    """The event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity"."""
+def encode_event(event: Event, more: Mapping[str, float] | None = None) -> str:
+    """The event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
+
+    ``more`` are numbers of other names, which :func:`decode_event` leaves out.
+    """
     record = {entry.name: _plain(getattr(event, entry.name)) for entry in fields(event)}
+    record = {**{name: _plain(number) for name, number in (more or {}).items()}, **record}
     return json.dumps({"event": _KIND_NAMES[type(event)], **record}, allow_nan=False)
 
 

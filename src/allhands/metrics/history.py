@@ -10,6 +10,7 @@ from typing import TypeAlias
 from allhands.errors import DataError
 from allhands.metrics.events import (
     Event,
+    Logged,
     RunEnded,
     RunStarted,
     Sampled,
@@ -85,7 +86,7 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
         elif isinstance(event, ValidReport):
             # One that is repeated after a restart tells nothing new, and is not "best" again.
             kept.setdefault(_key(event), _later(event, before_s))
-        elif not isinstance(event, Warned):
+        elif not isinstance(event, Warned | Logged):
             # Twice only where the line of the start between them is lost: what was trained later is in the weights.
             kept[_key(event)] = _later(event, before_s)
     entries = sorted(kept.values(), key=lambda entry: entry.step)

@@ -1,0 +1,87 @@
+"""``allhands.launch`` with real processes: a script and functions on two ranks, and what cannot be started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import allhands
+from allhands.errors import ConfigError, DistributedError, Interrupted
+from allhands.starting import _flags, run_call
+
+SCRIPT = """
+import sys
+import allhands
+from pathlib import Path
+
+def train(start, more):
+    world = allhands.init(size=2)
+    Path(f"{more['name']}-{world.rank}").write_text(str(world.all_sum(float(start + world.rank)).item()))
+
+if __name__ == "__main__":
+    here = {"num_ranks": 2, "backend": "ring", "tag_output": False}
+    if sys.argv[1:]:
+        train(int(sys.argv[1]), {"name": "script"})
+    else:
+        allhands.launch(train, {"start": 3, "more": {"name": "function"}}, **here)
+        allhands.launch(__file__, [5], **here)
+"""
+
+
+def test_a_function_and_a_script(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"function-{rank}").read_text() for rank in range(2)] == ["7.0", "7.0"]
+    assert [(tmp_path / f"script-{rank}").read_text() for rank in range(2)] == ["11.0", "11.0"]
+
+
+def test_what_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(DistributedError, match="the ranks ended with code 3"):
+        allhands.launch("bad.py", max_restarts=0)
+    Path("stopped.py").write_text("raise SystemExit(130)\n")
+    with pytest.raises(Interrupted):
+        allhands.launch("stopped.py", max_restarts=0)
+
+
+def test_what_cannot_be_started() -> None:
+    def inner() -> None: ...
+
+    for target in (inner, lambda: None, print):
+        with pytest.raises(ConfigError, match="no function at the top level of a file"):
+            allhands.launch(target)
+    with pytest.raises(ConfigError, match="not a JSON value"):
+        allhands.launch(run_call, [object()])
+    with pytest.raises(ConfigError, match="a script are a list"):
+        allhands.launch("x.py", {"steps": 3})
+    with pytest.raises(ConfigError, match="7 cannot be started"):
+        allhands.launch(7)  # type: ignore[arg-type]
+
+
+def test_options_are_those_of_the_command() -> None:
+    options = {"num_ranks": 2, "tag_output": False, "hosts": None, "log_dir": Path("x y")}
+    assert _flags(options) == ["--num-ranks=2", "--no-tag-output", "--log-dir=x y"]
+    assert _flags({"tag_output": True}) == ["--tag-output"]
+
+
+def test_a_rank_calls_the_function_of_a_module_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour.py").write_text("NAME = 'told'\n")
+    (tmp_path / "work.py").write_text(
+        "from pathlib import Path\nfrom neighbour import NAME\n"
+        "def work(place, text='none'):\n    Path(place, NAME).write_text(text)\n"
+        "if __name__ == '__main__':\n    raise AssertionError\n"
+    )
+    run_call(str(tmp_path / "work.py"), "work", f'["{tmp_path}", "by order"]')
+    assert (tmp_path / "told").read_text() == "by order"
+    run_call(str(tmp_path / "work.py"), "work", f'{{"place": "{tmp_path}", "text": "by name"}}')
+    assert (tmp_path / "told").read_text() == "by name"
+    run_call("os.path", "join", '["a", "b"]')

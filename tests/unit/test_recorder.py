@@ -1,0 +1,104 @@
+"""``allhands.Metrics``: what a loop says is in the file, and ``allhands plot`` draws it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from twins import ThreadCommunicator, run_ranks
+
+from allhands.cli.main import main
+from allhands.distributed.backend import Alone
+from allhands.errors import ConfigError
+from allhands.metrics.history import read_metrics
+from allhands.recorder import Metrics
+from allhands.world import World
+
+ALONE = World(0, 1, 0, 1, "none", "single", Alone())
+
+
+def lines(place: Path, *kinds: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["event"] in kinds]
+
+
+def test_what_is_logged_is_in_the_file(tmp_path: Path) -> None:
+    shown: list[str] = []
+    with Metrics(tmp_path, show=shown.append, world=ALONE) as metrics:
+        metrics.log(1, {"loss": mx.array(2.5), "accuracy": 0.5, "learning_rate": 0.25})
+        assert metrics.log(2, {"accuracy": mx.array([1], dtype=mx.int32)}) == {"accuracy": 1.0}
+        metrics.log(2, {"valid_loss": 3.0})
+        metrics.log(3, {"loss": math.inf, "step": 7})
+    first, last = lines(tmp_path, "train")
+    assert (first["step"], first["loss"], first["accuracy"], first["learning_rate"]) == (1, 2.5, 0.5, 0.25)
+    assert (last["step"], last["loss"]) == (3, "Infinity")
+    assert [(line["step"], line["accuracy"]) for line in lines(tmp_path, "logged")] == [(2, 1.0)]
+    assert [(line["loss"], line["best"]) for line in lines(tmp_path, "valid")] == [(3.0, True)]
+    assert [(line["step"], line["reason"]) for line in lines(tmp_path, "ended")] == [(3, "finished")]
+    assert shown[:2] == ["step 1: loss 2.5, accuracy 0.5, learning_rate 0.25", "step 2: accuracy 1"]
+    history = read_metrics(tmp_path)
+    assert [(report.step, report.loss) for report in history.train] == [(1, 2.5), (3, math.inf)]
+    assert history.started is not None
+    assert history.started.num_ranks == 1
+
+
+@pytest.mark.parametrize(("reduce", "losses"), [("mean", 2.5), ("sum", 4.0), (None, 1.0)])
+def test_over_ranks(tmp_path: Path, reduce: Any, losses: float) -> None:
+    def work(communicator: ThreadCommunicator) -> dict[str, float]:
+        rank = communicator.rank
+        here = World(rank, 2, rank, 2, "ring", "x", communicator)
+        with Metrics(tmp_path / str(rank), world=here) as metrics:
+            return metrics.log(1, {"loss": mx.array(1.0 + 2 * rank), "x": 1.0}, reduce=reduce, weight=[1, 3][rank])
+
+    results = run_ranks(2, work)
+    assert results[0] == {"loss": losses, "x": {"mean": 1.0, "sum": 2.0, None: 1.0}[reduce]}
+    assert results[1] == (results[0] if reduce else {})
+    assert [report.loss for report in read_metrics(tmp_path / "0").train] == [losses]
+    assert not (tmp_path / "1").exists()
+
+
+def test_a_run_that_goes_on_replaces_what_came_after(tmp_path: Path) -> None:
+    with Metrics(tmp_path, world=ALONE) as metrics:
+        for step in (1, 2, 3):
+            metrics.log(step, {"loss": float(step)})
+    with Metrics(tmp_path, first_step=2, world=ALONE) as metrics:
+        metrics.log(3, {"loss": 30.0})
+    assert [report.loss for report in read_metrics(tmp_path).train] == [1.0, 2.0, 30.0]
+
+
+def test_how_the_block_was_left(tmp_path: Path) -> None:
+    for error, reason in ((KeyboardInterrupt, "interrupted"), (ZeroDivisionError, "failed")):
+        with pytest.raises(error), Metrics(tmp_path / reason, world=ALONE):
+            raise error
+        assert [line["reason"] for line in lines(tmp_path / reason, "ended")] == [reason]
+
+
+def test_it_can_be_plotted_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        with Metrics(tmp_path / name, world=ALONE) as metrics:
+            for step in range(1, 6):
+                metrics.log(step, {"loss": 1.0 / step})
+                metrics.log(step, {"valid_loss": 2.0 / step})
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "plot.png")])
+    assert ended.value.code == 0
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    told = capsys.readouterr().out
+    assert "0.200" in told
+    assert "0.400" in told
+
+
+@pytest.mark.parametrize("value", ["2", None, mx.zeros((2,)), [1]])
+def test_what_is_no_number(tmp_path: Path, value: Any) -> None:
+    metrics = Metrics(tmp_path, world=ALONE)
+    with pytest.raises(ConfigError, match="loss is not one number"):
+        metrics.log(1, {"loss": value})
+    with pytest.raises(ConfigError, match="reduce='max'"):
+        metrics.log(1, {"loss": 1.0}, reduce="max")  # type: ignore[arg-type]
+    metrics.close()
+    metrics.close()
+    assert len(lines(tmp_path, "ended")) == 1
