@@ -106,7 +106,7 @@ def test_yaml_that_is_shown_is_a_configuration(page: Path, tmp_path: Path) -> No
     for number, block in enumerate(blocks(page, "yaml", "yml")):
         path = tmp_path / f"{number}.yaml"
         path.write_text(block, encoding="utf-8")
-        build_config({}, path)
+        build_config({}, path, PretrainConfig if page.name == "pretraining.md" else TrainConfig)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
