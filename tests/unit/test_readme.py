@@ -17,6 +17,7 @@ from tiny import write_model
 
 import allhands
 from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config
+from allhands.pretrain_config import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
