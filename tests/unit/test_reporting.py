@@ -202,7 +202,8 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
     _, text = trained(tiny_model, tiny_data, tmp_path / "verbose", log_level="verbose", micro_batch_tokens=300)
     lines = dict(line.removeprefix("chosen: ").split(": ", 1) for line in text.splitlines() if "chosen: " in line)
     names = ["device", "matrix products", "backend", "micro-batches", "step", "blocks", "loss", "all-reduce"]
-    assert list(lines) == names
+    # Of each operation's form tests/unit/test_choices.py has more.
+    assert [name for name in lines if " at " not in name] == names
     assert lines["blocks"] == "as the model's own"
     assert lines["backend"] == "none (one process)"
     assert lines["micro-batches"].startswith("at most 300 tokens (asked for)")

@@ -319,7 +319,6 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
 
 
 def _sample(parts: LoopParts, state: LoopState) -> None:
-    parts.beat("validate", state.iteration)
     for sample in parts.sample(state.iteration):
         parts.sink.emit(sample)
 

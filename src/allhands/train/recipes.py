@@ -232,7 +232,7 @@ class _Run:
             temperature=config.sample_temperature,
             seed=config.seed,
             most=config.max_seq_length,
-            beat=lambda: self.surroundings.beat("validate", 0),
+            beat=lambda step: self.surroundings.beat("validate", step),
         )
 
     def _tokens_per_byte(self) -> float | None:

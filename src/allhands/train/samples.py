@@ -22,7 +22,7 @@ class Sampler:
 
     Attributes:
         most: tokens of a text, prompt included; the model knows no more places.
-        beat: called before each token.
+        beat: called with the number of batches done before each token.
     """
 
     model: nn.Module
@@ -32,7 +32,7 @@ class Sampler:
     temperature: float
     seed: int
     most: int
-    beat: Callable[[], None]
+    beat: Callable[[int], None]
 
     def __call__(self, step: int) -> list[Sampled]:
         """A text for each prompt."""
@@ -49,7 +49,7 @@ class Sampler:
         key = mx.random.key(self.seed + step * 1_000_003 + place)
         model: Any = self.model
         while len(tokens) < min(begun + self.num_tokens, self.most):
-            self.beat()
+            self.beat(step)
             logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
             key, now = mx.random.split(key)
             token = mx.argmax(logits) if self.temperature == 0 else self._drawn(logits, now)
