@@ -24,6 +24,7 @@ from harness import (
     git_commit,
     peer_list,
     positive,
+    pythons,
     run_benchmark,
     run_measured,
     say,
@@ -84,14 +85,6 @@ WORK_TITLES = {
     "smol": "full: 135M SmolLM shape, 32 x 512",
     "tiny": "a try",
 }
-
-
-def pythons(text: str) -> dict[str, str]:
-    """Which Python has MLX and allhands, and which has PyTorch: ``mlx=PATH,torch=PATH``."""
-    found = dict(part.partition("=")[::2] for part in text.split(","))
-    if not found.keys() <= {"mlx", "torch"} or not all(found.values()):
-        raise argparse.ArgumentTypeError("give mlx=PATH,torch=PATH")
-    return found
 
 
 def parse() -> argparse.Namespace:

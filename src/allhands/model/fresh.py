@@ -51,8 +51,7 @@ def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig
     """
     if "max_seq_length" in config.model_fields_set:
         return config
-    config = config.model_copy(update={"max_seq_length": 2})
-    rows = min(shape_of(config, tokenizer).block_size, _ROW) if config.block_size is None else config.block_size
+    rows = config.block_size or min(_named_shape(config, tokenizer).block_size, _ROW)
     return config.model_copy(update={"max_seq_length": rows})
 
 
@@ -77,11 +76,22 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
 
 
 def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
-    """The shape that ``config`` names, with room for the tokenizer's tokens.
+    """The shape that ``config`` names, with room for the tokenizer's tokens and for the rows.
 
     Raises:
         ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.
     """
+    shape = _named_shape(config, tokenizer)
+    if config.max_seq_length > shape.block_size:
+        raise ConfigError(
+            f"rows of {config.max_seq_length} tokens do not fit the shape's block size of {shape.block_size}",
+            where="--max-seq-length",
+            hint="give --block-size alone: the rows are then as long",
+        )
+    return shape
+
+
+def _named_shape(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
     needed = vocabulary_of(tokenizer.tokenizer)
     if config.vocabulary is not None and config.vocabulary < needed:
         raise ConfigError(
@@ -90,14 +100,7 @@ def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
             hint=f"leave it out, or give at least {needed}",
         )
     numbers = {"vocabulary": -(-needed // _ROWS) * _ROWS, **config.numbers()}
-    shape = find_shape(config.shape, numbers)
-    if config.max_seq_length > shape.block_size:
-        raise ConfigError(
-            f"rows of {config.max_seq_length} tokens do not fit the shape's block size of {shape.block_size}",
-            where="--max-seq-length",
-            hint="give --block-size alone: the rows are then as long",
-        )
-    return shape
+    return find_shape(config.shape, numbers)
 
 
 @dataclass(frozen=True)

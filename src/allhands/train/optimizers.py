@@ -43,6 +43,9 @@ class _Exact(Optimizer):
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
         if self.masters:
             state[MASTER] = parameter = parameter.astype(mx.float32)
+        self._begin(parameter, state)
+
+    def _begin(self, parameter: mx.array, state: dict[str, Any]) -> None:
         super().init_single(parameter, state)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
@@ -168,9 +171,7 @@ class HiddenMuon(_Exact):
             if not _hidden(name, parameter) and "m" not in state:
                 state["m"] = mx.zeros_like(state["v"])
 
-    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
-        if self.masters:
-            state[MASTER] = parameter = parameter.astype(mx.float32)
+    def _begin(self, parameter: mx.array, state: dict[str, Any]) -> None:
         state["v"] = mx.zeros_like(parameter)
 
     def _decayed(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
