@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -151,16 +152,21 @@ def test_ranks_that_somebody_else_stopped(start: Callable[..., Job], backend: st
 
 def test_a_program_that_knows_no_signals_may_be_stopped_too(start: Callable[..., Job]) -> None:
     job = start("one", "two", command=["sleep", "60", "0.001"])
-    until(lambda: sum("sleep 60" in line for line in _sleeps(job)) == 2, 20.0)
-    for process in psutil.Process(job.process.pid).children():
-        if "sleep" in process.cmdline():
-            process.terminate()
+    until(lambda: len(_sleeps(job)) == 2, 20.0)
+    for process in _sleeps(job):
+        process.terminate()
     assert job.finish() == 0
     assert (job.outcome()["fault"], job.outcome()["stopped"]) == (None, signal.SIGTERM)
 
 
-def _sleeps(job: Job) -> list[str]:
-    return [" ".join(process.cmdline()) for process in psutil.Process(job.process.pid).children()]
+def _sleeps(job: Job) -> list[psutil.Process]:
+    """The ranks that have become their command: before that the words of it stand in other programs' arguments, too."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process(job.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] == ["sleep"]:
+                found.append(process)
+    return found
 
 
 def test_one_rank_that_somebody_stopped_is_a_fault(start: Callable[..., Job]) -> None:
