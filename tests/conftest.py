@@ -16,8 +16,13 @@ settings.register_profile("allhands", deadline=None)
 settings.load_profile("allhands")
 
 
-# Tests of real processes and their seconds: on a machine that is busy with something else one of hundreds may be late.
-_ON_THE_CLOCK = ("tests/distributed/", "tests/fault/", "tests/unit/test_container_runs.py", "tests/unit/test_sync_run.py")
+# Tests of real processes and their seconds: on a busy machine one of hundreds may be late.
+_ON_THE_CLOCK = (
+    "tests/distributed/",
+    "tests/fault/",
+    "tests/unit/test_container_runs.py",
+    "tests/unit/test_sync_run.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
