@@ -21,7 +21,7 @@ from twins import run_ranks
 from allhands.accelerator import Accelerator
 from allhands.cli.main import main
 from allhands.errors import ConfigError, ModelError
-from allhands.model import choices, measurements, native
+from allhands.model import choices, measurements, native, native_products
 from allhands.model.choices import FORMS, Choices, Kind, Measured, Problem, chosen, parse_wishes, settle, tolerance
 from allhands.model.fused import linear
 from allhands.model.fused.blocks import fuse
@@ -269,7 +269,7 @@ def use_codes(model: Any) -> None:
 @pytest.mark.parametrize(
     ("prepare", "module", "name", "fast", "plain"),
     [
-        (use_codes, native.CodedProduct, "_run", "native", "plain"),
+        (use_codes, native_products.CodedProduct, "run", "native", "plain"),
         (lambda model: fuse(model, 120), linear, "dequantized", "dense", "plain"),
         # As on Metal, where the rule is the other way round.
         (linear.use_dense, linear, "dequantized", "dense", "plain"),

@@ -13,30 +13,22 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx_lm.tuner.lora import LoRALinear
-from numpy.typing import NDArray
 
 from allhands.blas import native_library
+from allhands.model import native_products
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
+from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
 from allhands.trees import flatten
 
-Array = NDArray[Any]
 _WIDTH = 16  # a head's width must be a multiple of it
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
 _PROBE_TOKENS = 24
 _CLOSE = 1e-4  # of the largest value
-_FORWARD_ONLY = "_native_forward_only"
-
-
-def available() -> bool:
-    """Whether the code is there and MLX computes on the CPU."""
-    return native_library() is not None and mx.default_device().type == mx.DeviceType.cpu
 
 
 def use_native(model: nn.Module) -> int:
-    """Let the norms, attention and SwiGLU blocks of ``model`` compute natively where they can; returns how many.
+    """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively where they can; returns how many.
 
     Only instances change, by a subclass of their own class; the names and values of parameters stay. To be called when
     it is settled what is trained, and not for a model whose step is compiled.
@@ -46,23 +38,21 @@ def use_native(model: nn.Module) -> int:
     changed = 0
     for layer in _before_training(model):
         for module in layer.modules():
-            object.__setattr__(module, _FORWARD_ONLY, True)
+            object.__setattr__(module, FORWARD_ONLY, True)
     for module in model.modules():
         if (multiply := getattr(module, "multiply_at_once", None)) is not None:
             multiply()
     for module in model.modules():
-        if type(module) is nn.RMSNorm and "weight" not in module.trainable_parameters():
+        if type(module) is nn.RMSNorm:
             module.__class__ = _Norm
-            changed += 1
-        elif type(module) is LoRALinear and getattr(module.linear, "coded", None) is not None:
-            module.__class__ = _Adapted
             changed += 1
         elif isinstance(module, FastMlp):
             module.__class__ = type(type(module).__name__, (_Mlp, type(module)), {})
             changed += 1
         elif set(module.children()) == _ATTENTION and hasattr(module, "n_kv_heads"):
             changed += _substitute_attention(module)
-    return changed
+    blocks: list[nn.Module] = list(getattr(model, "layers", ()))
+    return changed + sum(native_products.substitute(module) for block in blocks for module in block.modules())
 
 
 def _before_training(model: Any) -> list[Any]:
@@ -74,53 +64,35 @@ def _before_training(model: Any) -> list[Any]:
     return layers[: next((i for i, count in enumerate(trained) if count), 0)]
 
 
-def forward_only(module: Any) -> bool:
-    """Whether no gradient goes back through ``module``; then nothing needs to be kept for one."""
-    return bool(getattr(module, _FORWARD_ONLY, False))
-
-
-def _floats(array: mx.array) -> Array:
-    """A view of an evaluated array, or a copy in rows if it lies otherwise."""
-    return np.ascontiguousarray(np.asarray(array))
-
-
-def _new(*shape: int) -> tuple[mx.array, Array]:
-    """An array of anything, and the view through which it is filled."""
-    array = mx.array(np.empty(shape, dtype=np.float32))  # a copy: several times faster than zeros of MLX's own
-    return array, np.asarray(array)
-
-
-def _at(array: Array | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if array is None else array.ctypes.data)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    if getattr(native_library(), name)(*arguments) == 0:
-        raise MemoryError(name)
-
-
 # --- norm -----------------------------------------------------------------------------------------
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False) -> mx.array:
-    """:func:`mlx.core.fast.rms_norm` of float32, differentiable in ``x`` alone, not if ``frozen``: (..., D), (D,)."""
-    factor = _floats(weight)
+def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False, trained: bool = False) -> mx.array:
+    """:func:`mlx.core.fast.rms_norm` of float32: (..., D), (D,).
+
+    It can be differentiated in ``x``, and in ``weight`` if that is ``trained``; not at all if ``frozen``.
+    """
     sizes = (ctypes.c_int(x.size // x.shape[-1]), ctypes.c_int(x.shape[-1]))
 
-    def forward(x: mx.array) -> mx.array:
-        values = _floats(x)
-        out, room = _new(*x.shape)
-        native_library().allhands_norm(_at(values), _at(factor), ctypes.c_float(eps), _at(room), *sizes)  # type: ignore[union-attr]
+    def forward(x: mx.array, weight: mx.array) -> mx.array:
+        values, factor = floats(x), floats(weight)
+        out, room = new(*x.shape)
+        native_library().allhands_norm(at(values), at(factor), ctypes.c_float(eps), at(room), *sizes)  # type: ignore[union-attr]
         return out
 
-    def backward(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-        values, towards = _floats(x), _floats(cotangent)
-        out, room = _new(*x.shape)
-        pointers = (_at(values), _at(factor), _at(towards))
-        native_library().allhands_norm_back(*pointers, ctypes.c_float(eps), _at(room), *sizes)  # type: ignore[union-attr]
-        return out
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+        views = [floats(each) for each in (*primals, cotangent)]
+        made = [new(*primal.shape) for primal in (primals if trained else primals[:1])]
+        outputs = [at(room) for _, room in made]
+        call("allhands_norm_back", *map(at, views), ctypes.c_float(eps), *outputs, *[None] * (2 - len(made)), *sizes)
+        return tuple(array for array, _ in made)
 
-    return forward(x) if frozen else with_vjp(forward, backward)(x)
+    if frozen:
+        return forward(x, weight)
+    if trained:
+        return with_vjp(forward, backward)(x, weight)
+    back = lambda x, cotangent, y: backward((x, weight), cotangent, y)[0]  # noqa: E731
+    return with_vjp(lambda x: forward(x, weight), back)(x)
 
 
 class _Norm(nn.RMSNorm):
@@ -128,23 +100,24 @@ class _Norm(nn.RMSNorm):
         known = x.dtype == self.weight.dtype == mx.float32
         if not known or chosen("rms_norm", "cpu", x.dtype, x.size // x.shape[-1], x.shape[-1:]) == PLAIN:
             return super().__call__(x)
-        return rms_norm(x, self.weight, self.eps, frozen=forward_only(self))
+        trained = "weight" not in self._no_grad
+        return rms_norm(x, self.weight, self.eps, frozen=forward_only(self), trained=trained)
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
 
 
 def _gated(gate: mx.array, up: mx.array) -> mx.array:
-    views = _floats(gate), _floats(up)
-    out, room = _new(*gate.shape)
-    native_library().allhands_gated(*map(_at, views), _at(room), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+    views = floats(gate), floats(up)
+    out, room = new(*gate.shape)
+    native_library().allhands_gated(*map(at, views), at(room), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
     return out
 
 
 def _gated_back(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    views = _floats(primals[0]), _floats(primals[1]), _floats(cotangent)
-    (in_gate, first), (in_up, second) = _new(*cotangent.shape), _new(*cotangent.shape)
-    pointers = [_at(each) for each in (*views, first, second)]
+    views = floats(primals[0]), floats(primals[1]), floats(cotangent)
+    (in_gate, first), (in_up, second) = new(*cotangent.shape), new(*cotangent.shape)
+    pointers = [at(each) for each in (*views, first, second)]
     native_library().allhands_gated_back(*pointers, ctypes.c_ssize_t(cotangent.size))  # type: ignore[union-attr]
     return in_gate, in_up
 
@@ -188,18 +161,18 @@ def attention(
     sizes = (ctypes.c_int * 5)(*q.shape[:2], q.shape[2] // width, k.shape[2] // width, width)
 
     def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
-        pointers = [(ctypes.c_void_p * len(each))(*map(_at, each)) for each in (inputs, outputs)]
-        _call("allhands_attention", *pointers, ctypes.c_float(scale), sizes)
+        pointers = [(ctypes.c_void_p * len(each))(*map(at, each)) for each in (inputs, outputs)]
+        call("allhands_attention", *pointers, ctypes.c_float(scale), sizes)
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        views = [_floats(each) for each in (q, k, v)]
-        out, room = _new(*q.shape)
+        views = [floats(each) for each in (q, k, v)]
+        out, room = new(*q.shape)
         run([*views, *turns, None], [room, None, None, None])
         return out
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
-        views = [_floats(each) for each in (*primals, cotangent)]
-        made = [_new(*primal.shape) for primal in primals]
+        views = [floats(each) for each in (*primals, cotangent)]
+        made = [new(*primal.shape) for primal in primals]
         run([*views[:3], *turns, views[3]], [None, *(room for _, room in made)])
         return tuple(array for array, _ in made)
 
@@ -225,7 +198,7 @@ def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
         ones = mx.concatenate([mx.ones((width // 2,)), mx.zeros((width // 2,))])
         turned = module.rope(mx.contiguous(mx.broadcast_to(ones, (1, 1, 2 * length, width))))
         cosines, sines = mx.split(turned[0, 0].astype(mx.float32), 2, axis=-1)
-        known = _floats(cosines), _floats(sines)
+        known = floats(cosines), floats(sines)
         object.__setattr__(module, "_native_turns", known)
     return known
 
@@ -261,86 +234,3 @@ def _probe(module: Any) -> mx.array:
     base = module.q_proj.get("linear", module.q_proj)
     width = getattr(base, "input_dims", None) or base.weight.shape[1]
     return mx.sin(mx.arange(_PROBE_TOKENS * width, dtype=mx.float32)).reshape(1, _PROBE_TOKENS, width)
-
-
-# --- quantised weights ----------------------------------------------------------------------------
-
-
-class CodedProduct:
-    """``x @ w.T`` for the weight ``codes * scales + biases``, which is never made."""
-
-    def __init__(self, codes: mx.array, scales: mx.array, biases: mx.array) -> None:
-        """Take (out, groups, group size) uint8 codes, and for each group (out, groups, 1) float32."""
-        rows, groups, group = codes.shape
-        self._sizes = (ctypes.c_int * 3)(rows, groups * group, group)
-        self._held = [np.asarray(each) for each in (codes, scales, biases)]
-        self.differentiable = with_vjp(self.forward, lambda _x, cotangent, _y: self._run(cotangent, 1))
-
-    @staticmethod
-    def fits(codes: mx.array) -> bool:
-        """Whether it can be had for these codes here."""
-        group = codes.shape[2]
-        return available() and group >= _WIDTH and group & (group - 1) == 0
-
-    def forward(self, x: mx.array) -> mx.array:
-        """The product alone."""
-        return self._run(x, 0)
-
-    def adapted(self, x: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:
-        """``x @ w.T + scale * (x @ a) @ b``, of which nothing is kept but ``x`` and ``x @ a``."""
-        inner: list[Array] = []
-
-        def forward(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-            y = self._run(x, 0)
-            inner[:] = [_multiply(_rows(x), _floats(a))]
-            _multiply(inner[0], _floats(b), into=_rows(y), scale=scale)
-            return y
-
-        def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
-            x, a, b = primals
-            made = self._run(cotangent, 1), *(mx.array(np.zeros(each.shape, dtype=np.float32)) for each in (a, b))
-            towards = _multiply(_rows(cotangent), _floats(b), right=True, scale=scale)
-            _multiply(towards, _floats(a), right=True, into=_rows(made[0]))
-            _multiply(_rows(x), towards, left=True, into=np.asarray(made[1]))
-            _multiply(inner[0], _rows(cotangent), left=True, into=np.asarray(made[2]), scale=scale)
-            return made
-
-        return with_vjp(forward, backward)(x, a, b)
-
-    def _run(self, x: mx.array, back: int) -> mx.array:
-        values = _floats(x)
-        out, room = _new(*x.shape[:-1], self._sizes[back])
-        tokens = ctypes.c_int(x.size // x.shape[-1])
-        held = map(_at, self._held)
-        _call("allhands_coded_product", _at(values), tokens, *held, self._sizes, ctypes.c_int(back), _at(room))
-        return out
-
-
-class _Adapted(LoRALinear):
-    def __call__(self, x: mx.array) -> mx.array:
-        # Where something is dropped, allhands.model.dropout has put a class of its own.
-        plain = type(self.dropout) is nn.Dropout and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
-        linear: Any = self.linear
-        if not plain or "bias" in linear or not linear.multiplies_natively(x, "adapted_linear"):
-            return super().__call__(x)
-        return linear.coded.adapted(x, self.lora_a, self.lora_b, self.scale)
-
-
-def _rows(x: mx.array) -> Array:
-    """(N, D) view."""
-    return _floats(x).reshape(-1, x.shape[-1])
-
-
-def _multiply(
-    x: Array, y: Array, *, left: bool = False, right: bool = False, into: Array | None = None, scale: float = 1.0
-) -> Array:
-    """``scale * x @ y``, of which ``left`` or ``right`` is transposed, added to ``into`` if that is given."""
-    rows, inner = x.shape[::-1] if left else x.shape
-    columns = y.shape[0] if right else y.shape[1]
-    out = np.empty((rows, columns), dtype=np.float32) if into is None else into
-    forms = 101, 112 if left else 111, 112 if right else 111
-    integers = [ctypes.c_int(each) for each in (*forms, rows, columns, inner)]
-    factors = (_at(x), ctypes.c_int(x.shape[1]), _at(y), ctypes.c_int(y.shape[1]))
-    add = ctypes.c_float(0.0 if into is None else 1.0)
-    native_library().cblas_sgemm(*integers, ctypes.c_float(scale), *factors, add, _at(out), ctypes.c_int(columns))  # type: ignore[union-attr]
-    return out

@@ -15,11 +15,12 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
 from allhands.accelerator import Accelerator
-from allhands.model import native
+from allhands.model import native_products
 from allhands.model.adapters import count_parameters
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import use_fast_mlp
 from allhands.model.fused.ops import product_with
+from allhands.model.native_arrays import forward_only
 from allhands.model.split import dense_weight
 from allhands.trees import unflatten
 
@@ -41,7 +42,7 @@ class UnpackedLinear(nn.Module):
         self.biases = source.biases.astype(mx.float32)[..., None]
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
-        self.coded: native.CodedProduct | None = None
+        self.coded: native_products.CodedProduct | None = None
         self._bits = source.bits
         self._multiply = product_with(self._dense)
         self.freeze()
@@ -57,8 +58,8 @@ class UnpackedLinear(nn.Module):
 
     def multiply_at_once(self) -> None:
         """Compute natively from now on if that is possible: when called, not in a graph."""
-        if native.CodedProduct.fits(self.codes):
-            self.coded = native.CodedProduct(self.codes, self.scales, self.biases)
+        if native_products.CodedProduct.fits(self.codes):
+            self.coded = native_products.CodedProduct(self.codes, self.scales, self.biases)
 
     def multiplies_natively(self, x: mx.array, name: str = "quantized_linear") -> bool:
         """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
@@ -70,7 +71,7 @@ class UnpackedLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.coded is not None and self.multiplies_natively(x):
-            y = self.coded.forward(x) if native.forward_only(self) else self.coded.differentiable(x)
+            y = self.coded.run(x) if forward_only(self) else native_products.differentiable(self.coded, x)
         else:
             y = self._multiply(x)
         return y + self.bias if "bias" in self else y

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 
-enum { ROWS = 16, CHUNK = 4096 };
+enum { ROWS = 16, COLUMNS = 64, BLOCK = 64, CHUNK = 4096 };
 
 static inline int least(int a, int b) { return a < b ? a : b; }
 static inline int padded(int count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
@@ -16,7 +16,7 @@ static inline int padded(int count) { return (count + WIDTH - 1) / WIDTH * WIDTH
 
 typedef struct {
     const float *x, *weight, *cotangent;
-    float *out, eps;
+    float *out, *in_weight, *factors, eps;
     int rows, width;
 } Norm;
 
@@ -55,20 +55,51 @@ static void norm_rows_back(void *argument, int part, int thread) {
         float share = dot(out, x, n->width) / n->width * factor * factor * factor;
         for (int i = 0; i < n->width; i++)
             out[i] = out[i] * factor - x[i] * share;
+        if (n->factors)
+            n->factors[row] = factor;
     }
+}
+
+// The gradient in COLUMNS weights: always added up in the same order, and in blocks, which keeps roundings few.
+static void norm_columns_back(void *argument, int part, int thread) {
+    (void)thread;
+    const Norm *n = argument;
+    int first = part * COLUMNS, count = least(COLUMNS, n->width - first);
+    float total[COLUMNS] = {0};
+    for (int start = 0; start < n->rows; start += BLOCK) {
+        float block[COLUMNS] = {0};
+        for (int row = start; row < least(n->rows, start + BLOCK); row++) {
+            const float *x = n->x + (ptrdiff_t)row * n->width + first;
+            const float *c = n->cotangent + (ptrdiff_t)row * n->width + first;
+            float factor = n->factors[row];
+            for (int i = 0; i < count; i++)
+                block[i] += c[i] * (x[i] * factor);
+        }
+        for (int i = 0; i < count; i++)
+            total[i] += block[i];
+    }
+    for (int i = 0; i < count; i++)
+        n->in_weight[first + i] = total[i];
 }
 
 // (rows, width) -> x / sqrt(mean(x^2) + eps) * weight.
 void allhands_norm(const float *x, const float *weight, float eps, float *out, int rows, int width) {
-    Norm n = {x, weight, NULL, out, eps, rows, width};
+    Norm n = {x, weight, NULL, out, NULL, NULL, eps, rows, width};
     pool_run(norm_rows, &n, (rows + ROWS - 1) / ROWS);
 }
 
-// Its gradient in x.
-void allhands_norm_back(const float *x, const float *weight, const float *cotangent, float eps, float *out, int rows,
-                        int width) {
-    Norm n = {x, weight, cotangent, out, eps, rows, width};
+// Its gradient in x, and in the weight unless in_weight is NULL. Returns 0 if there is no memory for it.
+int allhands_norm_back(const float *x, const float *weight, const float *cotangent, float eps, float *out,
+                       float *in_weight, int rows, int width) {
+    float *factors = in_weight ? malloc((size_t)rows * sizeof(float)) : NULL;
+    if (in_weight && rows && !factors)
+        return 0;
+    Norm n = {x, weight, cotangent, out, in_weight, factors, eps, rows, width};
     pool_run(norm_rows_back, &n, (rows + ROWS - 1) / ROWS);
+    if (in_weight)
+        pool_run(norm_columns_back, &n, (width + COLUMNS - 1) / COLUMNS);
+    free(factors);
+    return 1;
 }
 
 // --- silu(gate) * up -------------------------------------------------------------------------------------------------

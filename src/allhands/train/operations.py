@@ -14,7 +14,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.accelerator import Accelerator
 from allhands.errors import ModelError
-from allhands.model import fastmath, native
+from allhands.model import fastmath, native, native_products
 from allhands.model.choices import FORMS, PLAIN, Kind, Problem, forced, forms
 from allhands.model.fused import linear, ops
 from allhands.model.quantized import UnpackedLinear
@@ -229,9 +229,9 @@ def _linear(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     (unpacked,) = (UnpackedLinear(each) for each in layer.layers)
     mx.eval(unpacked.parameters())
     made: dict[str, Form] = {"plain": lambda: _both_ways(unpacked, [x], [c])}
-    if native.CodedProduct.fits(unpacked.codes):
-        coded = native.CodedProduct(unpacked.codes, unpacked.scales, unpacked.biases)
-        made["native"] = lambda: _both_ways(coded.differentiable, [x], [c])
+    if native_products.CodedProduct.fits(unpacked.codes):
+        coded = native_products.CodedProduct(unpacked.codes, unpacked.scales, unpacked.biases)
+        made["native"] = lambda: _both_ways(partial(native_products.differentiable, coded), [x], [c])
     return made
 
 

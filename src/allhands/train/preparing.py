@@ -151,8 +151,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         make_deterministic(model)
     dropout = install_dropout(model, config.seed)
     prepare_quantized(model, accelerator, compact=True)
-    if accelerator.eager and config.compile != "on":
-        use_native(model)
+    at_once = accelerator.eager and config.compile != "on" and use_native(model) > 0
     if accelerator.kind == "cuda":
         fuse(model, config.max_seq_length)
     elif accelerator.kind == "metal":
@@ -160,7 +159,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if start is not None:
         load_trained(model, start)
     if config.grad_checkpoint:
-        checkpoint_layers(model.layers)
+        checkpoint_layers(model.layers, at_once=at_once)
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
