@@ -192,13 +192,14 @@ def _gradient_at_once(
     """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
     inputs, positions, targets, documents = batch
     values = [value for _, value in flatten(model.trainable_parameters())]
+    head = parts.head_weight().astype(mx.float32)
 
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
         # In which a CPU computes anyway; NumPy knows no other.
         rows = _rows(parts, inputs, positions, documents).astype(mx.float32)
         weight = parts.head_weight().astype(mx.float32)
-        return eager_loss(rows, weight, targets, train_weight=parts.head_is_trained)
+        return eager_loss(rows, weight, targets, values=head, train_weight=parts.head_is_trained)
 
     try:
         (total,), grads = mx.vjp(loss, values, [mx.ones(())])

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.blas import available_cores
+from allhands.model import native_arrays
 from allhands.model.choices import PLAIN, Kind, chosen
 from allhands.model.fused import kernels
 
@@ -88,30 +89,48 @@ def eager_linear_cross_entropy(
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
     grad_weight = mx.zeros(weight.shape, dtype=mx.float32) if train_weight and with_grad else None
+    add = _add_product_in_place if native_arrays.available() else _add_product
     for rows, matrix, wanted in _chunks(hidden, weight, targets, _rows_of_chunk(weight, hidden.shape[0])):
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
         if with_grad:
             grads.append(grad_logits @ matrix)
         if grad_weight is not None:
-            grad_weight = grad_weight + grad_logits.T @ rows
+            grad_weight = add(grad_weight, grad_logits, rows)
         # Frees this chunk's logits before the next one's are allocated.
         mx.eval(total, grads, grad_weight)
     return total, mx.concatenate(grads) if grads else None, grad_weight
 
 
-def eager_loss(hidden: mx.array, weight: mx.array, targets: mx.array, *, train_weight: bool) -> mx.array:
-    """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for."""
+def _add_product(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
+    """``total + x.T @ y``."""
+    return total + x.T @ y
+
+
+def _add_product_in_place(total: mx.array, x: mx.array, y: mx.array) -> mx.array:
+    """The same in the array itself, which is as large as the head, and nobody else's."""
+    native_arrays.multiply(native_arrays.rows(x), native_arrays.rows(y), left=True, into=np.asarray(total))
+    return total
+
+
+def eager_loss(
+    hidden: mx.array, weight: mx.array, targets: mx.array, *, values: mx.array, train_weight: bool
+) -> mx.array:
+    """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for.
+
+    ``values`` are those of ``weight`` in an array that is not being differentiated: what is computed of one that is
+    would be kept, logits and all.
+    """
 
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
-        # A copy, because what is computed of something that is differentiated would be kept, logits and all.
         rows = mx.array(np.asarray(primals[0]))
-        matrix = primals[1] if train_weight else weight
-        found = eager_linear_cross_entropy(rows, matrix, targets, train_weight=train_weight)
+        found = eager_linear_cross_entropy(rows, values, targets, train_weight=train_weight)
         return tuple(each for each in found if each is not None)
 
     def backward(_primals: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
-        made = tuple(output * cotangents[0] for output in outputs[1:])
+        made = outputs[1:]
+        if cotangents[0].item() != 1.0:
+            made = tuple(output * cotangents[0] for output in made)
         return made if train_weight else made[0]
 
     loss: Any = mx.custom_function(forward)

@@ -165,18 +165,21 @@ class TrainStep:
         return result
 
     def _update_by_hand(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
-        """Look at the numbers, then update the model if all are finite."""
+        """Look at the numbers, then update the model if all are finite. Empties ``sums``."""
         num_targets = numbers(totals)[1]
         # The one division: by the trained tokens of all micro-batches and all ranks.
         mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
+        sums.clear()  # what nobody holds, MLX computes in place
         if self._after_backward is not None:
             self._after_backward(mean)
         clipped, norm = clip(mean, self._max_grad_norm)
+        del mean
         result = _filled(timed, totals, norm)
         if not _not_finite(result):
             self._beat("update")
             self._rehearse("update")
             self._optimizer.update(self._model, clipped)
+            del clipped
             mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return result
 
