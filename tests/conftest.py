@@ -33,10 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def heeded_interrupts() -> None:
-    """A shell starts background jobs with SIGINT ignored, and their children inherit that until they ask for it."""
+def heeded_signals() -> None:
+    """A shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and what they start inherits that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

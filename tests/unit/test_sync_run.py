@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,13 +195,13 @@ def test_too_little_space_is_found_before_anything_is_sent(hosts: Hosts) -> None
 
 
 class Meddler:
-    """Does something once, when the first host has begun to receive."""
+    """Does something once, when the first host has begun to receive, and when that is true."""
 
-    def __init__(self, what: Any) -> None:
-        self.what, self.done = what, False
+    def __init__(self, what: Any, when: Callable[[], bool] = lambda: True) -> None:
+        self.what, self.when, self.done = what, when, False
 
     def show(self, state: SyncState) -> None:
-        if not self.done and state.hosts[0].received:
+        if not self.done and state.hosts[0].received and self.when():
             self.done = True
             self.what()
 
@@ -278,7 +278,8 @@ def test_a_host_that_is_lost_on_the_way_is_left_out_and_goes_on_later(
             killed.append(process.pid)
 
     made = hosts.make("a", "b", "c")
-    state = synchronise(make_plan(["model"]), made, SyncOptions(), Meddler(kill).show)
+    meddler = Meddler(kill, when=lambda: _right_blocks(path, hosts.home("b") / "there" / "model") > 0)
+    state = synchronise(make_plan(["model"]), made, SyncOptions(), meddler.show)
     assert killed
     assert [host.state for host in state.hosts] == ["done", "failed", "done"]
     assert "host b has been lost" in str(state.errors[0])
