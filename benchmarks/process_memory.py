@@ -210,12 +210,13 @@ def measure_one(options: argparse.Namespace, work: Path, way: str, count: int) -
         pids = [one["pid"] for one in about]
         read_at = time.time()
         through = [through_of(pid, corpus) for pid in pids]
+        read_until = time.time()
         while child.poll() is None:
             pause(child, deadline, well=True)
     if child.returncode:
         raise BenchmarkError(f"{way} ended with code {child.returncode}: {tail(work / f'{way}-{count}.log')}")
     about = told(run, options.iters)
-    found = figures(watch.moments, about, read_at) | {"read_through_bytes": through}
+    found = figures(watch.moments, about, (read_at, read_until)) | {"read_through_bytes": through}
     if way == "allhands":
         found["own_against_outside"] = own_against_outside(own_samples(run), watch.moments)
     return found
@@ -305,17 +306,21 @@ def whole_lines(file: Path) -> list[str]:
 # --- figures --------------------------------------------------------------------------------------------------
 
 
-def figures(moments: Sequence[Moment], about: Sequence[Mapping[str, Any]], read_at: float) -> dict[str, Any]:
+def figures(
+    moments: Sequence[Moment], about: Sequence[Mapping[str, Any]], reading: tuple[float, float]
+) -> dict[str, Any]:
     """What the ranks held together when that was most, and what else there was.
 
     Args:
         about: what each rank said; ``corpus_bytes`` are those that it has allocated for the corpus.
-        read_at: Unix time from which on each rank held all of the corpus that it maps.
+        reading: Unix times between which the ranks' mappings of the corpus were read through. What was looked at
+            meanwhile does not count: pages had other shares for the first rank than for the last.
     """
     pids = [one["pid"] for one in about]
     allocated = sum(one["corpus_bytes"] for one in about)
-    most = highest(moments, pids)
-    before = highest([moment for moment in moments if moment.time < read_at], pids)
+    earlier = [moment for moment in moments if moment.until < reading[0]]
+    later = [moment for moment in moments if moment.time > reading[1]]
+    most, before = highest([*earlier, *later], pids), highest(earlier, pids)
     others = [moment.of(moment.held.keys() - set(pids)) for moment in moments]
     return {
         "pss_bytes": most.pss,

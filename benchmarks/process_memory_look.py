@@ -59,10 +59,11 @@ def held_in(smaps: str, corpus: Collection[Path]) -> Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """All processes of a tree at one time (Unix seconds), by process id."""
+    """Processes of a tree, by process id, looked at one after the other from ``time`` to ``until`` (Unix seconds)."""
 
     time: float
     held: dict[int, Held] = field(default_factory=dict)
+    until: float = 0.0
 
     def of(self, pids: Iterable[int]) -> Held:
         """What those of ``pids`` that lived held together."""
@@ -86,11 +87,11 @@ class Watch:
     def _look(self) -> None:
         while not self._end.is_set():
             began = time.perf_counter()
-            moment = Moment(time.time())
+            at, held = time.time(), dict[int, Held]()
             for pid in tree(self._root):
                 with suppress(OSError):  # it may have ended since
-                    moment.held[pid] = held_in((PROC / str(pid) / "smaps").read_text(), self._corpus)
-            self.moments.append(moment)
+                    held[pid] = held_in((PROC / str(pid) / "smaps").read_text(), self._corpus)
+            self.moments.append(Moment(at, held, time.time()))
             # Looking must not become the work.
             self._end.wait(max(self._interval_s, 4 * (time.perf_counter() - began)))
 

@@ -72,16 +72,19 @@ def test_mappings_of_the_corpus_are_told_from_the_rest(look: Any) -> None:
 def test_figures_are_of_the_ranks_at_their_highest_and_the_rest_is_the_launcher(bench: Any, look: Any) -> None:
     def moment(time: float, launcher: int, *ranks: tuple[int, int, int]) -> Any:
         held = {pid: look.Held(pss, private, corpus, 2 * corpus) for pid, (pss, private, corpus) in enumerate(ranks, 2)}
-        return look.Moment(time, {1: look.Held(launcher, launcher), **held})
+        return look.Moment(time, {1: look.Held(launcher, launcher), **held}, time + 0.1)
 
     moments = [
         moment(1.0, 900),
         moment(2.0, 60, (500, 400, 10), (400, 300, 20)),
+        # While the corpus was read through.
+        moment(2.45, 50, (900, 900, 300), (900, 900, 300)),
+        moment(2.7, 50, (900, 900, 300), (900, 900, 300)),
         moment(3.0, 50, (550, 300, 100), (460, 310, 100)),
         moment(4.0, 50, (700, 690, 0)),
     ]
     said = {"corpus_bytes": 7, "mlx_peak_bytes": 5, "losses": [3.0, 2.0]}
-    found = bench.figures(moments, [{"pid": 2, **said}, {"pid": 3, **said}], read_at=2.5)
+    found = bench.figures(moments, [{"pid": 2, **said}, {"pid": 3, **said}], reading=(2.5, 2.8))
     assert (found["pss_bytes"], found["private_bytes"], found["shared_bytes"]) == (1010, 610, 400)
     assert (found["corpus_bytes"], found["models_bytes"]) == (214, 796)
     assert found["corpus_rss_bytes"] == 414
