@@ -20,7 +20,7 @@ import numpy as np
 # Gives the rows of some numbers: (n,) -> (n, block size + 1).
 Rows = Callable[[list[int]], Any]
 WAYS = ("every_rank_loads_all", "datasets")
-FLAT, TABLE = "tokens.npy", "table"
+FLAT, TABLE = "tokens.int32", "table"
 # What MLX holds has come to its highest by then, and every rank is at work.
 AT_WORK = 5
 
@@ -46,7 +46,7 @@ def prepare(options: argparse.Namespace) -> None:
     manifest = json.loads((options.store / "manifest.json").read_text())
     stored = np.memmap(options.store / "tokens.bin", dtype=manifest["arrays"]["tokens"]["dtype"], mode="r")
     tokens = stored.astype(np.int32)
-    np.save(options.work / FLAT, tokens)
+    tokens.tofile(options.work / FLAT)
     block = options.block_size
     count = (len(tokens) - 1) // block
 
@@ -69,7 +69,7 @@ def open_corpus(options: argparse.Namespace, rank: int, size: int) -> tuple[Rows
         # Mapped; each rank has a part of its own, as the documentation of datasets says for data parallelism.
         table: Any = load_from_disk(str(options.work / TABLE)).shard(num_shards=size, index=rank).with_format("numpy")
         return lambda numbers: table[numbers]["input_ids"], len(table), 0
-    tokens = np.load(options.work / FLAT)
+    tokens = np.fromfile(options.work / FLAT, dtype=np.int32)
     block = options.block_size
     whole = (len(tokens) - 1) // block
     places = np.arange(block + 1)

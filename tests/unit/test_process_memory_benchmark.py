@@ -144,7 +144,7 @@ def test_wrong_options(bench: Any, words: list[str], message: str, capsys: pytes
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_of_the_loop_that_loads_all_read_disjoint_rows(tmp_path: Path, size: int) -> None:
     worker = importlib.import_module("process_memory_worker")
-    np.save(tmp_path / worker.FLAT, np.arange(8 * 4 + 3, dtype=np.int32))
+    np.arange(8 * 4 + 3, dtype=np.int32).tofile(tmp_path / worker.FLAT)
     options = Namespace(action="every_rank_loads_all", work=tmp_path, block_size=4)
     seen: list[list[int]] = []
     for rank in range(size):
