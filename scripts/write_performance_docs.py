@@ -78,6 +78,11 @@ TABLES = {
         "Generated text and chats. mlx_lm gets a tenth of the text, which is why memory is given for a token. Its "
         "batches and random ones stand beside those of allhands on a CPU and on a GPU.",
     ),
+    "process_memory": (
+        "Memory, process by process",
+        "A Llama of 2 million that learns from the same tokens on 1, 2 and 4 processes, with every page of the corpus "
+        "in use; each page counts once. [The picture, and how to read it](pretraining.md#memory-process-by-process).",
+    ),
     "backends": (
         "Bytes between processes of one computer",
         "float32, summed over two processes. The program is the same; what differs is who starts it.",
