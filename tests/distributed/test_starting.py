@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import run_allhands
 
 import allhands
+from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError, DistributedError, Interrupted
 from allhands.starting import _flags, run_call
 
@@ -50,6 +52,29 @@ def test_what_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Path("stopped.py").write_text("raise SystemExit(130)\n")
     with pytest.raises(Interrupted):
         allhands.launch("stopped.py", max_restarts=0)
+
+
+FAILS = """
+import allhands, sys
+world = allhands.init()
+if world.rank == int(sys.argv[1]):
+    raise ValueError("boom")
+world.barrier()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "backend",
+    ["ring", pytest.param("mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed"))],
+)
+def test_a_rank_that_raises_ends_all_at_once_and_is_named(tmp_path: Path, backend: str, rank: int) -> None:
+    """MPI would wait at its end for the other one, which waits for it."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    options = ("-n", "2", "--backend", backend, "--max-restarts", "0")
+    done = run_allhands("launch", *options, "--", sys.executable, "fails.py", str(rank), cwd=tmp_path, timeout=40)
+    assert done.returncode == 1
+    assert f"rank {rank} exited with code 1: ValueError: boom" in done.stderr
 
 
 def test_what_cannot_be_started() -> None:

@@ -145,7 +145,12 @@ def join_here() -> Communicator:
     """
     launch = launch_here()
     take_device(launch)
-    return join_group(launch, _JOIN_TIMEOUT_S)
+    communicator = join_group(launch, _JOIN_TIMEOUT_S)
+    if communicator.size > 1:
+        from allhands.cluster.worker import end_at_errors
+
+        end_at_errors(launch, os.environ)
+    return communicator
 
 
 def joined_here() -> Communicator | None:

@@ -326,13 +326,7 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     Python's lock: only the supervisor's start deadline ends that.
     """
     run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
-    context = WorkerContext(
-        launch,
-        Path(run_dir) if run_dir else None,
-        Path(log_dir) if log_dir else None,
-        environ.get("ALLHANDS_RUN_ID", ""),
-        int(environ.get("ALLHANDS_ATTEMPT", "1")),
-    )
+    context = _context(launch, environ)
     if launch.launcher == "openmpi":
         die_with_parent()  # started by mpirun itself, without our guard
     with suppress(RuntimeError, io.UnsupportedOperation):  # no standard error to write to
@@ -348,6 +342,28 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     if run_dir:
         threading.Thread(target=_keep_kernels, name="allhands-kernels", daemon=True).start()
     return context
+
+
+def _context(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
+    run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
+    return WorkerContext(
+        launch,
+        Path(run_dir) if run_dir else None,
+        Path(log_dir) if log_dir else None,
+        environ.get("ALLHANDS_RUN_ID", ""),
+        int(environ.get("ALLHANDS_ATTEMPT", "1")),
+    )
+
+
+def end_at_errors(launch: Launch, environ: Mapping[str, str]) -> None:
+    """Let an uncaught exception end this process at once, and tell the supervisor of it, as :func:`install` does.
+
+    For a person's own program, whose signals stay its own. Without this a rank that has failed would wait at its end
+    for the others (MPI does), which wait for it.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        context = _context(launch, environ)
+        sys.excepthook = lambda kind, error, trace: context.fail(error)
 
 
 @cache
