@@ -21,6 +21,8 @@ from runs import read_weights
 from tiny import run_allhands, write_tokenizer
 
 from allhands.config import build_config
+from allhands.errors import ModelError
+from allhands.model.load import load_model
 from allhands.pretrain_config import PretrainConfig
 from allhands.trees import flatten
 
@@ -96,6 +98,26 @@ def test_the_result_is_a_model_that_mlx_lm_loads_and_generates_from(place: Path,
     assert reported["num_tokens"] == pytest.approx(count, abs=len(rows))
     assert total / count == pytest.approx(reported["loss"], rel=0.01)
     assert losses(alone)[-1] < losses(alone)[0] - 0.5
+
+
+def test_the_best_weights_are_a_model_too(place: Path, tmp_path: Path) -> None:
+    """The last ones are worse here: the learning rate is far too high at the end."""
+    schedule = {"name": "linear_schedule", "arguments": [1e-3, 0.5, 12]}
+    run = pretrain(flags(place, tmp_path / "run", lr_schedule=schedule, steps_per_eval=1))
+    reports = events(run, "valid")
+    best = min(reports, key=lambda report: report["loss"])
+    assert 0 < best["step"] < 12
+    mine, kept, last = (
+        read_weights(run / file)
+        for file in ("model-best/model.safetensors", "best/adapters.safetensors", "model/model.safetensors")
+    )
+    assert mine.keys() == last.keys()
+    for name, array in kept.items():
+        np.testing.assert_array_equal(np.array(array), np.array(mine[name]))
+    assert any(not np.array_equal(np.array(mine[name]), np.array(last[name])) for name in mine)
+    assert mlx_lm.load(str(run / "model-best"))
+    with pytest.raises(ModelError, match=r"its models are .*model and .*model-best"):
+        load_model(str(run))
 
 
 def test_bits_per_byte_are_the_loss_over_the_texts_bytes(alone: Path) -> None:

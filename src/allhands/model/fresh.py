@@ -24,7 +24,6 @@ from allhands.model.shapes import Shape, TokenIds, find_shape, model_config
 from allhands.pretrain_config import PretrainConfig
 from allhands.staging import publish, staging
 
-MODEL = "model"  # in the run's directory
 MARK = "allhands.json"  # in it, so that nobody else's directory is taken for it
 # The embedding's rows, so that products with it have whole tiles.
 _ROWS = 64

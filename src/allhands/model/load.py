@@ -49,6 +49,10 @@ _KEPT_PATTERNS = (*mlx_lm.DEFAULT_ALLOW_PATTERNS, "README.md", "LICENSE*")
 _REWRITTEN = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 
 
+# What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
+MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in memory, its tokenizer, and where both came from."""
@@ -154,11 +158,11 @@ def read_config(path: Path) -> Json:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(
-            "no config.json: this is not a model directory",
-            where=str(path),
-            hint="give the directory that holds config.json, model*.safetensors and the tokenizer",
-        ) from None
+        hint = "give the directory that holds config.json, model*.safetensors and the tokenizer"
+        made = [folder for name in MODELS_OF_A_RUN if (folder := path / name).joinpath(file.name).is_file()]
+        if made:
+            hint = f"this is the directory of a run; its models are {' and '.join(map(str, made))}"
+        raise ModelError("no config.json: this is not a model directory", where=str(path), hint=hint) from None
     except (ValueError, OSError) as error:
         raise ModelError(
             f"this is not readable JSON: {error}", where=str(file), hint="fetch the model again"

@@ -18,7 +18,8 @@ from allhands.distributed.backend import Communicator
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import METRICS_FILE
 from allhands.model.adapters import CONFIG_FILE
-from allhands.model.fresh import MARK, MODEL
+from allhands.model.fresh import MARK
+from allhands.model.load import BEST_MODEL, MODEL
 from allhands.staging import publish, staging
 from allhands.train.restore import Restored
 from allhands.train.state import WEIGHTS_FILE
@@ -27,7 +28,7 @@ from allhands.trees import numbers
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
 PLOT_FILE = "loss.png"
 MEMORY_FILE = "memory.png"
-_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MEMORY_FILE, MODEL)
+_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
@@ -93,7 +94,7 @@ def _set_all_aside(directory: Path) -> list[Path]:
 
 def _is_of_a_run(path: Path) -> bool:
     # Anybody may have a directory called model.
-    return path.exists() and (path.name != MODEL or (path / MARK).is_file())
+    return path.exists() and (path.name not in (MODEL, BEST_MODEL) or (path / MARK).is_file())
 
 
 def _only_adapter(directory: Path) -> list[Path]:
@@ -159,6 +160,8 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
     aside = make_directory(directory / _with_number(CHECKPOINTS, number), private=True)
     for found in later:
         found.path.rename(aside / found.path.name)
+        if found.path == directory / BEST and _is_of_a_run(model := directory / BEST_MODEL):
+            model.rename(aside / model.name)
     if numbered := _numbered_adapters(directory, beyond=step):
         _move_adapters(numbered, directory, number)
     return [f"checkpoints beyond batch {step} are kept in {aside}"]
@@ -181,13 +184,14 @@ def _bring_along(source: Path, number: str, directory: Path, restored: Restored)
         with metrics.open("rb") as stream:
             content = stream.read(int(restored.state.get("metrics_bytes", 0)))
         write_whole(directory / METRICS_FILE, lambda draft: draft.write_bytes(content), private=True)
-    # A branch that was left took its best along.
-    for best in (source / f"{BEST}{number}", Path(restored.place).parent / BEST):
-        if best.is_dir() and best != directory / BEST:
-            with staging(directory / BEST, private=True) as staged:
-                shutil.copytree(best, staged, dirs_exist_ok=True)
-                publish(staged, directory / BEST, private=True)
-            return
+    for name in (BEST, BEST_MODEL):
+        # A branch that was left took its best along.
+        for best in (source / f"{name}{number}", Path(restored.place).parent / name):
+            if best.is_dir() and best != directory / name:
+                with staging(directory / name, private=True) as staged:
+                    shutil.copytree(best, staged, dirs_exist_ok=True)
+                    publish(staged, directory / name, private=True)
+                break
 
 
 def share_history(

@@ -19,7 +19,8 @@ from allhands.faults import fire
 from allhands.files import make_directory, storage_error, write_whole
 from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config
-from allhands.model.fresh import MODEL, ModelFiles
+from allhands.model.fresh import ModelFiles
+from allhands.model.load import BEST_MODEL, MODEL
 from allhands.train.state import WEIGHTS_FILE, LoopState
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
@@ -168,6 +169,9 @@ class Saver:
     def _write_best(self, request: _Request) -> Path:
         target = self._plan.directory / BEST
         self._checkpoint(target, request)
+        if self._plan.model is not None:
+            self._plan.model.write(self._plan.directory / BEST_MODEL, request.tensors[WEIGHTS_FILE])
+            return self._plan.directory / BEST_MODEL
         return target / WEIGHTS_FILE
 
     def _write_last(self, request: _Request, there: frozenset[Path]) -> Path:
