@@ -102,7 +102,7 @@ def test_the_result_is_a_model_that_mlx_lm_loads_and_generates_from(place: Path,
 
 def test_the_best_weights_are_a_model_too(place: Path, tmp_path: Path) -> None:
     """The last ones are worse here: the learning rate is far too high at the end."""
-    schedule = {"name": "linear_schedule", "arguments": [1e-3, 0.5, 12]}
+    schedule = {"name": "linear_schedule", "arguments": [1e-3, 3.0, 12]}
     run = pretrain(flags(place, tmp_path / "run", lr_schedule=schedule, steps_per_eval=1))
     reports = events(run, "valid")
     best = min(reports, key=lambda report: report["loss"])
