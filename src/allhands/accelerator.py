@@ -52,18 +52,23 @@ def detect() -> Accelerator:
     memory = psutil.virtual_memory().total
     if not on_gpu:
         mx.set_cache_limit(CPU_CACHE_BYTES)
-        blas = preload_blas()
-        warning = None
-        if blas.state == "slow" and sys.platform == "linux":
-            warning = f"matrix products use MLX's reference BLAS, about 30 times slower ({blas.reason})"
         cores = available_cores()
-        return Accelerator("cpu", platform.processor() or platform.machine(), memory, cores, True, warning)
+        return Accelerator("cpu", platform.processor() or platform.machine(), memory, cores, True, slow_products())
     info = mx.device_info()
     name = str(info.get("device_name", "GPU"))
     memory = device_memory()
     if mx.metal.is_available():
         mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
     return Accelerator("metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None)
+
+
+def slow_products() -> str | None:
+    """What makes matrix products slow here, if anything does."""
+    if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
+        return None
+    blas = preload_blas()
+    slow = f"matrix products use MLX's reference BLAS, about 30 times slower ({blas.reason})"
+    return slow if blas.state == "slow" else None
 
 
 def device_memory() -> int:

@@ -224,3 +224,10 @@ def test_the_names_cost_nothing_until_they_are_used() -> None:
     text = "import sys, allhands; print([n for n in ('mlx.core', 'numpy', 'allhands.world') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, env={**os.environ})
     assert done.stdout == "[]\n"
+
+
+def test_a_loop_that_imports_mlx_first_is_told_what_that_costs() -> None:
+    program = "import mlx.core as mx, allhands; allhands.init(); allhands.init()"
+    for order, said in ((program, 1), (program.replace("mlx.core as mx, allhands", "allhands, mlx.core as mx"), 0)):
+        done = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr.count("import allhands first") == said, done.stderr

@@ -146,6 +146,10 @@ def join_here() -> Communicator:
     launch = launch_here()
     take_device(launch)
     communicator = join_group(launch, _JOIN_TIMEOUT_S)
+    from allhands.accelerator import slow_products
+
+    if launch.local_rank == 0 and (warning := slow_products()):
+        _log.warning("allhands: %s", warning)
     if communicator.size > 1:
         from allhands.cluster.worker import end_at_errors
 
