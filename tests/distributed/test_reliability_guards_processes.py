@@ -84,6 +84,7 @@ def test_a_copy_is_kept_on_the_supervisors_own_computer(tmp_path: Path) -> None:
 # --- one name for all -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 def test_under_a_plain_mpirun_all_keepers_write_the_same_run(trial: Trial) -> None:
     """Each rank is told that it is alone on its computer, so that rank 1 keeps a copy where rank 0 does not look."""

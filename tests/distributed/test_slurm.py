@@ -225,7 +225,8 @@ def test_a_shell_in_an_allocation_is_no_rank(alone_here: Slurm, trial: Trial) ->
 # --- stops, and going on --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["scancel --signal=USR1", pytest.param("scancel", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["scancel --signal=USR1", "scancel"])
 def test_a_stop_saves_and_resume_goes_on_to_the_same_bits(
     alone_here: Slurm, trial: Trial, bench: Bench, two: Result, how: str
 ) -> None:

@@ -91,7 +91,7 @@ def same(one: Path, other: Path) -> bool:
     [
         ([], signal.SIGINT),
         ([], signal.SIGTERM),
-        (["-n", "2", "--backend", "ring"], signal.SIGINT),
+        pytest.param(["-n", "2", "--backend", "ring"], signal.SIGINT, marks=pytest.mark.long),
         pytest.param(["-n", "2", "--backend", "mpi"], signal.SIGTERM, marks=_needs_mpi),
     ],
 )
@@ -212,6 +212,7 @@ def test_a_killed_rank_ends_the_run_and_the_last_save_stays(runs: Runs, tmp_path
     assert {report.step for report in history(out).saved} >= {4, 8}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_ranks_go_on_by_themselves(runs: Runs, tmp_path: Path, backend: str) -> None:
     job, out = runs.start("-n", "2", "--backend", backend, "--save-every", "4"), tmp_path / "out"
@@ -396,6 +397,7 @@ def test_a_file_above_the_limit_of_the_shell(runs: Runs, tmp_path: Path) -> None
     assert [report.step for report in history(tmp_path / "out").train] == [2, 4]
 
 
+@pytest.mark.long
 def test_diverging_runs_spare_the_good_adapter(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(*runs.arguments(iters=2))

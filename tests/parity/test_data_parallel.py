@@ -41,7 +41,7 @@ LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-6
 ADAM = {"adam": {"eps": 1e-6}}
 ADAPTERS = {"rank": 8, "scale": 2.0, "dropout": 0.0}
-RANKS = (2, 3, 4)
+RANKS = (2, 3, pytest.param(4, marks=pytest.mark.long))
 # More and fewer tokens on each rank, none at all on one, for `average_gradients`.
 TOKENS = {2: [7, 300], 3: [0, 41, 5], 4: [1, 900, 0, 30]}
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
@@ -101,7 +101,9 @@ def one_process(command: Callable[[Path], list[str]], tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize(
-    ("ranks", "backend"), [(4, "ring"), pytest.param(3, "mpi", marks=_needs_mpi)], ids=["ring-4", "mpi-3"]
+    ("ranks", "backend"),
+    [pytest.param(4, "ring", marks=pytest.mark.long), pytest.param(3, "mpi", marks=_needs_mpi)],
+    ids=["ring-4", "mpi-3"],
 )
 def test_local_processes_compute_the_run_of_one(
     command: Callable[[Path], list[str]], one_process: Run, tmp_path: Path, ranks: int, backend: str

@@ -106,6 +106,7 @@ def test_it_is_loaded_when_mlx_is_and_not_before(cache: Path) -> None:
     assert run_python(code, cache).splitlines() == ["False", "True 1"]
 
 
+@pytest.mark.long
 def test_processes_that_start_together_all_get_it(cache: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: status(tmp_path / "fresh"), range(4)))
