@@ -39,7 +39,9 @@ class PretrainConfig(TrainConfig):
     )
     # As everybody pre-trains: see docs/pretraining.md.
     adapter_path: str = Field("pretrained", description="Directory for the model, checkpoints, metrics, plot and logs.")
-    data: str = Field("", description="Directory with train and valid texts, or a Hub dataset. Required.")
+    data: str = Field(
+        "", description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required."
+    )
     fine_tune_type: Literal["lora", "dora", "full"] = Field("full", description="full: everything is trained.")
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field(
         "adamw", description="Optimizer; muon is for the matrices of the blocks, with adamw for the rest."
@@ -80,7 +82,9 @@ class PretrainConfig(TrainConfig):
                 "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one"
             )
         if not self.data:
-            raise ValueError("--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset")
+            raise ValueError(
+                "--data is missing: a folder with train.txt, .jsonl or .parquet, one such file, or a Hub dataset"
+            )
         if self.fine_tune_type != "full":
             raise ValueError("--fine-tune-type: a model that knows nothing yet is trained in full")
         if self.num_layers not in (None, -1):
