@@ -82,9 +82,7 @@ class PretrainConfig(TrainConfig):
                 "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one"
             )
         if not self.data:
-            raise ValueError(
-                "--data is missing: a folder with train.txt, .jsonl or .parquet, one such file, or a Hub dataset"
-            )
+            raise ValueError("--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset")
         if self.fine_tune_type != "full":
             raise ValueError("--fine-tune-type: a model that knows nothing yet is trained in full")
         if self.num_layers not in (None, -1):

@@ -24,8 +24,8 @@ def write(folder: Path, text: str, name: str) -> None:
         (["train-2-of-3.txt", "train-3-of-3.txt"], "train-1-of-3.txt of 3 parts is missing"),
         (["train/00001-of-00002-0a1b.txt.gz"], "00000-of-00002.txt.gz of 2 parts is missing"),
         (
-            ["train-0-of-6.txt"],
-            "train-1-of-6.txt, train-2-of-6.txt, train-3-of-6.txt and 2 more of 6 parts are missing",
+            ["train-0-of-6.md"],
+            "train-1-of-6.md, train-2-of-6.md, train-3-of-6.md and 2 more of 6 parts are missing",
         ),
     ],
 )

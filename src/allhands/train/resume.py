@@ -117,10 +117,11 @@ def check_contents(
             hint="name the model that the run began with",
         )
     if state["data"].get("train") != data.get("train"):
+        what = "data and the tokenizer" if fresh else "data"
         raise DataError(
             "the training data, or how they become tokens, are not those that the checkpoint was trained on",
             where="--data",
-            hint=f"name the data {'and the tokenizer ' if fresh else ''}that the run began with; or begin a new run from these weights with "
+            hint=f"name the {what} that the run began with; or begin a new run from these weights with "
             f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
         )
     before, now = state["data"].get("valid"), data.get("valid")
