@@ -138,6 +138,7 @@ def test_pretraining_takes_one_file(tiny_model: Path, tmp_path: Path) -> None:
     data = open_data(pretraining(file), sources, load_tokenizer(str(tiny_model)))
     assert data.train is not None
     assert len(data.train) > 1
+    assert data.notes == ("no valid.jsonl: training goes on without validation",)
     file.write_text("")
     with pytest.raises(DataError, match="empty") as caught:
         list(sources["train"].records())
@@ -146,6 +147,20 @@ def test_pretraining_takes_one_file(tiny_model: Path, tmp_path: Path) -> None:
         find_splits(pretraining(file, test=True))
     with pytest.raises(DataError, match="this type"):
         find_splits(pretraining(tiny_model / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("more", "noted"), [(0, True), (1, False)])
+def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, more: int, noted: bool) -> None:
+    file = tmp_path / "train.txt"
+    file.write_text("Hi there.")
+    tokenizer = load_tokenizer(str(tiny_model))
+    count = len(tokenizer.tokenizer.encode("Hi there.")) + 1  # the end of the text
+    given = {"train": True, "data": str(tmp_path), "model": str(tiny_model), "packing": True, "val_batches": 0}
+    data = load_data(build_config({**given, "max_seq_length": count - more}))
+    assert data.train is not None
+    assert len(data.train) == 1
+    said = f"train: the whole text is {count} tokens, less than one row of {count}: each step trains on all of it"
+    assert data.notes == ((said,) if noted else ())
 
 
 def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:

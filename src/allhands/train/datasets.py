@@ -131,6 +131,8 @@ def open_data(
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
+    if packing is not None and "train" in stored:
+        notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     return Datasets(stored, packing, tuple(notes))
 
 
@@ -272,6 +274,14 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
     if report.num_dropped:
         notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {_first(report)}")
     return notes
+
+
+def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
+    """That there is so little text that each step trains on all of it."""
+    count = len(tokens.tokens)
+    if count - 1 >= block:  # a row's targets are one token further on
+        return []
+    return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
 
 
 def _first(report: TokenSetReport) -> str:
