@@ -96,5 +96,10 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
         assert caught.value.message == problem
         assert "allhands tokenizer train" in (caught.value.hint or "")
         assert "demo" not in (caught.value.hint or "")
+    with pytest.raises(ModelError) as caught:  # no path, so it may be on the Hub, and is not
+        load_bare_tokenizer("no tokenizer")
+    assert "Hub" in caught.value.message
+    assert "allhands tokenizer train" in (caught.value.hint or "")
+    assert "demo" not in (caught.value.hint or "")
     write_tokenizer(tmp_path / "there")
     assert load_bare_tokenizer(str(tmp_path / "there")).path == tmp_path / "there"

@@ -80,7 +80,8 @@ def _check_parts(files: Sequence[Path]) -> None:
         if part := _PART.match(path.name):
             key = part["before"], int(part["count"]), part["after"] or ""
             series[key][int(part["number"])] = path.name
-    for (_, count, _), there in series.items():
+    for key, there in series.items():
+        count = key[1]
         first = 1 if count in there and 0 not in there else 0
         missing = [number for number in range(first, first + count) if number not in there]
         if missing:
@@ -90,7 +91,8 @@ def _check_parts(files: Sequence[Path]) -> None:
             raise DataError(
                 f"{names}{more} of {count} parts {'is' if len(missing) == 1 else 'are'} missing",
                 where=str(files[0].parent),
-                hint="fetch what is missing; or, if the rest is enough, rename the files, for example train-1.parquet",
+                hint="fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
+                f"{key[0] or 'train-'}1{key[2]}",
             )
 
 

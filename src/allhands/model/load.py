@@ -93,6 +93,7 @@ def load_bare_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -
     """
     path = Path(path_or_repo).expanduser()
     local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
+    advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
     if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         problem = "there is no such directory"
         if path.exists():
@@ -100,9 +101,14 @@ def load_bare_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -
         raise ModelError(
             problem,
             where=path_or_repo,
-            hint="give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts",
+            hint=advice,
         )
-    return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code)
+    try:
+        return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        if path_or_repo != "demo" and "`demo`" in (error.hint or ""):
+            error.hint = f"check the name (or the connection); {advice}"
+        raise
 
 
 def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> LoadedTokenizer:
