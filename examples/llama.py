@@ -54,7 +54,7 @@ def collate(numbers):
 shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
 mx.random.seed(0)  # the same first weights on every process
 model = Model(ModelArgs(model_type="llama", vocab_size=256, rms_norm_eps=1e-5, num_key_value_heads=4, **shape))
-optimizer = optim.AdamW(learning_rate=3e-3)
+optimizer = optim.AdamW(learning_rate=1e-3)
 
 
 def loss_fn(model, inputs, targets):

@@ -39,7 +39,9 @@ class PretrainConfig(TrainConfig):
     )
     # As everybody pre-trains: see docs/pretraining.md.
     adapter_path: str = Field("pretrained", description="Directory for the model, checkpoints, metrics, plot and logs.")
-    data: str = Field("", description="Directory with train and valid texts, or a Hub dataset. Required.")
+    data: str = Field(
+        "", description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required."
+    )
     fine_tune_type: Literal["lora", "dora", "full"] = Field("full", description="full: everything is trained.")
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field(
         "adamw", description="Optimizer; muon is for the matrices of the blocks, with adamw for the rest."

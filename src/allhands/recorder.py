@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from allhands.errors import ConfigError, Interrupted
-from allhands.metrics.events import Logged, RunEnded, RunStarted, TrainReport, ValidReport
+from allhands.metrics.events import UNKNOWN, Logged, RunEnded, RunStarted, TrainReport, ValidReport
 from allhands.metrics.sinks import METRICS_FILE, JsonlSink
+from allhands.supervised import whole_step
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
     Number = float | mx.array
 
-_NAN = math.nan
+_WHERE = "Metrics.log"
 # Of what the loop says these have a meaning for `allhands plot` and its table.
-_KNOWN = ("loss", "learning_rate", "grad_norm", "tokens_per_s", "epoch")
+_KNOWN = ("loss", *UNKNOWN)
 
 
 class Metrics:
     """Numbers of a training loop as lines of ``metrics.jsonl``, written by rank 0.
 
     ``loss`` and ``valid_loss`` are what ``allhands plot DIRECTORY`` draws; ``learning_rate``, ``grad_norm``,
-    ``tokens_per_s`` and ``epoch`` have their places, too; any other name is kept beside them. A context manager: what
-    ends the block is in the file.
+    ``tokens_per_s`` and ``epoch`` have their places, too; any other name is kept beside them. What is not logged is not
+    in the file. A context manager: what ends the block is in the file.
 
     Example:
         >>> with allhands.Metrics("run", show=print) as metrics:
@@ -54,8 +55,10 @@ class Metrics:
             world: default: :func:`allhands.init`.
 
         Raises:
+            ConfigError: ``first_step`` is not a whole number from 0.
             StorageError: the file cannot be written.
         """
+        first_step = whole_step(first_step, "Metrics")
         if world is None:
             from allhands.world import init
 
@@ -87,7 +90,7 @@ class Metrics:
         """Write the numbers of ``step``.
 
         Args:
-            step: steps done.
+            step: steps done; at least as many as in the call before.
             values: numbers or MLX arrays of one element, by name.
             reduce: over ranks: then every rank must call it, with the same names; ``None``: those of rank 0 count.
             weight: of this rank in the mean, such as its number of tokens; of weight 0, its values do not matter.
@@ -96,10 +99,11 @@ class Metrics:
             The numbers, on all ranks the same where they were reduced.
 
         Raises:
-            ConfigError: a value is not a number.
+            ConfigError: a value is not a number, the step is none or lies before the last one, or the file is closed.
         """
+        step = self._checked(step, values)
         if reduce not in (None, "mean", "sum"):
-            raise ConfigError(f"reduce={reduce!r}", where="Metrics.log", hint="use 'mean', 'sum' or None")
+            raise ConfigError(f"reduce={reduce!r}", where=_WHERE, hint="use 'mean', 'sum' or None")
         numbers = self._reduced(values, reduce, weight)
         if self._sink is not None:
             self._write(self._sink, step, numbers)
@@ -111,6 +115,21 @@ class Metrics:
     def close(self) -> None:
         """Note that the run has finished; may be repeated."""
         self._end("finished")
+
+    def _checked(self, step: int, values: object) -> int:
+        step = whole_step(step, _WHERE)
+        if not isinstance(values, Mapping):
+            hint = 'give numbers by name: {"loss": 1.5}'
+            raise ConfigError(f"{values!r} are no values", where=_WHERE, hint=hint)
+        if self._ended:
+            raise ConfigError("it is closed", where=_WHERE, hint="log within the `with` block, before close()")
+        if step < self._step:
+            raise ConfigError(
+                f"step {step} comes after step {self._step}",
+                where=_WHERE,
+                hint=f"count steps over all epochs; to go on from step {step} again: Metrics(..., first_step={step})",
+            )
+        return step
 
     def _reduced(self, values: Mapping[str, Number], reduce: str | None, weight: Number) -> dict[str, float]:
         if reduce is None or self._world.is_alone:
@@ -127,8 +146,9 @@ class Metrics:
         self._last = now
         more = {name: number for name, number in numbers.items() if name not in (*_KNOWN, "valid_loss")}
         if "loss" in numbers:
-            known = {name: numbers[name] for name in _KNOWN if name in numbers}
-            sink.emit(_train(step, known, elapsed, since / max(step - self._step, 1)), more)
+            known = {name: _typed(name, numbers[name]) for name in _KNOWN if name in numbers}
+            report = _train(step, known, elapsed, since / max(step - self._step, 1))
+            sink.emit(report, more, without=UNKNOWN.keys() - known.keys())
         elif len(numbers) > ("valid_loss" in numbers):
             sink.emit(Logged(step, elapsed), {name: n for name, n in numbers.items() if name != "valid_loss"})
         if "valid_loss" in numbers:
@@ -162,22 +182,17 @@ def _started(name: str, world: World, first_step: int) -> RunStarted:
     )
 
 
-def _train(step: int, known: Mapping[str, float], elapsed_s: float, step_time_s: float) -> TrainReport:
-    given: dict[str, Any] = {
-        **{"learning_rate": _NAN, "grad_norm": _NAN, "tokens_per_s": _NAN, "epoch": _NAN},
-        **known,
-    }
-    return TrainReport(
-        step=step,
-        trained_tokens_per_s=_NAN,
-        trained_tokens=0,
-        step_time_s=step_time_s,
-        data_wait_s=0.0,
-        comm_s=0.0,
-        elapsed_s=elapsed_s,
-        peak_memory_bytes=(),
-        **given,
-    )
+def _typed(name: str, number: float) -> Any:
+    """The number as the field of that name has it."""
+    usual = UNKNOWN.get(name, math.nan)
+    if isinstance(usual, float) or not math.isfinite(number):
+        return number if isinstance(usual, float) else usual
+    return int(number) if isinstance(usual, int) else (int(number),)
+
+
+def _train(step: int, known: Mapping[str, Any], elapsed_s: float, step_time_s: float) -> TrainReport:
+    given: dict[str, Any] = {**UNKNOWN, **known}
+    return TrainReport(step=step, step_time_s=step_time_s, elapsed_s=elapsed_s, **given)
 
 
 def _number(value: Number, name: str) -> float:
@@ -185,5 +200,5 @@ def _number(value: Number, name: str) -> float:
         return float(value if isinstance(value, int | float) else cast("Any", value).item())
     except (AttributeError, TypeError, ValueError):
         raise ConfigError(
-            f"{name} is not one number", where="Metrics.log", hint="give numbers or arrays of one element"
+            f"{name} is not one number", where=_WHERE, hint="give numbers or arrays of one element"
         ) from None

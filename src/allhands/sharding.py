@@ -240,6 +240,7 @@ class DistributedLoader(Generic[T]):
     def _check_parts(self) -> None:
         """No rank may have nothing to do in a batch: its loss would be a mean of nothing."""
         if self._indexable is not None:
+            self._check_any(len(self._indexable))
             least = min(_sizes(len(self._indexable), self._batch_size, self._drop_last), default=0)
             where = "the smallest batch of an epoch"
         else:
@@ -248,10 +249,23 @@ class DistributedLoader(Generic[T]):
         if least < self._world.size:
             raise self._too_few(least, where)
 
+    def _check_any(self, count: int) -> None:
+        """There is a batch to be had of ``count`` samples."""
+        if not count:
+            raise ConfigError("the dataset is empty", where=_LOADER, hint="give at least one sample for each rank")
+        if self._drop_last and count < self._batch_size:
+            raise ConfigError(
+                f"{count} sample{'s' * (count != 1)}, a batch of {self._batch_size}: nothing is left",
+                where=_LOADER,
+                hint=f"give batch_size={count} or less, drop_last=False, or more data",
+            )
+
     def _too_few(self, samples: int, where: str) -> ConfigError:
         size = self._world.size
         text = f"{where} has {samples} sample{'s' * (samples != 1)} for {size} rank{'s' * (size != 1)}"
         advice = f"batch_size={2 * size} or more, drop_last=True, more data, or fewer ranks"
+        if self._drop_last:
+            advice = f"batch_size={size} or more, or fewer ranks"
         return ConfigError(text, where=_LOADER, hint=advice)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import runpy
@@ -16,6 +17,11 @@ from allhands.errors import ConfigError, DistributedError, Interrupted
 # Not "__main__": what stands under `if __name__ == "__main__":` is for the process that launches.
 _RUN_NAME = "__allhands_rank__"
 _WHERE = "allhands.launch"
+# Those of the command `allhands launch`, beside the number of ranks.
+_OPTIONS = (
+    *("hostfile", "hosts", "backend", "cores_per_rank", "min_ranks", "max_restarts", "hang_timeout_s"),
+    *("start_timeout_s", "stop_grace_s", "log_dir", "checkpoints", "tag_output"),
+)
 
 
 def launch(
@@ -39,7 +45,7 @@ def launch(
             ``checkpoints="run"``, ``log_dir="logs"``, ``max_restarts=0`` or ``tag_output=False``.
 
     Raises:
-        ConfigError: the target cannot be started.
+        ConfigError: the target cannot be started, or there is no such option.
         DistributedError: it ended with another exit code than 0; what went wrong was said on standard error.
         Interrupted: it was stopped by Ctrl-C.
 
@@ -47,6 +53,7 @@ def launch(
         >>> if __name__ == "__main__":
         ...     allhands.launch(train, {"steps": 100}, num_ranks=2)
     """
+    _check_names(options)
     command = _call(target, arguments) if callable(target) else _script(target, arguments)
     flags = _flags({"num_ranks": num_ranks, **options})
     process = subprocess.Popen([sys.executable, "-m", "allhands", "launch", *flags, "--", *command])
@@ -64,8 +71,16 @@ def launch(
         raise DistributedError(f"the ranks ended with code {code}", where=_WHERE, hint="see what was said before")
 
 
+def _check_names(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, ("arguments", "num_ranks", *_OPTIONS), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are num_ranks, {', '.join(_OPTIONS)}"
+            raise ConfigError(f"there is no argument {name}", where=_WHERE, hint=hint)
+
+
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """The command's options; it says itself which there are."""
+    """The command's options."""
     flags: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

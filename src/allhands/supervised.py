@@ -69,7 +69,7 @@ def progress(step: int, *, together: bool = True) -> bool:
         ConfigError: ``step`` is not a whole number from 0.
         PeerLostError: (from MLX, as RuntimeError) another rank has ended.
     """
-    return _session().progress(_whole(step, "progress"), together)
+    return _session().progress(whole_step(step, "progress"), together)
 
 
 def save_checkpoint(
@@ -105,7 +105,7 @@ def save_checkpoint(
     plain = dict(values or {})
     check_plain(plain, "values")
     shape, named = take_apart(arrays, "arrays")
-    contents = _Contents(_whole(step, "save_checkpoint"), named, shape, plain)
+    contents = _Contents(whole_step(step, "save_checkpoint"), named, shape, plain)
     session = _session()
     session.take_over()  # so that without a directory the message comes without a traceback
     session.save(contents, _directory(directory), keep_last)
@@ -364,7 +364,12 @@ def _refuse_later(directory: Path, step: int) -> None:
         )
 
 
-def _whole(step: int, where: str) -> int:
+def whole_step(step: int, where: str) -> int:
+    """``step`` as a number.
+
+    Raises:
+        ConfigError: it is not a whole number from 0.
+    """
     try:
         number = operator.index(step)
     except TypeError:

@@ -22,7 +22,7 @@ for path, *arguments in json.loads(sys.argv[1]):
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
 """
-LLAMA_STEPS = 12
+LLAMA_STEPS = 50
 
 
 def command(*examples: tuple[str, ...]) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tiny import run_allhands
 
 import allhands
+from allhands.cli.launch import LaunchOptions
 from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError, DistributedError, Interrupted
-from allhands.starting import _flags, run_call
+from allhands.starting import _OPTIONS, _flags, run_call
 
 SCRIPT = """
 import sys
@@ -89,6 +91,17 @@ def test_what_cannot_be_started() -> None:
         allhands.launch("x.py", {"steps": 3})
     with pytest.raises(ConfigError, match="7 cannot be started"):
         allhands.launch(7)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_there_is_not() -> None:
+    for wrong, words in (("num_rnks", "did you mean num_ranks?"), ("hostfiles", "did you mean hostfile?")):
+        with pytest.raises(ConfigError, match=f"no argument {wrong}") as caught:
+            allhands.launch("w1.py", **{wrong: 2})  # pyright: ignore[reportArgumentType]
+        assert caught.value.hint == words
+    with pytest.raises(ConfigError) as caught:
+        allhands.launch("w1.py", zzz=1)
+    assert (caught.value.hint or "").startswith("there are num_ranks, hostfile, ")
+    assert {"num_ranks", *_OPTIONS} == {field.name for field in fields(LaunchOptions)}
 
 
 def test_options_are_those_of_the_command() -> None:

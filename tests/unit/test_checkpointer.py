@@ -133,6 +133,78 @@ def test_what_does_not_fit(tmp_path: Path, arguments: dict[str, Any], words: str
         Checkpointer(tmp_path, **arguments).restore()
 
 
+def updated(optimizer: optim.Optimizer, model: nn.Linear) -> optim.Optimizer:
+    optimizer.update(model, {"weight": mx.ones((1, 2)), "bias": mx.ones((1,))})
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (optim.SGD(0.1), optim.Adam(0.1), "its optimizer is SGD, the one here is Adam"),
+        (optim.Adam(0.1), optim.SGD(0.1), "its optimizer is Adam, the one here is SGD"),
+        (optim.Adam(0.1), optim.AdamW(0.1), "its optimizer is Adam, the one here is AdamW"),
+        (
+            optim.MultiOptimizer([optim.SGD(0.1), optim.Adam(0.1)], [lambda name, _: name == "bias"]),
+            optim.MultiOptimizer([optim.SGD(0.1), optim.AdamW(0.1)], [lambda name, _: name == "bias"]),
+            r"is SGD \+ Adam, the one here is SGD \+ AdamW",
+        ),
+    ],
+)
+def test_another_optimizer_changes_nothing(
+    tmp_path: Path, before: optim.Optimizer, after: optim.Optimizer, words: str
+) -> None:
+    model = nn.Linear(2, 1)
+    Checkpointer(tmp_path, model=model, optimizer=updated(before, model)).save(3)
+    model.weight = mx.zeros((1, 2))
+    with pytest.raises(CheckpointError, match=words):
+        Checkpointer(tmp_path, model=model, optimizer=after).restore()
+    assert model.weight.tolist() == [[0, 0]]
+    updated(after, model)
+
+
+def test_a_state_of_other_shapes(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    Checkpointer(tmp_path, optimizer=updated(optim.Adam(0.1), model)).save(3)
+    other = optim.Adam(0.1)
+    other.init({"weight": mx.zeros((1, 3)), "bias": mx.zeros((1,))})
+    with pytest.raises(CheckpointError, match=r"weight\.m is 1x2 there and 1x3 in the optimizer .and 1 more"):
+        Checkpointer(tmp_path, optimizer=other).restore()
+    assert other.state["weight"]["m"].shape == (1, 3)
+
+
+def test_a_plain_learning_rate_is_the_one_given_now(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    Checkpointer(tmp_path / "one", optimizer=updated(optim.Adam(0.1), model)).save(3)
+    now = optim.Adam(0.5)
+    assert Checkpointer(tmp_path / "one", optimizer=now).restore() == 3
+    assert (now.learning_rate.item(), now.step.item()) == (0.5, 1)
+    assert "m" in now.state["weight"]
+
+    def two(rate: float) -> optim.MultiOptimizer:
+        curve = optim.linear_schedule(1.0, 0.0, 4)
+        return optim.MultiOptimizer([optim.SGD(curve), optim.Adam(rate)], [lambda name, _: name == "bias"])
+
+    Checkpointer(tmp_path / "two", optimizer=updated(updated(two(0.1), model), model)).save(3)
+    both = two(0.5)
+    Checkpointer(tmp_path / "two", optimizer=both).restore()
+    # The schedule's value at step 1 is what the second update was made with.
+    assert [part.learning_rate.item() for part in both.optimizers] == [0.75, 0.5]
+
+
+def test_a_checkpoint_that_does_not_name_its_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = updated(optim.Adam(0.1), model)
+    arrays = {"optimizer": optimizer.state, "random": mx.random.state[0]}
+    supervised.save_checkpoint(4, arrays, {"values": {}, "others": {}}, directory=tmp_path)
+    now = optim.Adam(0.1)
+    assert Checkpointer(tmp_path, optimizer=now).restore() == 4
+    assert mx.array_equal(now.state["weight"]["v"], optimizer.state["weight"]["v"])
+    several = optim.MultiOptimizer([optim.Adam(0.1)])
+    with pytest.raises(CheckpointError, match="its optimizer is one, another than here"):
+        Checkpointer(tmp_path, optimizer=several).restore()
+
+
 def test_a_checkpoint_of_save_checkpoint_alone(tmp_path: Path) -> None:
     supervised.save_checkpoint(2, {"w": mx.ones((1,))}, directory=tmp_path)
     with pytest.raises(CheckpointError, match="does not fit: it holds nothing"):
@@ -144,7 +216,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Checkpointer(tmp_path, schedule=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keep_last=0"):
         Checkpointer(tmp_path, keep_last=0)
+    with pytest.raises(ConfigError, match=r"model is int, not an mlx\.nn\.Module"):
+        Checkpointer(tmp_path, model=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optimizer is Adam, not an optimizer of mlx\.optimizers"):
+        Checkpointer(tmp_path, optimizer=optim.Adam)  # type: ignore[arg-type]
     keeper = Checkpointer(tmp_path)
+    for wrong in ("a", -1, 1.5):
+        with pytest.raises(ConfigError, match="step is"):
+            keeper.save(wrong, every=2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every=0"):
         keeper.save(1, every=0)
     with pytest.raises(ConfigError, match="there is no nan"):

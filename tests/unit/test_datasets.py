@@ -15,6 +15,7 @@ from allhands.data import store
 from allhands.data.splits import RecordSource
 from allhands.errors import ConfigError, DataError
 from allhands.model.load import load_tokenizer
+from allhands.pretrain_config import PretrainConfig
 from allhands.train import datasets
 from allhands.train.datasets import find_splits, load_data, open_data
 
@@ -99,6 +100,67 @@ def test_places_in_notes_are_those_of_the_file_that_was_read(tiny_model: Path, t
     flags = {"model": str(tiny_model), "data": str(folder), "train": True, "mask_prompt": True, "max_seq_length": 60}
     notes = [note for note in load_data(build_config(flags)).notes if "left out" in note]
     assert [note.rpartition(": ")[2] for note in notes] == ["train.jsonl:1", "valid.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("train.txt", "", "data/train.txt"),
+        ("train.parquet", "no", "data/train.parquet"),
+        ("train-1.csv", 'text\na\n"b\n', "data/train-1.csv:3"),
+        ("train/one.txt", "", "data/train/one.txt"),
+        ("train.jsonl", '{"text": "a"}\nb\n', "data/train.jsonl:2"),
+    ],
+)
+def test_an_error_gives_the_path_as_the_person_did(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / name).parent.mkdir(parents=True)
+    (tmp_path / "data" / name).write_text(content)
+    config = build_config({"train": True, "model": str(tiny_model), "data": "./data", "packing": True})
+    with pytest.raises(DataError) as caught:
+        load_data(config)
+    assert caught.value.where == where
+    assert "leave it out" not in (caught.value.hint or "")
+
+
+def test_pretraining_takes_one_file(tiny_model: Path, tmp_path: Path) -> None:
+    def pretraining(file: Path, **options: Any) -> PretrainConfig:
+        given = {"train": True, "data": str(file), "tokenizer": str(tiny_model), "max_seq_length": 8, **options}
+        return build_config(given, None, PretrainConfig)
+
+    file = tmp_path / "stories.txt"
+    file.write_text("Once there was a dog. " * 20)
+    sources = find_splits(pretraining(file))
+    assert list(sources) == ["train"]
+    assert [record.text for record in sources["train"].records()] == [file.read_text()]
+    data = open_data(pretraining(file), sources, load_tokenizer(str(tiny_model)))
+    assert data.train is not None
+    assert len(data.train) > 1
+    assert data.notes == ("no valid.jsonl: training goes on without validation",)
+    file.write_text("")
+    with pytest.raises(DataError, match="empty") as caught:
+        list(sources["train"].records())
+    assert caught.value.where == str(file)
+    with pytest.raises(DataError, match="a folder is needed"):
+        find_splits(pretraining(file, test=True))
+    with pytest.raises(DataError, match="this type"):
+        find_splits(pretraining(tiny_model / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("more", "noted"), [(0, True), (1, False)])
+def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, more: int, noted: bool) -> None:
+    file = tmp_path / "train.txt"
+    file.write_text("Hi there.")
+    tokenizer = load_tokenizer(str(tiny_model))
+    count = len(tokenizer.tokenizer.encode("Hi there.")) + 1  # the end of the text
+    given = {"train": True, "data": str(tmp_path), "model": str(tiny_model), "packing": True, "val_batches": 0}
+    data = load_data(build_config({**given, "max_seq_length": count - more}))
+    assert data.train is not None
+    assert len(data.train) == 1
+    said = f"train: the whole text is {count} tokens, less than one row of {count}: each step trains on all of it"
+    assert data.notes == ((said,) if noted else ())
 
 
 def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:

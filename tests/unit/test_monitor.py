@@ -411,6 +411,21 @@ def test_no_run_is_one_clear_error(missing: str, tmp_path: Path, capsys: pytest.
     assert "what to do: give the directory of a run" in text
 
 
+@pytest.mark.parametrize(("before", "lines"), [(None, 0), ("", 0), ('{"a": 1}\n', 1), ('{"a": 1}\n{"to', 2)])
+def test_an_empty_line_is_written_only_after_a_torn_one(tmp_path: Path, before: str | None, lines: int) -> None:
+    target = tmp_path / "monitor-rank-0.jsonl"
+    if before is not None:
+        target.write_text(before)
+    with ProcessSampler(Identity("rank", 0)) as sampler:
+        sampler.write_to(target)
+    written = target.read_text()
+    assert written.startswith(before or "{")
+    new = written.splitlines()[lines:]
+    assert new
+    assert all(decode_sample(line) for line in new)
+    assert "" not in written.splitlines()
+
+
 # --- what fails ends no run --------------------------------------------------------------------------------
 
 

@@ -46,6 +46,45 @@ def test_what_is_logged_is_in_the_file(tmp_path: Path) -> None:
     assert history.started.num_ranks == 1
 
 
+def test_what_is_not_logged_is_not_in_the_file(tmp_path: Path) -> None:
+    with Metrics(tmp_path, world=ALONE) as metrics:
+        metrics.log(1, {"loss": 2.5})
+        metrics.log(2, {"loss": math.nan, "grad_norm": 3, "trained_tokens": 64.0, "peak_memory_bytes": 9})
+    first, last = lines(tmp_path, "train")
+    assert set(first) == {"event", "step", "loss", "step_time_s", "elapsed_s"}
+    assert (last["loss"], last["grad_norm"], last["trained_tokens"]) == ("NaN", 3.0, 64)
+    one, two = read_metrics(tmp_path).train
+    assert math.isnan(one.learning_rate)
+    assert math.isnan(one.tokens_per_s)
+    assert (one.trained_tokens, one.comm_s, one.peak_memory_bytes) == (0, 0.0, ())
+    assert (two.grad_norm, two.trained_tokens, two.peak_memory_bytes) == (3.0, 64, (9,))
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="step is -1"):
+        Metrics(tmp_path / "none", first_step=-1, world=ALONE)
+    assert not (tmp_path / "none").exists()
+    with Metrics(tmp_path, first_step=2, world=ALONE) as metrics:
+        for step, values, words in (
+            ("a", {"loss": 1.0}, "step is 'a'"),
+            (3.5, {"loss": 1.0}, "step is 3.5"),
+            (4, 1.0, "1.0 are no values"),
+            (4, [1.0], "are no values"),
+            (1, {"loss": 1.0}, "step 1 comes after step 2"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                metrics.log(step, values)  # type: ignore[arg-type]
+        metrics.log(2, {"valid_loss": 1.0})
+        metrics.log(4, {"loss": 1.0})
+        metrics.log(4, {"valid_loss": 1.0})
+        with pytest.raises(ConfigError, match="step 3 comes after step 4") as caught:
+            metrics.log(3, {"loss": 1.0})
+        assert "first_step=3" in (caught.value.hint or "")
+    with pytest.raises(ConfigError, match="it is closed"):
+        metrics.log(5, {"loss": 1.0})
+    assert [report.step for report in read_metrics(tmp_path).train] == [4]
+
+
 @pytest.mark.parametrize(("reduce", "losses"), [("mean", 2.5), ("sum", 4.0), (None, 1.0)])
 def test_over_ranks(tmp_path: Path, reduce: Any, losses: float) -> None:
     def work(communicator: ThreadCommunicator) -> dict[str, float]:

@@ -332,7 +332,10 @@ def test_missing_folders_and_files_say_what_is_there(tmp_path: Path) -> None:
     assert "holds nothing" in fail(tmp_path).message
     path = write(tmp_path, '{"text": "a"}', "training.jsonl")
     assert "holds training.jsonl" in fail(tmp_path).message
-    assert f"--data {tmp_path}" in (fail(path).hint or "")
+    assert "make a folder that holds the data as train.jsonl, train.txt" in (fail(path).hint or "")
+    (tmp_path / "folder").mkdir()
+    file = write(tmp_path / "folder", '{"text": "a"}')
+    assert f"--data {tmp_path / 'folder'}" in (fail(file).hint or "")
     (tmp_path / "train.jsonl").mkdir()
     assert "cannot read the file" in fail(tmp_path).message
     assert "this is a folder" in (fail(tmp_path).hint or "")

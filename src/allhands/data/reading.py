@@ -69,15 +69,18 @@ def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | Non
         yield from _read(path, kind, options or ReadOptions(), name or path.name)
 
 
-def read_records(path: Path, columns: ColumnNames) -> Iterator[Record]:
+def read_records(path: Path, columns: ColumnNames, *, name: str | None = None) -> Iterator[Record]:
     """The records of one file of any supported type, in order, streamed; JSON Lines if its name says nothing.
+
+    Args:
+        name: the file's name in records and errors; its own without the folder if None.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8 or not JSON, holds no record, or a record is
             malformed.
     """
     kind = file_type(path) or "jsonl"
-    for item in _read(path, kind, ReadOptions(), path.name):
+    for item in _read(path, kind, ReadOptions(), name or path.name):
         if isinstance(item, Problem):
             raise item.error()
         yield parse_record(item.value, columns, source=item.source, line=item.line)
@@ -97,7 +100,8 @@ def _read(path: Path, kind: FileType, options: ReadOptions, name: str) -> Iterat
             if stream.failure is not None:
                 yield _cut_short(stream.failure, path, name)
             elif empty:
-                hint = f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else "leave it out"
+                fill = "write text into it, or remove it if there are other files"
+                hint = f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else fill
                 yield Problem(name, 0, "the file is empty", hint)
     except OSError as error:
         yield Problem(str(path), 0, f"cannot read the file: {error.strerror or error}", _os_hint(error))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub
-from allhands.data.reading import file_type, read_records
+from allhands.data.reading import TYPE_NAMES, file_type, read_records
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.store import input_hash
 from allhands.errors import ConfigError, DataError
+
+_PART = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$")
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,15 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
         split: "train", "valid" or "test".
 
     Raises:
-        DataError: the folder, or a required file, is missing or unreadable. Reading raises it for a record.
+        DataError: the folder, a required file, or a part of several (``train-00001-of-00002``) is missing or
+            unreadable. Reading raises it for a record.
     """
     names = _entries(data_dir)
     for name in (f"{split}.jsonl", f"{split}.json"):
         if name in names:
             return _source_of_file(data_dir / name, columns)
     if files := _files_of(data_dir, split, names):
+        _check_parts(files)
         return _source_of_files(data_dir, files, columns)
     if not required:
         return None
@@ -67,11 +73,58 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
     return [path for path in found if file_type(path) is not None and path.is_file()]
 
 
+def _check_parts(files: Sequence[Path]) -> None:
+    """No part of ``train-00000-of-00002.parquet`` and its like may be missing: it would be half the data."""
+    series: defaultdict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)
+    for path in files:
+        if part := _PART.match(path.name):
+            key = part["before"], int(part["count"]), part["after"] or ""
+            series[key][int(part["number"])] = path.name
+    for key, there in series.items():
+        count = key[1]
+        first = 1 if count in there and 0 not in there else 0
+        missing = [number for number in range(first, first + count) if number not in there]
+        if missing:
+            like = next(iter(there.values()))
+            names = ", ".join(_part_like(like, number) for number in missing[:3])
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise DataError(
+                f"{names}{more} of {count} parts {'is' if len(missing) == 1 else 'are'} missing",
+                where=str(files[0].parent),
+                hint="fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
+                f"{key[0] or 'train-'}1{key[2]}",
+            )
+
+
+def _part_like(name: str, number: int) -> str:
+    """The name of another part; without the hash that each may have of its own."""
+    part = _PART.match(name)
+    assert part is not None, name
+    written = str(number).zfill(len(part["number"]))
+    return f"{part['before']}{written}-of-{part['count']}{part['after'] or ''}"
+
+
+def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
+    """The records of a file that was named itself.
+
+    Raises:
+        DataError: its name does not end in a type that can be read.
+    """
+    if file_type(path) is None:
+        raise DataError("files of this type cannot be read", where=str(path), hint=f"let the name end in {TYPE_NAMES}")
+    return RecordSource(
+        lambda: {"name": path.name, "sha256": _hash(path), "columns": asdict(columns)},
+        lambda: read_records(path, columns, name=str(path)),
+    )
+
+
 def _source_of_files(data_dir: Path, files: Sequence[Path], columns: ColumnNames) -> RecordSource:
     names = [str(path.relative_to(data_dir)) for path in files]
     return RecordSource(
         lambda: {"names": names, "sha256": [_hash(path) for path in files], "columns": asdict(columns)},
-        lambda: (record for path in files for record in read_records(path, columns)),
+        lambda: (
+            record for path, name in zip(files, names, strict=True) for record in read_records(path, columns, name=name)
+        ),
     )
 
 
@@ -85,7 +138,9 @@ def _source_of_file(path: Path, columns: ColumnNames) -> RecordSource:
 def _entries(data_dir: Path) -> list[str]:
     try:
         if data_dir.is_file():
-            hint = f"give the folder that holds train.jsonl: --data {data_dir.parent}"
+            hint = "make a folder that holds the data as train.jsonl, train.txt or train.parquet, and give that: --data"
+            if data_dir.name.split(".")[0] == "train":
+                hint = f"give the folder that holds {data_dir.name}: --data {data_dir.parent}"
             raise DataError("this is a file, a folder is needed", where=str(data_dir), hint=hint)
         if not data_dir.exists():
             hint = "check --data; it takes a folder with train.jsonl and perhaps valid.jsonl, test.jsonl"

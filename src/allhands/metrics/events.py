@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, cast
@@ -169,12 +169,22 @@ _KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
 _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
-def encode_event(event: Event, more: Mapping[str, float] | None = None) -> str:
+# Of a report of training, what a person's own loop may not know, and what it then counts as.
+UNKNOWN: Mapping[str, Any] = {
+    **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
+    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
+    **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes"), ()),
+    "trained_tokens": 0,
+}
+
+
+def encode_event(event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()) -> str:
     """The event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
 
-    ``more`` are numbers of other names, which :func:`decode_event` leaves out.
+    ``more`` are numbers of other names, which :func:`decode_event` leaves out. ``without`` are names of
+    :data:`UNKNOWN` that are not written.
     """
-    record = {entry.name: _plain(getattr(event, entry.name)) for entry in fields(event)}
+    record = {entry.name: _plain(getattr(event, entry.name)) for entry in fields(event) if entry.name not in without}
     record = {**{name: _plain(number) for name, number in (more or {}).items()}, **record}
     return json.dumps({"event": _KIND_NAMES[type(event)], **record}, allow_nan=False)
 
@@ -199,6 +209,7 @@ def decode_event(line: str) -> Event | None:
     """The event of one line, or None if the line is torn, malformed or of an unknown kind."""
     try:
         record = json.loads(line)
-        return _READERS[record.pop("event")].validate_python(record)
+        kind = record.pop("event")
+        return _READERS[kind].validate_python({**UNKNOWN, **record} if kind == "train" else record)
     except (ValueError, LookupError, TypeError, AttributeError):
         return None

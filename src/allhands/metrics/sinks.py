@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
@@ -80,9 +80,9 @@ class JsonlSink:
                 hint="free disk space or choose a directory that can be written to, then start again",
             ) from error
 
-    def emit(self, event: Event, more: Mapping[str, float] | None = None) -> None:
+    def emit(self, event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()) -> None:
         try:
-            self._append(encode_event(event, more))
+            self._append(encode_event(event, more, without))
         except OSError as error:
             self._torn = True
             if not self._warned:

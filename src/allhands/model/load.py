@@ -27,7 +27,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
 from allhands.files import storage_error
-from allhands.model.sources import Report, first_line, resolve, silent
+from allhands.model.sources import Report, first_line, is_path, resolve, silent
 from allhands.staging import publish, same_files, staging
 
 Json = dict[str, Any]
@@ -87,6 +87,32 @@ class LoadedTokenizer:
 
     tokenizer: TokenizerWrapper
     path: Path
+
+
+def load_bare_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> LoadedTokenizer:
+    """:func:`load_tokenizer` where no model is wanted, such as for ``--tokenizer``.
+
+    Raises:
+        ModelError: the tokenizer is missing or torn.
+    """
+    path = Path(path_or_repo).expanduser()
+    local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
+    advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
+    if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        problem = "there is no such directory"
+        if path.exists():
+            problem = "there is no tokenizer in this directory" if path.is_dir() else "this is a file, not a directory"
+        raise ModelError(
+            problem,
+            where=path_or_repo,
+            hint=advice,
+        )
+    try:
+        return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        if path_or_repo != "demo" and "`demo`" in (error.hint or ""):
+            error.hint = f"check the name (or the connection); {advice}"
+        raise
 
 
 def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> LoadedTokenizer:

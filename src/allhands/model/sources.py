@@ -43,7 +43,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
         return path
     if path.exists():
         raise ModelError("this is a file, not a model directory", where=source, hint="give its directory")
-    if _is_path(source):
+    if is_path(source):
         raise ModelError(
             "there is no such directory",
             where=source,
@@ -52,7 +52,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
     return _hub_snapshot(source)
 
 
-def _is_path(source: str) -> bool:
+def is_path(source: str) -> bool:
     """Whether a name that does not exist here was meant as a path, not as ``owner/name`` on the Hub."""
     first, slash, rest = source.partition("/")
     return source.startswith((".", "/", "~")) or "/" in rest or bool(slash and (not rest or Path(first).is_dir()))

@@ -120,10 +120,12 @@ class ProcessSampler:
         try:
             make_directory(file.parent, private=True)
             with self._lock:
-                self._fd = private_opener(str(file), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+                self._fd = private_opener(str(file), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
                 if run is not None:
                     self._identity = replace(self._identity, run=run)
-                os.write(self._fd, b"\n")  # a kill may have left half a line
+                size = os.fstat(self._fd).st_size
+                if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                    os.write(self._fd, b"\n")  # a kill has left half a line
                 while self._waiting:
                     self._append(replace(self._waiting.popleft(), run=self._identity.run))
         except Exception as error:

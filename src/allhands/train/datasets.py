@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from typing import Any, cast
 
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
-from allhands.data.splits import RecordSource, split_of_folder, split_of_hub
+from allhands.data.splits import RecordSource, source_of_one_file, split_of_folder, split_of_hub
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
+from allhands.pretrain_config import pretraining
 
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
 # Ranks of one host come to their data within this time of each other.
@@ -117,7 +119,7 @@ def open_data(
     stored: dict[str, StoredTokens] = {}
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
     for split, source in sources.items():
-        with _full_places(config, split):
+        with _full_places(config):
             identity = source.identity()
             stored[split] = open_store(
                 store_key({"records": identity, "rendering": facts}),
@@ -129,6 +131,8 @@ def open_data(
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
+    if packing is not None and "train" in stored:
+        notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     return Datasets(stored, packing, tuple(notes))
 
 
@@ -171,7 +175,7 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
         wanted["test"] = True
     found: dict[str, RecordSource] = {}
     for split, required in wanted.items():
-        with _full_places(config, split):
+        with _full_places(config):
             source = _source(config, split, required)
         if source is not None:
             found[split] = source
@@ -211,6 +215,8 @@ def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | N
         except DataError as error:
             message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
             raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
+    if pretraining(config) is not None and path.is_file() and (split == "train" or not required):
+        return source_of_one_file(path, columns) if split == "train" else None
     return split_of_folder(path, split, columns, required=required)
 
 
@@ -229,12 +235,13 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
 
 
 @contextmanager
-def _full_places(config: TrainConfig, split: str) -> Generator[None, None, None]:
+def _full_places(config: TrainConfig) -> Generator[None, None, None]:
     """Put the folder before a ``train.jsonl:12`` that an error names."""
     try:
         yield
     except AllhandsError as error:
-        if error.where and error.where.startswith(f"{split}.json"):
+        file = Path(re.sub(r":\d+$", "", error.where or ""))
+        if error.where and not file.is_absolute() and (Path(config.data).expanduser() / file).is_file():
             error.where = str(Path(config.data) / error.where)
         raise
 
@@ -267,6 +274,14 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
     if report.num_dropped:
         notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {_first(report)}")
     return notes
+
+
+def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
+    """That there is so little text that each step trains on all of it."""
+    count = len(tokens.tokens)
+    if count - 1 >= block:  # a row's targets are one token further on
+        return []
+    return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
 
 
 def _first(report: TokenSetReport) -> str:

@@ -99,6 +99,7 @@ def eager_linear_cross_entropy(
             grad_weight = add(grad_weight, grad_logits, rows)
         # Frees this chunk's logits before the next one's are allocated.
         mx.eval(total, grads, grad_weight)
+        del grad_logits
     return total, mx.concatenate(grads) if grads else None, grad_weight
 
 

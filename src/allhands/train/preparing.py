@@ -36,7 +36,7 @@ from allhands.model.embedding import make_deterministic
 from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse
 from allhands.model.fused.linear import use_dense
-from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
@@ -127,7 +127,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
         if fresh is not None:
-            tokenizer = load_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
+            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
             config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
             checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
@@ -163,7 +163,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, loaded.fingerprint, data.fingerprints())
+        notes += check_contents(checkpoint, config, loaded.fingerprint, data.fingerprints())
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from allhands.checkpoints import Checkpoint
 from allhands.config import TrainConfig
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
+from allhands.model.shapes import find_shape
 from allhands.pretrain_config import NUMBERS, pretraining
 
 # What is trained, on which samples, in which order: with another value it would be another run.
@@ -45,16 +47,7 @@ def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
     """
     before = _settings_of(checkpoint, config)
     now = config.model_dump(mode="json")
-    shape = frozenset[str]() if pretraining(config) is None else _SHAPE
-    for key in sorted(FIXED | shape):
-        if before[key] != now[key]:
-            raise ConfigError(
-                f"the checkpoint was made with {_words(before[key])}, this is {_words(now[key])}: "
-                "it would not be the same run",
-                where=f"--{key.replace('_', '-')}",
-                hint="leave it as it was; or begin a new run from these weights with "
-                f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
-            )
+    _check_fixed(checkpoint, config, before, now)
     notes = [
         f"{key} changed from {_words(before[key])} to {_words(now[key])}"
         for key in sorted(TOLD)
@@ -67,7 +60,37 @@ def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
     return notes
 
 
-def check_contents(checkpoint: Checkpoint, model: str, data: Mapping[str, str | None]) -> list[str]:
+def _check_fixed(checkpoint: Checkpoint, config: TrainConfig, before: dict[str, Any], now: dict[str, Any]) -> None:
+    fresh = pretraining(config) is not None
+    was, this = (_with_shape(before), _with_shape(now)) if fresh else (before, now)
+    differing = [key for key in sorted(FIXED | _SHAPE if fresh else FIXED) if was[key] != this[key]]
+    if not differing:
+        return
+    # What was given, before what only follows from it, as head_dim does from heads.
+    key = next((key for key in differing if before[key] != now[key]), differing[0])
+    hint = f"begin a new run from these weights with --resume-adapter-file {checkpoint.path / 'adapters.safetensors'}"
+    if key in (*NUMBERS, "shape"):
+        hint = "begin a new run, whose model has another shape, in a directory of its own: --adapter-path"
+    raise ConfigError(
+        f"the checkpoint was made with {_words(was[key])}, this is {_words(this[key])}: it would not be the same run",
+        where=f"--{key.replace('_', '-')}",
+        hint=f"leave it as it was; or {hint}",
+    )
+
+
+def _with_shape(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with all numbers of the shape: one that is given as it is by default is no change.
+
+    The vocabulary is left out: it may be the tokenizer's, and is compared as part of the model.
+    """
+    numbers = {**{name: settings[name] for name in NUMBERS}, "vocabulary": 1}
+    found = asdict(find_shape(settings["shape"], numbers))
+    return {**settings, **{name: found[name] for name in NUMBERS}}
+
+
+def check_contents(
+    checkpoint: Checkpoint, config: TrainConfig, model: str, data: Mapping[str, str | None]
+) -> list[str]:
     """Compare model and data by their content; what a person should know.
 
     Args:
@@ -79,6 +102,14 @@ def check_contents(checkpoint: Checkpoint, model: str, data: Mapping[str, str | 
         DataError: other training data.
     """
     state = checkpoint.state
+    fresh = pretraining(config) is not None
+    if state["model"]["fingerprint"] != model and fresh:
+        raise ModelError(
+            "the model is not the checkpoint's: the tokenizer has another vocabulary or other special tokens than "
+            f"{state['model']['path']}, or --vocabulary or --dtype is another",
+            where="--tokenizer",
+            hint="name the tokenizer that the run began with",
+        )
     if state["model"]["fingerprint"] != model:
         raise ModelError(
             f"these are not the weights of {state['model']['path']}, from which the checkpoint was trained",
@@ -86,10 +117,11 @@ def check_contents(checkpoint: Checkpoint, model: str, data: Mapping[str, str | 
             hint="name the model that the run began with",
         )
     if state["data"].get("train") != data.get("train"):
+        what = "data and the tokenizer" if fresh else "data"
         raise DataError(
             "the training data, or how they become tokens, are not those that the checkpoint was trained on",
             where="--data",
-            hint="name the data that the run began with; or begin a new run from these weights with "
+            hint=f"name the {what} that the run began with; or begin a new run from these weights with "
             f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
         )
     before, now = state["data"].get("valid"), data.get("valid")
