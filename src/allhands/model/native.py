@@ -36,7 +36,7 @@ def use_native(model: nn.Module) -> int:
     if not available():
         return 0
     changed = 0
-    for layer in _before_training(model):
+    for layer in before_training(model):
         for module in layer.modules():
             object.__setattr__(module, FORWARD_ONLY, True)
     for module in model.modules():
@@ -55,7 +55,7 @@ def use_native(model: nn.Module) -> int:
     return changed + sum(native_products.substitute(module) for block in blocks for module in block.modules())
 
 
-def _before_training(model: Any) -> list[Any]:
+def before_training(model: Any) -> list[Any]:
     """The blocks through which no gradient goes back: those before the first one that is trained."""
     layers: list[Any] = list(getattr(model, "layers", ()))
     trained = [len(flatten(layer.trainable_parameters())) for layer in layers]

@@ -109,6 +109,15 @@ class ProcessSampler:
         """See :meth:`PhaseClock.beat`."""
         self.clock.beat(phase, step)
 
+    def expect(self, estimated_bytes: int) -> None:
+        """Note in all samples from now on what this process is expected to need at its peak."""
+        with self._lock:
+            self._identity = replace(self._identity, estimated_bytes=estimated_bytes)
+
+    def memory(self) -> int:
+        """The proportional share of memory that this process has now, in bytes."""
+        return self._proportional.read()[0]
+
     def write_to(self, file: Path, run: str | None = None) -> None:
         """Write all samples, those taken already too, to the end of ``file``.
 

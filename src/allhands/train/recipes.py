@@ -25,6 +25,7 @@ from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsErr
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.files import claimed, make_directory, private_opener
+from allhands.formatting import format_bytes
 from allhands.metrics import (
     METRICS_FILE,
     ConsoleSink,
@@ -45,6 +46,7 @@ from allhands.monitor.samples import LOGS
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
+from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer
@@ -95,7 +97,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         surroundings = _observed(surroundings, observer)
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
-        return _Run(ready.config, surroundings, callbacks, directory, ready).execute()
+        return _Run(ready.config, surroundings, callbacks, directory, ready, observer).execute()
 
 
 def _observer(surroundings: Surroundings) -> ProcessSampler:
@@ -126,6 +128,7 @@ class _Run:
     callbacks: Sequence[Callback]
     directory: Path
     ready: Prepared
+    observer: ProcessSampler
 
     @property
     def mesh(self) -> Mesh:
@@ -178,6 +181,7 @@ class _Run:
         optimizer, state = self._optimizer(total)
         compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
+        self._expect(sizing, windows)
         step = self._step(optimizer, state, compiled)
         sink.emit(self._started(total, state))
         self._explain(sizing, compiled)
@@ -288,6 +292,19 @@ class _Run:
             beat=beat,
             rehearse=lambda point: fire(point, state.iteration, self.mesh.rank),
         )
+
+    def _expect(self, sizing: Sizing, windows: Windows) -> None:
+        """Tell the monitor, and a person where it is too much, how much memory this will take."""
+        ready, present = self.ready, self.observer.memory()
+        parts = (windows, sizing, self.mesh, ready.accelerator, present)
+        expected = expected_bytes(self.config, ready.loaded, *parts)
+        if expected is None:
+            return
+        self.observer.expect(expected)
+        if note := scarce(expected, present, self.mesh.local_size):
+            self._say([f"note: {note}"])
+        elif self.config.log_level == "verbose":
+            self._say([f"expected: at most {format_bytes(expected)} of memory for this process"])
 
     def _explain(self, sizing: Sizing, compiled: bool) -> None:
         """With --log-level verbose: what was chosen, and why."""

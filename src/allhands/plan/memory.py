@@ -1,0 +1,148 @@
+"""How much memory a training takes at its peak, before it has begun.
+
+A step's peak is the highest of three: in the backward pass (what the forward pass has kept, a block's own intermediate
+results, the gradients), in the loss (what has been kept, and the logits of a chunk), and in the update (gradients, and
+new values beside the old). What is kept is counted in numbers for each token and block, as multiples of the widths of a
+block. The multiples were measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Method = Literal["lora", "dora", "full"]
+
+_FLOAT = 4  # bytes: a CPU computes in float32
+_CHUNK_ROWS = 256  # of the loss
+# Values for each trained weight that an optimizer keeps.
+_STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
+# In the update, weight by weight: the gradient, and a part of the new values beside the old.
+_UPDATE, _UPDATE_OF_MUON = 1.25, 1.5
+_MIXED = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Widths of a decoder of equal blocks, each of attention and a gated MLP.
+
+    Attributes:
+        queries: heads times their width; ``keys`` is that of the keys, and of the values.
+    """
+
+    layers: int
+    dims: int
+    mlp_dims: int
+    queries: int
+    keys: int
+    vocabulary: int
+
+
+def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
+    """The widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
+    if any(config.get(name) for name in _MIXED):
+        return None
+    try:
+        heads, dims = int(config["num_attention_heads"]), int(config["hidden_size"])
+        width = int(config.get("head_dim") or dims // heads)
+        key_heads = int(config.get("num_key_value_heads") or heads)
+        sizes = [int(config[name]) for name in ("num_hidden_layers", "intermediate_size", "vocab_size")]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return Blocks(sizes[0], dims, sizes[1], heads * width, key_heads * width, sizes[2])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does.
+
+    Attributes:
+        method: how it is trained.
+        tokens: places of its largest micro-batch, padding included.
+        trained_layers: blocks through which gradients go back.
+        weights_bytes: of all weights as they are held, ``trained_bytes`` of those that are trained.
+        optimizer: by name.
+        recomputed: whether blocks' activations are computed again in place of being kept.
+        accumulated: whether a batch is more than one micro-batch.
+    """
+
+    method: Method
+    tokens: int
+    trained_layers: int
+    weights_bytes: int
+    trained_bytes: int
+    optimizer: str
+    recomputed: bool = False
+    accumulated: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a step; the three phases do not come together.
+
+    Attributes:
+        weights: all of them.
+        optimizer: what it keeps of each trained weight.
+        backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
+    """
+
+    weights: int
+    optimizer: int
+    backward: int
+    loss: int
+    update: int
+
+    @property
+    def arrays(self) -> int:
+        """The peak of all arrays."""
+        return self.weights + self.optimizer + max(self.backward, self.loss, self.update)
+
+
+def on_cpu(blocks: Blocks, work: Work) -> Memory:
+    """What a step takes on a Linux CPU with the native operations, in float32."""
+    values = work.tokens * _FLOAT
+    kept, passing = _of_a_block(blocks, work.method)
+    layers = work.trained_layers
+    if work.recomputed:
+        forward, held = layers * blocks.dims, layers * blocks.dims + kept + passing
+    else:
+        forward, held = layers * _before_backward(kept), layers * kept + passing
+    gradients = work.trained_bytes * (2 if work.accumulated else 1)
+    states = _STATES.get(work.optimizer, 2)
+    chunk = min(_CHUNK_ROWS, work.tokens) * blocks.vocabulary * _FLOAT
+    return Memory(
+        weights=work.weights_bytes,
+        optimizer=states * work.trained_bytes,
+        backward=int(values * held) + gradients,
+        loss=int(values * forward) + chunk,
+        update=int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes),
+    )
+
+
+def _of_a_block(blocks: Blocks, method: Method) -> tuple[float, float]:
+    """Values for a token that one block keeps, and that it has for a while in its backward pass."""
+    parts = (blocks.dims, blocks.mlp_dims, blocks.queries, blocks.keys)
+    if method == "dora":  # by MLX's own operations, of which every result is kept
+        return _dot(parts, (28.0, 17.8, 10.1, 15.4)), 0.0
+    return _dot(parts, (10.0, 3.0, 2.0, 2.0)), _dot(parts, (2.4, 3.0, 0.0, 0.0))
+
+
+def _before_backward(kept: float) -> float:
+    """The part of what a block keeps that is there when the loss is computed; the rest comes on the way back."""
+    return 0.84 * kept
+
+
+def _dot(sizes: tuple[int, ...], factors: tuple[float, ...]) -> float:
+    return sum(size * factor for size, factor in zip(sizes, factors, strict=True))
+
+
+def of_process(memory: Memory, blocks: Blocks, present_bytes: int, present_arrays: int) -> int:
+    """The peak of the whole process.
+
+    Args:
+        present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the difference stays.
+    """
+    # Room of the matrix products, and pages that the allocator keeps between sizes.
+    more = 16e6 + 0.05 * (memory.arrays - present_arrays) + 1.2 * _CHUNK_ROWS * blocks.vocabulary * _FLOAT
+    return int(present_bytes + memory.arrays - present_arrays + more)

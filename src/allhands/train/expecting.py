@@ -1,0 +1,69 @@
+"""How much memory this rank is going to need, by :mod:`allhands.plan.memory`, from what is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from allhands.accelerator import Accelerator
+from allhands.config import TrainConfig
+from allhands.data.loader import Sizing
+from allhands.data.tokens import Windows
+from allhands.distributed.mesh import Mesh
+from allhands.formatting import format_bytes
+from allhands.model import native
+from allhands.model.load import LoadedModel
+from allhands.plan.memory import Work, blocks_of, of_process, on_cpu
+from allhands.trees import flatten
+
+
+def expected_bytes(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    windows: Windows,
+    sizing: Sizing,
+    mesh: Mesh,
+    accelerator: Accelerator,
+    present_bytes: int,
+) -> int | None:
+    """The process's peak in training; ``None`` where that is not known: on GPUs, and for other kinds of models.
+
+    Args:
+        present_bytes: of this process, now that everything is loaded and the optimizer has made nothing yet.
+    """
+    native_way = accelerator.eager and config.compile != "on" and native.available()
+    blocks = blocks_of(loaded.config) if native_way else None
+    if blocks is None or not len(windows):
+        return None
+    model: Any = loaded.model
+    longest = int(windows.work.max())
+    share = -(-config.batch_size // mesh.size) * longest
+    work = Work(
+        method=config.fine_tune_type,
+        tokens=max(longest, min(sizing.max_tokens, share)),
+        trained_layers=blocks.layers - len(native.before_training(model)),
+        weights_bytes=_bytes(model.parameters()),
+        trained_bytes=_bytes(model.trainable_parameters()),
+        optimizer=config.optimizer,
+        recomputed=config.grad_checkpoint,
+        accumulated=share > sizing.max_tokens,
+    )
+    return of_process(on_cpu(blocks, work), blocks, present_bytes, mx.get_active_memory())
+
+
+def _bytes(tree: Any) -> int:
+    return sum(array.nbytes for _, array in flatten(tree))
+
+
+def scarce(expected: int, present_bytes: int, ranks: int) -> str | None:
+    """What a person should know where ``ranks`` such processes of this computer need more than it has left."""
+    missing, available = ranks * (expected - present_bytes), psutil.virtual_memory().available
+    if missing <= available:
+        return None
+    each = " each" if ranks > 1 else ""
+    return (
+        f"this will need about {format_bytes(expected)} of memory{each}, {format_bytes(missing)} more than now, but "
+        f"{format_bytes(available)} are free: try --grad-checkpoint, or fewer --micro-batch-tokens or --num-layers"
+    )

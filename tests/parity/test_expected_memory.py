@@ -1,0 +1,139 @@
+"""What is expected of a run's memory before its first step, beside what the monitor then saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import run_allhands, write_chat_data, write_tokenizer
+
+from allhands.model import native
+from allhands.monitor import read_samples
+from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu
+from allhands.train.expecting import scarce
+
+SHAPE = (
+    "--shape",
+    "llama",
+    "--layers",
+    "6",
+    "--dims",
+    "256",
+    "--mlp-dims",
+    "768",
+    "--heads",
+    "4",
+    "--block-size",
+    "256",
+)
+SIZES = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
+BLOCKS = Blocks(layers=6, dims=256, mlp_dims=768, queries=256, keys=128, vocabulary=1000)
+WORK = Work("lora", 1024, 6, 30_000_000, 1_000_000, "adamw")
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, chats, a tokenizer, and a model that was pre-trained for three batches."""
+    folder = tmp_path_factory.mktemp("memory")
+    write_tokenizer(folder / "tokenizer")
+    write_chat_data(folder / "chats")
+    random = np.random.default_rng(0)
+    texts = ["".join(random.choice(list("abcdefgh "), 400)) for _ in range(60)]
+    (folder / "texts").mkdir()
+    (folder / "texts" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def peak_and_expected(run: Path) -> tuple[int, int]:
+    samples = [sample for sample in read_samples(run) if sample.role == "rank"]
+    expected = {sample.estimated_bytes for sample in samples if sample.estimated_bytes}
+    assert len(expected) == 1
+    return max(sample.peak_rss_bytes for sample in samples), expected.pop()
+
+
+def pretrain(place: Path, out: Path, *more: str) -> tuple[int, int]:
+    where = ("--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), "--adapter-path", str(out))
+    steps = ("--batch-size", "8", "--iters", "3", "--save-every", "3")
+    done = run_allhands("pretrain", *where, *SHAPE, *steps, *more, env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
+    assert done.returncode == 0, done.stderr
+    return peak_and_expected(out)
+
+
+@needs_native
+def test_full_training(place: Path, tmp_path: Path) -> None:
+    peak, expected = pretrain(place, tmp_path / "kept")
+    assert expected == pytest.approx(peak, rel=0.1)
+    again, less = pretrain(place, tmp_path / "recomputed", "--grad-checkpoint")
+    assert less == pytest.approx(again, rel=0.1)
+    # It is no constant that happens to be near.
+    assert again < 0.7 * peak
+
+
+@needs_native
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
+    pretrain(place, tmp_path / "base", "--iters", "1")
+    where = (
+        "--model",
+        str(tmp_path / "base/model"),
+        "--data",
+        str(place / "texts"),
+        "--adapter-path",
+        str(tmp_path / "out"),
+    )
+    options = (
+        "--fine-tune-type",
+        method,
+        "--batch-size",
+        "8",
+        "--num-layers",
+        "-1",
+        "--packing",
+        "--max-seq-length",
+        "256",
+    )
+    done = run_allhands("train", *where, *options, "--iters", "3", env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
+    assert done.returncode == 0, done.stderr
+    peak, expected = peak_and_expected(tmp_path / "out")
+    assert expected == pytest.approx(peak, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"vocab_size": 10}, Blocks(6, 256, 768, 256, 256, 10)),
+        ({"vocab_size": 10, "num_key_value_heads": 1, "head_dim": 32}, Blocks(6, 256, 768, 128, 32, 10)),
+        ({}, None),
+        ({"vocab_size": 10, "num_local_experts": 8}, None),
+        ({"vocab_size": "many"}, None),
+    ],
+)
+def test_the_widths_of_a_model(more: dict[str, Any], found: Blocks | None) -> None:
+    assert blocks_of({**SIZES, **more}) == found
+
+
+def test_what_makes_it_more_or_less() -> None:
+    def arrays(**changes: Any) -> int:
+        return on_cpu(BLOCKS, Work(**{**WORK.__dict__, **changes})).arrays
+
+    usual = arrays()
+    assert arrays(recomputed=True) < arrays(trained_layers=3) < usual < arrays(tokens=2048) < arrays(method="dora")
+    # Twice the tokens are twice the activations, and nothing else.
+    fixed = 30_000_000 + 2 * 1_000_000 + 1_000_000
+    assert arrays(tokens=2048) - fixed == pytest.approx(2 * (usual - fixed), rel=1e-6)
+    # With few tokens the update is the peak: weights, what AdamW keeps, and a quarter more than the gradients.
+    assert arrays(tokens=1, method="full", trained_bytes=30_000_000) == pytest.approx(4.25 * 30_000_000, rel=1e-6)
+    assert of_process(on_cpu(BLOCKS, WORK), BLOCKS, 200_000_000, 30_000_000) > 170_000_000 + usual
+
+
+def test_too_much_is_told() -> None:
+    assert scarce(10**9, 10**9, 4) is None
+    told = scarce(10**15, 10**9, 2)
+    assert told is not None
+    assert "about 1e+06 GB of memory each" in told
+    assert "--grad-checkpoint" in told
