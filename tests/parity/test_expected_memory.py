@@ -53,12 +53,13 @@ def peak_and_expected(run: Path) -> tuple[int, int]:
     samples = [sample for sample in read_samples(run) if sample.role == "rank"]
     expected = {sample.estimated_bytes for sample in samples if sample.estimated_bytes}
     assert len(expected) == 1
-    return max(sample.peak_rss_bytes for sample in samples), expected.pop()
+    # The curves that are drawn at the end come on top of it.
+    return max(sample.peak_rss_bytes for sample in samples if sample.phase != "end"), expected.pop()
 
 
 def pretrain(place: Path, out: Path, *more: str) -> tuple[int, int]:
     where = ("--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), "--adapter-path", str(out))
-    steps = ("--batch-size", "8", "--iters", "3", "--save-every", "3")
+    steps = ("--batch-size", "8", "--iters", "3", "--save-every", "3", "--sample-prompts", "[]")
     done = run_allhands("pretrain", *where, *SHAPE, *steps, *more, env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
     assert done.returncode == 0, done.stderr
     return peak_and_expected(out)
@@ -75,29 +76,13 @@ def test_full_training(place: Path, tmp_path: Path) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("dora", marks=pytest.mark.long)])
 def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
     pretrain(place, tmp_path / "base", "--iters", "1")
-    where = (
-        "--model",
-        str(tmp_path / "base/model"),
-        "--data",
-        str(place / "texts"),
-        "--adapter-path",
-        str(tmp_path / "out"),
-    )
-    options = (
-        "--fine-tune-type",
-        method,
-        "--batch-size",
-        "8",
-        "--num-layers",
-        "-1",
-        "--packing",
-        "--max-seq-length",
-        "256",
-    )
-    done = run_allhands("train", *where, *options, "--iters", "3", env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
+    where = ["--model", str(tmp_path / "base/model"), "--data", str(place / "texts")]
+    where += ["--adapter-path", str(tmp_path / "out"), "--fine-tune-type", method]
+    options = ["--batch-size", "8", "--num-layers", "-1", "--packing", "--max-seq-length", "256", "--iters", "3"]
+    done = run_allhands("train", *where, *options, env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
     assert done.returncode == 0, done.stderr
     peak, expected = peak_and_expected(tmp_path / "out")
     assert expected == pytest.approx(peak, rel=0.12)

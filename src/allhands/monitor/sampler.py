@@ -114,9 +114,9 @@ class ProcessSampler:
         with self._lock:
             self._identity = replace(self._identity, estimated_bytes=estimated_bytes)
 
-    def memory(self) -> int:
-        """The proportional share of memory that this process has now, in bytes."""
-        return self._proportional.read()[0]
+    def resident(self) -> int:
+        """The memory of this process now, in bytes."""
+        return self._process.memory_info().rss
 
     def write_to(self, file: Path, run: str | None = None) -> None:
         """Write all samples, those taken already too, to the end of ``file``.

@@ -18,6 +18,8 @@ from allhands.model.load import LoadedModel
 from allhands.plan.memory import Work, blocks_of, of_process, on_cpu
 from allhands.trees import flatten
 
+_WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
+
 
 def expected_bytes(
     config: TrainConfig,
@@ -31,7 +33,7 @@ def expected_bytes(
     """The process's peak in training; ``None`` where that is not known: on GPUs, and for other kinds of models.
 
     Args:
-        present_bytes: of this process, now that everything is loaded and the optimizer has made nothing yet.
+        present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
     """
     native_way = accelerator.eager and config.compile != "on" and native.available()
     blocks = blocks_of(loaded.config) if native_way else None
@@ -50,7 +52,8 @@ def expected_bytes(
         recomputed=config.grad_checkpoint,
         accumulated=share > sizing.max_tokens,
     )
-    return of_process(on_cpu(blocks, work), blocks, present_bytes, mx.get_active_memory())
+    later = _WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
+    return later + of_process(on_cpu(blocks, work), blocks, present_bytes, mx.get_active_memory())
 
 
 def _bytes(tree: Any) -> int:

@@ -295,7 +295,7 @@ class _Run:
 
     def _expect(self, sizing: Sizing, windows: Windows) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
-        ready, present = self.ready, self.observer.memory()
+        ready, present = self.ready, self.observer.resident()
         parts = (windows, sizing, self.mesh, ready.accelerator, present)
         expected = expected_bytes(self.config, ready.loaded, *parts)
         if expected is None:
