@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import allhands  # noqa: F401 - before MLX, for its BLAS  # isort: skip
@@ -230,6 +231,38 @@ def test_a_backward_pass_keeps_what_it_needs_and_recomputes_it_if_asked(fine_tun
     # The values between the operations of a block, forward, and not those of the backward pass, too: 12 D + 3 F.
     assert most < 24 * 128 + 3 * 256
     assert least < most / 2
+
+
+class TwoWays(nn.Module):
+    """A block with two inputs and two outputs, and a word that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def __call__(self, x: mx.array, y: mx.array, word: str, *, factor: float) -> tuple[mx.array, mx.array]:
+        assert word == "causal"
+        z = mx.tanh(self.linear(x)) * y
+        return z, factor * y + x
+
+
+def test_a_block_of_several_inputs_and_outputs_is_recomputed() -> None:
+    mx.random.seed(10)
+    plain, recomputed = TwoWays(), TwoWays()
+    recomputed.update(plain.parameters())
+    checkpoint_layers([recomputed], at_once=True)
+    x, y = random(3, 6), random(3, 6)
+
+    def loss(block: Any, weights: Any, x: mx.array, y: mx.array) -> mx.array:
+        block.update(weights)
+        z, u = block(2 * x, mx.sin(y), "causal", factor=3.0)
+        return (z * u).sum()
+
+    found = [
+        mx.grad(partial(loss, block), argnums=(0, 1, 2))(plain.parameters(), x, y) for block in (plain, recomputed)
+    ]
+    for one, other in zip(*(tree_flatten(each) for each in found), strict=True):
+        assert_near(other[1], one[1])
 
 
 def test_it_can_be_switched_off() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -43,28 +43,42 @@ def _called_in_a_graph(function: Callable[..., Any], layer: nn.Module, *args: An
     return mx.checkpoint(inner)(layer.trainable_parameters(), *args)
 
 
-def _called_at_once(function: Callable[..., Any], layer: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+def _called_at_once(function: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """As :func:`mx.checkpoint`, which keeps what MLX is told of a forward pass as long as the pass around it lasts."""
-    names, values = zip(*flatten(layer.trainable_parameters()), strict=True) if _is_trained(layer) else ((), ())
+    named = flatten(layer.trainable_parameters())
+    weights = [value for _, value in named]
+    places = [place for place, each in enumerate(args) if _is_differentiable(each)]
 
-    def forward(x: mx.array, *_: mx.array) -> mx.array:
+    def call(inputs: Sequence[mx.array]) -> Any:
+        whole = list(args)
+        for place, each in zip(places, inputs, strict=True):
+            whole[place] = each
+        return function(layer, *whole, **kwargs)
+
+    def forward(*primals: mx.array) -> Any:
         with no_gradient_through(layer):
-            # A copy is nothing that is differentiated: what comes of it is forgotten.
-            return function(layer, mx.array(floats(x)), *args, **kwargs)
+            # Copies are nothing that is differentiated: what comes of them is forgotten.
+            return call([mx.array(floats(each)) for each in primals[: len(places)]])
 
-    def again(x: mx.array, *weights: mx.array) -> mx.array:
-        layer.update(unflatten(list(zip(names, weights, strict=True))))
-        return function(layer, x, *args, **kwargs)
+    def again(*primals: mx.array) -> Any:
+        _install(layer, named, primals[len(places) :])
+        return call(primals[: len(places)])
 
-    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
+    def backward(primals: Any, cotangents: Any, _: Any) -> Any:
+        inputs, towards = (list(each) if isinstance(each, tuple | list) else [each] for each in (primals, cotangents))
         try:
-            made = mx.vjp(again, list(primals) if values else [primals], [cotangent])[1]
+            made = mx.vjp(again, inputs, towards)[1]
+            # Copies again: what a sum came of, MLX would keep until the whole backward pass is done.
             return [mx.array(np.asarray(each)) for each in made]
         finally:
-            layer.update(unflatten(list(zip(names, values, strict=True))))
+            _install(layer, named, weights)
 
-    return with_vjp(forward, backward)(x, *values)
+    return with_vjp(forward, backward)(*(args[place] for place in places), *weights)
 
 
-def _is_trained(layer: nn.Module) -> bool:
-    return bool(flatten(layer.trainable_parameters()))
+def _install(layer: nn.Module, named: Sequence[tuple[str, mx.array]], values: Sequence[mx.array]) -> None:
+    layer.update(unflatten([(name, value) for (name, _), value in zip(named, values, strict=True)]))
+
+
+def _is_differentiable(argument: Any) -> bool:
+    return isinstance(argument, mx.array) and mx.issubdtype(argument.dtype, mx.floating)
