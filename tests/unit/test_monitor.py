@@ -21,6 +21,7 @@ from rich.console import Console
 from allhands.cli.main import main
 from allhands.cli.monitor import table_of, view
 from allhands.errors import DataError
+from allhands.metrics import read_metrics
 from allhands.monitor import (
     Board,
     Follower,
@@ -36,6 +37,7 @@ from allhands.monitor import (
 from allhands.monitor.picture import plot_memory
 from allhands.monitor.process import ProportionalMemory
 from allhands.monitor.sampler import PhaseClock
+from allhands.recorder import Metrics
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the proportional share is Linux's")
@@ -378,6 +380,22 @@ def test_the_heading_says_how_far_the_run_is() -> None:
     text = console.export_text()
     assert text.startswith("running, seen 3.0 s ago, step 7")
     assert "230 MB now, 230 MB at most" in text
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"), [(True, "ended 1m39s ago, step 7"), (False, "broken off (it was killed), ")]
+)
+def test_the_heading_of_a_run_that_is_over_tells_an_end_from_a_kill(tmp_path: Path, ended: bool, said: str) -> None:
+    with Metrics(tmp_path) as metrics:  # no tokens a second, and no number of steps
+        metrics.log(7, {"loss": 1.0})
+    board = Board([replace(DIRECTOR, ended=ended), replace(SAMPLE, ended=ended)])
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(view(board, SAMPLE.time + 99.0, set(), read_metrics(tmp_path)))
+    heading = console.export_text().splitlines()[0]
+    assert f"{tmp_path.name}, {said}" in heading
+    assert "nan" not in heading.lower().replace(tmp_path.name, "")
+    assert " of " not in heading
 
 
 def test_too_short_a_run_has_no_picture(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import time
@@ -173,15 +174,20 @@ def view(board: Board, now: float, gone: set[tuple[str, int]], history: RunHisto
 def _heading(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None) -> str:
     rows = board.rows()
     age = format_duration(max(0.0, now - max(row.last.time for row in rows)))
-    words = [f"ended {age} ago" if board.over(now, gone) else f"running, seen {age} ago"]
+    words = [f"running, seen {age} ago"]
+    if board.over(now, gone):
+        # Who ends by itself says so; first comes who started the others.
+        words = [f"ended {age} ago" if rows[0].last.ended else f"broken off (it was killed), last seen {age} ago"]
     steps = [row.last.step for row in rows if row.last.step is not None]
     if history is not None:
         words.insert(0, history.name)
-    total = f" of {history.started.total_steps}" if history is not None and history.started is not None else ""
+    planned = history.started.total_steps if history is not None and history.started is not None else 0
+    total = f" of {planned}" if planned else ""
     if steps:
         words.append(f"step {max(steps)}{total}")
-    if history is not None and history.train:
-        words.append(f"{format_rate(history.train[-1].tokens_per_s)} tokens/s over all ranks")
+    rate = history.train[-1].tokens_per_s if history is not None and history.train else math.nan
+    if math.isfinite(rate):
+        words.append(f"{format_rate(rate)} tokens/s over all ranks")
     return ", ".join(words)
 
 
