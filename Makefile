@@ -26,7 +26,7 @@ install: $(STAMP) ## allhands and what it needs, into .venv
 demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 6 minutes)
 	$(BIN)/allhands demo
 
-test: $(STAMP) ## the whole test suite (under 15 minutes on 2 cores)
+test: $(STAMP) ## the whole test suite (about 18 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
 test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 25 minutes)
