@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,21 @@ def test_samples_are_taken_with_each_validation_and_change_nothing(place: Path, 
     assert losses(silent) == losses(alone)
     often = pretrain(flags(place, tmp_path / "often", iters=4, sample_prompts=["a"], sample_every=2, sample_tokens=3))
     assert [event["step"] for event in events(often, "sampled")] == [0, 2, 4]
+
+
+def test_a_dataset_of_the_hub_by_its_name(
+    place: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As roneneldan/TinyStories is: two splits, and a column ``text``."""
+    rows = {"train": stories(1, 40), "validation": stories(2, 5)}
+    library: Any = types.ModuleType("datasets")
+    library.load_dataset = lambda path, split: [{"text": text} for text in rows[split]]
+    library.get_dataset_split_names = lambda path: list(rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setattr("allhands.data.hub._reachable", lambda: True)
+    run = pretrain(flags(place, tmp_path / "hub", data="owner/stories"))
+    assert losses(run) == losses(alone)
+    assert [event["loss"] for event in events(run, "valid")] == [event["loss"] for event in events(alone, "valid")]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

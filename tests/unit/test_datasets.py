@@ -33,12 +33,14 @@ def write(folder: Path, *texts: str, name: str = "train") -> Path:
     return folder
 
 
-def hub(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
-    """A stand-in for the ``datasets`` library, whose every split has ``rows``."""
-    module = types.ModuleType("datasets")
-    module.load_dataset = lambda *_, **__: rows  # type: ignore[attr-defined]
+def hub(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], splits: tuple[str, ...] = ("train",)) -> list[str]:
+    """A stand-in for the ``datasets`` library, whose every split has ``rows``; gives the splits that are loaded."""
+    module, loaded = types.ModuleType("datasets"), list[str]()
+    module.load_dataset = lambda *_, split, **__: (loaded.append(split), rows)[1]  # type: ignore[attr-defined]
+    module.get_dataset_split_names = lambda path: list(splits)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setattr("allhands.data.hub._reachable", lambda: True)
+    return loaded
 
 
 def text_of(data: Any, tokenizer: Any) -> str:
@@ -81,6 +83,26 @@ def test_columns_are_heeded_for_a_hub_dataset_named_by_data(tiny_model: Path, mo
     flags = {"model": str(tiny_model), "data": "owner/name", "train": True, "val_batches": 0, "text_feature": "story"}
     tokenizer = load_tokenizer(str(tiny_model)).tokenizer
     assert "once upon a time" in text_of(load_data(build_config(flags)), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("splits", "loaded"),
+    [
+        (("train", "validation"), ["train", "validation"]),
+        (("train", "dev", "test"), ["train", "dev", "test"]),
+        (("train",), ["train[:80%]", "train[-10%:]"]),
+        (("train", "test"), ["train[:80%]", "train[-10%:]", "test"]),
+    ],
+)
+def test_a_hub_dataset_named_by_data_is_taken_by_its_own_splits(
+    splits: tuple[str, ...], loaded: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hub(monkeypatch, [{"text": "some words"}], splits)
+    sources = find_splits(
+        build_config({"model": str(tiny_model), "data": "owner/name", "train": True, "test": "test" in splits})
+    )
+    assert found == loaded
+    assert list(sources) == ["train", "valid", *(["test"] if "test" in splits else [])]
 
 
 @pytest.mark.parametrize("where", [{"data": "demo"}, {"hf_dataset": {"path": "owner/name"}}])

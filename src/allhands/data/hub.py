@@ -25,6 +25,23 @@ def load_hub(path: str, **options: Any) -> Any:
     Raises:
         DataError: the library is not installed, the Hub cannot be reached, or the dataset cannot be loaded.
     """
+    with _library(path) as datasets:
+        return datasets.load_dataset(path, **options)
+
+
+def split_names(path: str) -> list[str]:
+    """Which splits a dataset has.
+
+    Raises:
+        DataError: as :func:`load_hub`.
+    """
+    with _library(path) as datasets:
+        return list(datasets.get_dataset_split_names(path))
+
+
+@contextmanager
+def _library(path: str) -> Generator[Any]:
+    """The ``datasets`` library, quiet, what it raises in words of ours."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
     except ImportError as error:
@@ -34,7 +51,7 @@ def load_hub(path: str, **options: Any) -> Any:
         raise DataError("the Hugging Face Hub cannot be reached", where=path, hint=_NO_NETWORK)
     try:
         with _quiet():
-            return datasets.load_dataset(path, **options)
+            yield datasets
     except Exception as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
         raise hub_error(path, error) from error
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from allhands.data.hub import load_hub
+from allhands.data.hub import load_hub, split_names
 from allhands.data.reading import TYPE_NAMES, file_type, read_records
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.store import input_hash
@@ -171,12 +171,27 @@ def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bo
 
 # mlx_lm's defaults for the keys of `hf_dataset`.
 _DEFAULT_SPLITS = {"train": "train[:80%]", "valid": "train[-10%:]", "test": None}
+_VALIDATION = ("validation", "valid", "val", "dev", "eval")
 _HF_KEYS = {
     "path",
     "config",
     *ColumnNames.__dataclass_fields__,
     *(f"{name}_split" for name in _DEFAULT_SPLITS),
 }
+
+
+def own_splits(path: str) -> dict[str, str]:
+    """What a Hub dataset that has a validation split of its own calls its splits, as keys of :func:`split_of_hub`.
+
+    Without one: no more than a test split, if there is one. The others are then parts of ``train``.
+
+    Raises:
+        DataError: the dataset cannot be found.
+    """
+    names = split_names(path)
+    found = {"test_split": "test"} if "test" in names else {}
+    valid = next((name for name in _VALIDATION if name in names), None)
+    return {"train_split": "train", "valid_split": valid, **found} if valid and "train" in names else found
 
 
 def split_of_hub(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str) -> RecordSource | None:

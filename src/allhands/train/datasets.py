@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
-from allhands.data.splits import RecordSource, source_of_one_file, split_of_folder, split_of_hub
+from allhands.data.splits import RecordSource, own_splits, source_of_one_file, split_of_folder, split_of_hub
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
@@ -174,9 +174,10 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
     if config.test:
         wanted["test"] = True
     found: dict[str, RecordSource] = {}
+    named = _splits_by_name(config)
     for split, required in wanted.items():
         with _full_places(config):
-            source = _source(config, split, required)
+            source = _source(config, split, required, named)
         if source is not None:
             found[split] = source
         elif required:
@@ -190,7 +191,27 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
     return found
 
 
-def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | None:
+def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
+    """The splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
+    path = Path(config.data).expanduser()
+    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
+    named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
+    if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
+        return None
+    with _no_folder_either(config):
+        return own_splits(config.data)
+
+
+@contextmanager
+def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
+    try:
+        yield
+    except DataError as error:
+        message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
+        raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
+
+
+def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None) -> RecordSource | None:
     features = {name: value for name in COLUMN_OPTIONS if (value := getattr(config, name)) is not None}
     columns = ColumnNames.from_options(features)
     if features and (config.hf_dataset is not None or config.data == "demo"):
@@ -206,15 +227,10 @@ def _source(config: TrainConfig, split: str, required: bool) -> RecordSource | N
         from allhands.data.demo import demo_source
 
         return demo_source(split)
+    if named is not None:
+        with _no_folder_either(config):
+            return split_of_hub({"path": config.data, **named, **features}, split)
     path = Path(config.data).expanduser()
-    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
-    named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
-    if named and not path.exists() and not path.parent.is_dir():
-        try:
-            return split_of_hub({"path": config.data, **features}, split)
-        except DataError as error:
-            message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
-            raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
     if pretraining(config) is not None and path.is_file() and (split == "train" or not required):
         return source_of_one_file(path, columns) if split == "train" else None
     return split_of_folder(path, split, columns, required=required)
