@@ -24,6 +24,7 @@ from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.monitor.process import peak_rss_bytes
+from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
 from allhands.train.saving import CopyError, SaveKind
 from allhands.train.state import LoopState, Window
@@ -183,10 +184,10 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
     except StorageError as failure:
         kept = f"the last weights could not be kept ({failure.where}: {failure.message})"
     return NumericsError(
-        f"{error.message} after {place}",
+        f"after {place}: {error.message}",
         hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
         f"--warmup-steps; --non-finite skip leaves such updates out; {kept}, "
-        "adapters.safetensors is as it was before",
+        f"{'adapters.safetensors' if pretraining(parts.config) is None else 'model'} is as it was before",
     )
 
 

@@ -95,6 +95,6 @@ def _judge(everyone: np.ndarray[Any, np.dtype[np.int32]]) -> Blame:
     if count == 0:
         return Blame(otherwise="no single example is to blame")
     if count == examined > 1:
-        return Blame(otherwise="so it is with every example of the batch")
+        return Blame(otherwise="each example of the next batch by itself gives the same")
     numbers = everyone[:, 3:]
     return Blame(tuple(sorted(map(int, numbers[numbers != _NO_EXAMPLE]))), count)
