@@ -81,7 +81,7 @@ def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> 
 
     from allhands.cluster.environment import launch_here, recognise_here
     from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
-    from allhands.cluster.worker import contact
+    from allhands.cluster.worker import contact, end_at_errors
     from allhands.train.recipes import Surroundings, run_finetune
 
     # Who has called allhands.init() is connected already.
@@ -99,6 +99,8 @@ def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> 
     else:
         take_device(launch)
         mesh = mesh_of(launch, chosen.rank_weights)
+        if launch.size > 1:
+            end_at_errors(launch, os.environ)
         surroundings = Surroundings(mesh=mesh, connect=lambda: joined or join_group(launch, chosen.start_timeout_s))
     if progress and launch.rank == 0:
         surroundings = replace(surroundings, console=Console(file=sys.stdout, highlight=False))

@@ -79,6 +79,33 @@ def test_a_rank_that_raises_ends_all_at_once_and_is_named(tmp_path: Path, backen
     assert f"rank {rank} exited with code 1: ValueError: boom" in done.stderr
 
 
+CALLS_BACK = """
+import allhands, sys
+
+class Fails(allhands.Callback):
+    def on_train_report(self, report):
+        raise ValueError("boom")
+
+allhands.finetune(model=sys.argv[1], data=sys.argv[2], iters=3, batch_size=2, val_batches=0, adapter_path="out",
+                  callbacks=[Fails()])
+"""
+
+
+@pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
+def test_a_callback_that_raises_under_a_plain_mpirun_ends_all(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
+    (tmp_path / "program.py").write_text(CALLS_BACK)
+    installation = find_mpi()
+    assert installation is not None
+    mpirun = [str(installation.mpirun), "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    command = [*mpirun, sys.executable, "program.py", str(tiny_model), str(tiny_data)]
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "ValueError: boom" in done.stderr + done.stdout
+
+
 def test_what_cannot_be_started() -> None:
     def inner() -> None: ...
 

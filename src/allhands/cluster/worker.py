@@ -46,7 +46,6 @@ _START_GRACE_S = 2.0  # for a stop during start-up, when there is nothing to sav
 SPEAK_AFTER_S = 1.0  # for the rank that is the cause to speak before those that only suffer it
 _ORPHAN_CODE = 128 + signal.SIGTERM
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_STUCK_S = 60.0  # without a sign of life after having been told to stop
 _TELL_S = 1.0
 _LOOK_AGAIN_S = 0.2  # for a word of the supervisor's
 
@@ -209,11 +208,8 @@ class WorkerContext:
         supervisor, which gets it too, passes it on; one that is to end the process at once comes as SIGKILL.
         """
         deadline = float("inf")
-        beats, moved = self._beats, time.monotonic()
         while True:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
-            if beats != self._beats or not self._stop_signal:
-                beats, moved = self._beats, time.monotonic()
             received = signals.recv(64) if ready else b""
             for number in (_meaning(caught) for caught in received if caught in _STOPS):
                 if deadline < float("inf"):
@@ -229,9 +225,7 @@ class WorkerContext:
                     more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
                     words = f"stopping after this step{more}"
                     threading.Thread(target=self._announce, args=(words,), daemon=True).start()
-            # Without a supervisor nobody else sees that a rank waits for one that has gone.
-            stuck = supervisor is None and time.monotonic() > moved + _STUCK_S
-            if stuck or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 self._end_at_once(self._stop_signal)
             if supervisor is not None and not _alive(supervisor):
                 os._exit(_ORPHAN_CODE)
