@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,20 +41,19 @@ def pss_bytes(roots: list[int]) -> int:
     return total
 
 
-class Peak:
-    """The most memory of a process tree while the block runs, looked at every ``interval_s``: a lower bound."""
+class Repeatedly:
+    """Calls ``look`` again and again in a thread while the block runs, and rests four times as long as that takes."""
 
-    def __init__(self, root: int, interval_s: float = 0.1) -> None:
-        self.bytes = 0
-        self._root = root
+    def __init__(self, look: Callable[[], None], interval_s: float) -> None:
+        self._look = look
         self._interval_s = interval_s
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def _watch(self) -> None:
+    def _work(self) -> None:
         while not self._end.is_set():
             started = time.perf_counter()
-            self.bytes = max(self.bytes, pss_bytes([self._root]))
+            self._look()
             # Looking must not become the work.
             self._end.wait(max(self._interval_s, 4 * (time.perf_counter() - started)))
 
@@ -66,3 +66,15 @@ class Peak:
     ) -> None:
         self._end.set()
         self._thread.join()
+
+
+class Peak(Repeatedly):
+    """The most memory of a process tree while the block runs, looked at every ``interval_s``: a lower bound."""
+
+    def __init__(self, root: int, interval_s: float = 0.1) -> None:
+        super().__init__(self._measure, interval_s)
+        self.bytes = 0
+        self._root = root
+
+    def _measure(self) -> None:
+        self.bytes = max(self.bytes, pss_bytes([self._root]))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from data_memory import PROC, tree
+from data_memory import PROC, Repeatedly, tree
 
 # "7f00-7f10 r--s 00000000 fe:00 1234   /path", the first line of a mapping.
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)$")
@@ -75,35 +72,20 @@ def highest(moments: Iterable[Moment], pids: Collection[int]) -> Held:
     return max((moment.of(pids) for moment in moments), key=lambda held: held.pss, default=Held())
 
 
-class Watch:
+class Watch(Repeatedly):
     """Looks at the tree below ``root`` again and again while the block runs: peaks are lower bounds."""
 
     def __init__(self, root: int, corpus: Collection[Path], interval_s: float = 0.25) -> None:
+        super().__init__(self._measure, interval_s)
         self.moments: list[Moment] = []
-        self._root, self._corpus, self._interval_s = root, corpus, interval_s
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._root, self._corpus = root, corpus
 
-    def _look(self) -> None:
-        while not self._end.is_set():
-            began = time.perf_counter()
-            at, held = time.time(), dict[int, Held]()
-            for pid in tree(self._root):
-                with suppress(OSError):  # it may have ended since
-                    held[pid] = held_in((PROC / str(pid) / "smaps").read_text(), self._corpus)
-            self.moments.append(Moment(at, held, time.time()))
-            # Looking must not become the work.
-            self._end.wait(max(self._interval_s, 4 * (time.perf_counter() - began)))
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self._end.set()
-        self._thread.join()
+    def _measure(self) -> None:
+        at, held = time.time(), dict[int, Held]()
+        for pid in tree(self._root):
+            with suppress(OSError):  # it may have ended since
+                held[pid] = held_in((PROC / str(pid) / "smaps").read_text(), self._corpus)
+        self.moments.append(Moment(at, held, time.time()))
 
 
 def read_through(pid: int, corpus: Collection[Path]) -> int:
