@@ -18,6 +18,7 @@ from typing import Any
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.join import join_group, take_device
 from allhands.cluster.worker import install
+from allhands.kernels import launch_directly
 
 _CONNECT_S = 120.0
 
@@ -25,6 +26,7 @@ _CONNECT_S = 120.0
 def main() -> None:
     """Join the group, measure what the first argument describes, tell, and end."""
     asked = json.loads(sys.argv[1])
+    launch_directly(os.environ)
     launch = recognise_here()
     take_device(launch)
     with install(launch, os.environ) as worker:

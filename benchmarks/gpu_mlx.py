@@ -8,13 +8,14 @@ Prints one line of JSON.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from functools import partial
 from typing import Any
 
-import allhands  # noqa: F401 - before MLX, for its BLAS
+from allhands.kernels import launch_directly  # allhands before MLX, for its BLAS
 
 # isort: split
 import mlx.core as mx
@@ -129,6 +130,8 @@ def main() -> None:
     """Measure what the first argument describes."""
     asked = json.loads(sys.argv[1])
     work = asked["work"]
+    if asked["peer"] != "mlx_lm":
+        launch_directly(os.environ)  # as training does
     model = build(work)
     ids = mx.random.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), key=mx.random.key(1))
     mx.eval(ids)
@@ -167,7 +170,14 @@ def main() -> None:
 def show_profile(profiler: Any, steps: int) -> None:
     """The kernels by their time, from CUPTI, which sees those of MLX too."""
     rows: dict[str, list[float]] = {}
-    for event in profiler.events():
+    from torch.autograd import DeviceType
+
+    on_device = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    idle, waits = gaps([(event.time_range.start, event.time_range.end, event.name) for event in on_device])
+    print(f"idle {idle / steps / 1e3:.1f} ms a step; the longest waits:", file=sys.stderr)
+    for length, before, after in waits[: 3 * steps : steps]:
+        print(f"{length / 1e3:8.2f} ms between {before[:60]} and {after[:60]}", file=sys.stderr)
+    for event in on_device:
         row = rows.setdefault(event.name[:100], [0, 0.0])
         row[0] += 1
         row[1] += event.device_time
@@ -177,6 +187,17 @@ def show_profile(profiler: Any, steps: int) -> None:
     )
     for name, (count, spent) in sorted(rows.items(), key=lambda item: -item[1][1])[:26]:
         print(f"{spent / steps / 1e3:8.2f} ms {count / steps:6.0f} x  {name}", file=sys.stderr)
+
+
+def gaps(events: list[tuple[float, float, str]]) -> tuple[float, list[tuple[float, str, str]]]:
+    """In which no kernel ran: together, and the longest first, with the kernels before and after; microseconds."""
+    waits, end, last = [], 0.0, ""
+    for begin, until, name in sorted(events):
+        if last and begin > end:
+            waits.append((begin - end, last, name))
+        if until > end:
+            end, last = until, name
+    return sum(wait[0] for wait in waits), sorted(waits, reverse=True)
 
 
 if __name__ == "__main__":

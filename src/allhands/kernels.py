@@ -32,6 +32,9 @@ from allhands.blas import cache_dir
 _CHOICES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of libstdc++
 _KINDS = {"cpu": ".so", "ptx": ".ptx"}  # a directory of MLX's, and how the file ends that it looks for
 _DRAFT = ".draft-"
+# How MLX hands kernels to an NVIDIA GPU: each at once instead of graphs of a hundred, whose making takes the host
+# longer than their kernels take the GPU; and after so many, what they no longer need is freed. Measured in training.
+_DIRECTLY = {"MLX_USE_CUDA_GRAPHS": "0", "MLX_MAX_OPS_PER_BUFFER": "40"}
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
 _TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
 _FINISHED = 0o400  # the mode of what has been in the cache or in a rank's copy of it, and is not written to again
@@ -371,3 +374,18 @@ def _trim(root: Path) -> None:
             path.with_suffix(".ptx").unlink(missing_ok=True)  # first: it is of no use without its list of names
             path.unlink(missing_ok=True)
         count, size = count - 1, size - length
+
+
+def launch_directly(environ: MutableMapping[str, str]) -> None:
+    """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said otherwise.
+
+    To be called before anything is computed: MLX asks once. Elsewhere it would change how Metal's commands are cut.
+    """
+    if sys.platform == "linux":
+        for name, value in _DIRECTLY.items():
+            environ.setdefault(name, value)
+
+
+def launches_directly(environ: Mapping[str, str]) -> bool:
+    """Whether kernels on an NVIDIA GPU run in the order of their launching, none beside another."""
+    return environ.get("MLX_USE_CUDA_GRAPHS") == "0"

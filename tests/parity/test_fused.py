@@ -210,6 +210,9 @@ def test_kernel_swiglu(dtype: mx.Dtype) -> None:
     (actual,), (found,) = mx.vjp(ops.swiglu, [x], [cotangent])
     assert relative(actual, expected) < CLOSE[dtype]
     assert relative(found, gradient) < CLOSE[dtype]
+    same, again = kernels.swiglu_vjp(x, cotangent, again=True)
+    assert mx.array_equal(same, found)
+    assert mx.array_equal(again, actual)
 
 
 @needs_gpu
@@ -239,7 +242,11 @@ def test_kernel_rope(dtype: mx.Dtype, heads: int, kv_heads: int, features: int) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [8, 1000, 50_000])
-def test_kernel_cross_entropy(dtype: mx.Dtype, vocabulary: int) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_kernel_cross_entropy(
+    dtype: mx.Dtype, vocabulary: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", "0" if in_place else "1")
     logits = normal(13, vocabulary, dtype=dtype, scale=4)
     targets = mx.random.randint(0, vocabulary, (13,))
     targets[3] = -1
@@ -249,7 +256,12 @@ def test_kernel_cross_entropy(dtype: mx.Dtype, vocabulary: int) -> None:
         return mx.where(targets < 0, 0, each)
 
     (expected,), (gradient,) = mx.vjp(plain, [logits.astype(mx.float32)], [mx.ones(13)])
-    loss, found = kernels.cross_entropy(logits, targets)
+    mx.eval(expected, gradient, logits)
+    mine = mx.contiguous(logits + 0)  # which may be written over
+    mx.eval(mine)
+    loss, found = kernels.cross_entropy(mine, targets)
+    mx.eval(loss, found)
+    assert relative(mine, found) == 0 if in_place else relative(mine, logits) == 0
     assert relative(loss, expected) < 1e-5
     assert relative(found, gradient) < CLOSE[dtype]
     assert mx.abs(found[3]).max().item() == 0

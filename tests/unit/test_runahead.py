@@ -1,10 +1,13 @@
-"""The limit of memory: found by the largest step, lifted for a larger one."""
+"""The limit of memory: found by the largest step, in which nothing runs ahead."""
 
 from __future__ import annotations
 
-from allhands.train.runahead import RunAhead
+import pytest
+
+from allhands.train.runahead import RunAhead, limit_for
 
 OWN = 10_000
+GB = 10**9
 
 
 class Device:
@@ -27,39 +30,32 @@ class Device:
         return during
 
 
-def made(memory: int = 60) -> tuple[Device, RunAhead]:
+def made(memory: int = 600) -> tuple[Device, RunAhead]:
     device = Device()
-    return device, RunAhead(memory, device.set_limit, lambda: device.stays, lambda: device.most)
+    return device, RunAhead(memory, device.set_limit, lambda: device.most)
 
 
-def test_the_first_step_is_free_and_gives_the_limit() -> None:
+def test_in_the_first_step_nothing_runs_ahead_and_it_gives_the_limit() -> None:
     device, ahead = made()
-    assert device.run(ahead, 50, 20) == OWN
-    assert device.limit == 100 + 300
-    assert [device.run(ahead, 50), device.run(ahead, 10, 30)] == [400, 400]
+    assert device.run(ahead, 50, 20) == 0
+    assert device.limit == 558  # of 600 bytes that the step needs, on a device that has no more
+    assert [device.run(ahead, 50), device.run(ahead, 10, 30)] == [558, 558]
 
 
-def test_where_there_is_plenty_nothing_is_limited() -> None:
-    device, ahead = made(memory=1000)
-    assert [device.run(ahead, 50), device.run(ahead, 50)] == [OWN, OWN]
-    # 100 and 510 of 1000: no longer plenty.
-    assert [device.run(ahead, 51), device.run(ahead, 51)] == [OWN, 100 + 306]
-
-
-def test_a_larger_step_is_free_again() -> None:
+def test_a_larger_step_is_measured_again() -> None:
     device, ahead = made()
     device.run(ahead, 50)
-    assert device.run(ahead, 100) == OWN
-    assert device.limit == 100 + 600
-    assert device.run(ahead, 99) == 700
+    assert device.run(ahead, 100) == 0
+    assert device.limit == 1023
+    assert device.run(ahead, 99) == 1023
 
 
 def test_a_rank_without_samples_has_no_limit_yet() -> None:
     device, ahead = made()
     assert device.run(ahead) == OWN
     assert device.limit == OWN
-    assert device.run(ahead, 5) == OWN
-    assert device.limit == 130
+    assert device.run(ahead, 5) == 0
+    assert device.limit == 360  # 0.6 of the device: there is room for more than the 150 bytes needed
 
 
 def test_the_limit_is_given_back() -> None:
@@ -69,3 +65,19 @@ def test_the_limit_is_given_back() -> None:
     assert device.limit == OWN
     ahead.close()
     assert device.limit == OWN
+
+
+@pytest.mark.parametrize(
+    ("need", "device", "limit"),
+    [
+        (8, 141, 21.5),  # within a card of 24 GB, though the device has more
+        (23.5, 141, 21.855),  # hardly less than it needs
+        (50, 141, 60),  # more than such a card: a fifth ahead
+        (80, 141, 84.6),
+        (110, 141, 102.3),  # no room to run ahead
+        (8, 24, 14.4),
+        (20, 24, 18.6),
+    ],
+)
+def test_the_limit_for_a_need(need: float, device: int, limit: float) -> None:
+    assert limit_for(int(need * GB), device * GB) == pytest.approx(limit * GB, rel=1e-6)

@@ -90,6 +90,11 @@ def begin_sum_over_ranks(
     return Begun(sums[-2::-1], sums[-1], computed)
 
 
+def in_buckets(arrays: Sequence[mx.array], bucket_bytes: int) -> list[list[mx.array]]:
+    """``arrays`` as they are grouped into calls."""
+    return [[arrays[i] for i in bucket] for bucket in _buckets(arrays, bucket_bytes)]
+
+
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
     return mx.stack([mx.array(value, dtype=mx.float32) for value in scalars]) if scalars else mx.zeros((0,))
 

@@ -226,13 +226,20 @@ def _load(parts: LoopParts, begin: int) -> list[MicroBatch]:
 
 
 def _load_ahead(parts: LoopParts, begin: int) -> list[MicroBatch]:
-    """The micro-batches of the update that begins at ``begin``, kept for it; none at the end."""
+    """Load the micro-batches of the update that begins at ``begin``; give them if it follows at once."""
     if begin < parts.total:
         mx.random.seed(parts.config.seed + begin)
         # What fails does so again when its turn comes, after the update that is being made.
         with suppress(AllhandsError, OSError):
             parts.loaded[begin] = _load(parts, begin)
-    return parts.loaded.get(begin, [])
+    return [] if _pauses(parts, begin) else parts.loaded.get(begin, [])
+
+
+def _pauses(parts: LoopParts, end: int) -> bool:
+    """Whether something else is computed after the update that ends at ``end``, before the next."""
+    before = max(end - parts.config.grad_accumulation_steps, 0)
+    evaluates = parts.evaluator is not None and _crossed(before, end, parts.config.steps_per_eval)
+    return evaluates or _crossed(before, end, parts.config.sample_every or parts.config.steps_per_eval)
 
 
 def _note_skipped(parts: LoopParts, state: LoopState, result: StepResult) -> None:

@@ -9,6 +9,7 @@ two forms of it: a lazy graph, and an eager one for Linux CPUs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.blas import available_cores
+from allhands.kernels import launches_directly
 from allhands.model import native_arrays
 from allhands.model.choices import PLAIN, Kind, chosen
 from allhands.model.fused import kernels
@@ -163,7 +165,12 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
     total = mx.zeros((), dtype=mx.float32)
     grads: list[mx.array] = []
     grad_weight: mx.array | None = None
-    for rows, matrix, wanted in _chunks(hidden, weight, targets, _rows_of_chunk(weight, hidden.shape[0])):
+    size = _rows_of_chunk(weight, hidden.shape[0])
+    if train_weight and kernels.available() and launches_directly(os.environ):
+        # The gradient takes the logits' place. Fewer rows would save less than the gradients of the weight take, of
+        # which there is one for each chunk.
+        size = max(size, 4 * weight.shape[1])
+    for rows, matrix, wanted in _chunks(hidden, weight, targets, size):
         if grads:
             # One after the other: the evaluator would make the logits of several chunks ahead.
             rows = cast("mx.array", mx.depends(rows, [grads[-1]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 import secrets
 import threading
@@ -27,6 +28,7 @@ from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
+from allhands.kernels import launch_directly
 from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.choices import Choices, settle
@@ -119,6 +121,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
+    launch_directly(os.environ)
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")

@@ -17,7 +17,7 @@ from mlx.utils import tree_map
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
-from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum_over_ranks, sum_over_ranks
+from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum_over_ranks, in_buckets, sum_over_ranks
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
@@ -229,15 +229,24 @@ class TrainStep:
         return replace(timed, compute_s=compute_s, comm_s=reduced - passed)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Put the next step's first pass together, of weights that are still being computed.
+        """Hand out the next step's first pass, of weights that are still being computed.
 
-        This takes the host a while, in which a device would have nothing to do.
+        Putting it together takes the host a while, in which a device would have nothing to do.
         """
         known = self._graph is not None and self._graph.leaves is not None
         if known and micro_batches and micro_batches[0].shape in self.shapes:
             assert self._graph is not None
             batch = micro_batches[0]
             self._prepared = batch, self._graph.weights(), self._gradient(*self._arguments(batch))
+            self._hand_out(*self._prepared[2])
+
+    def _hand_out(self, loss: mx.array, grads: Any) -> None:
+        """Let a device compute a pass; what follows a part of it need not wait for the rest."""
+        if self._overlap:
+            # As parts, since what another stream takes of them waits for all that was handed out with it.
+            for part in in_buckets([grad for _, grad in reversed(flatten(grads))], self._bucket_bytes):
+                mx.async_eval(part)
+        mx.async_eval(loss, grads)
 
     def _gradient_of(self, batch: MicroBatch) -> tuple[mx.array, Any]:
         prepared, self._prepared = self._prepared, None
@@ -295,6 +304,7 @@ class TrainStep:
 
     def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Find out why, and either leave the update out or raise."""
+        self._prepared = None
         # Not compiled: examples alone have shapes of their own, each to be computed once.
         gradient = make_gradient(self._model, eager=self.eager, compiled=False, dropout=self._dropout)
         blame = find_culprits(

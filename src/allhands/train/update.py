@@ -38,7 +38,16 @@ class GraphUpdate:
         self._joined = (
             _Joined(Leaves(model, apart=getattr(optimizer, "matrices_only", False)), optimizer) if joins else None
         )
-        self._function: Any = mx.compile(self._compute) if compiled else self._compute
+        # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
+        # seconds.
+        self._function: Any = mx.compile(self._compute) if compiled and not self._by_kernels() else self._compute
+
+    def _by_kernels(self) -> bool:
+        """Whether all weights are updated by kernels of our own."""
+        optimizer, joined = self._optimizer, self._joined
+        if joined is None or not isinstance(optimizer, KernelAdam) or optimizer.masters or not kernels.available():
+            return False
+        return _adam_form({str(i): array for i, array in enumerate(joined.weights())}) != PLAIN
 
     @property
     def leaves(self) -> Leaves | None:

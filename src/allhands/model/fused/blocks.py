@@ -6,7 +6,9 @@ stay, and what is not computed as a probe expects is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,14 @@ from mlx_lm.tuner.lora import LoRALinear
 from allhands.model.documents import Row
 from allhands.model.fastmath import near
 from allhands.model.fused import ops
-from allhands.model.fused.linear import DenseQuantizedLinear, Group, TrainedLinear, TypedLoRALinear, base_of
+from allhands.model.fused.linear import (
+    DenseQuantizedLinear,
+    Group,
+    TrainedLinear,
+    TypedLoRALinear,
+    base_of,
+    drops,
+)
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -99,8 +108,13 @@ class _FusedMlp:
         group: Group = self._group
         if not group.usable:
             return super().__call__(x)  # type: ignore[misc]
-        y = ops.swiglu(group(x.reshape(-1, x.shape[-1])))
-        return self.down_proj(y.reshape(*x.shape[:-1], -1))
+        rows = group(x.reshape(-1, x.shape[-1]))
+        down = self.down_proj
+        if isinstance(down, TypedLoRALinear) and not drops(down):
+            y = down.product.of_swiglu(rows)
+        else:
+            y = down.of_swiglu(rows) if isinstance(down, TrainedLinear) else down(ops.swiglu(rows))
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class _FusedAttention:
@@ -180,13 +194,27 @@ def _answers(module: Any, sizes: Sequence[float]) -> list[mx.array] | None:
     module.eval()  # dropout would make two passes differ
     try:
         probe, dtype = _probe(module)
-        answers = [module((factor * probe).astype(dtype)) for factor in sizes]
-        mx.eval(answers)
+        with _uncompiled():
+            answers = [module((factor * probe).astype(dtype)) for factor in sizes]
+            mx.eval(answers)
         return answers
     except (TypeError, ValueError, AttributeError):
         return None
     finally:
         module.train(training)
+
+
+@contextmanager
+def _uncompiled() -> Generator[None]:
+    """Compute what models compile by operations that are there already: each kernel made for it takes seconds."""
+    if "MLX_DISABLE_COMPILE" in os.environ:
+        yield
+        return
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
 
 
 def _probe(module: Any) -> tuple[mx.array, mx.Dtype]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
+from allhands.kernels import launches_directly
 from allhands.model.fused import sources
 from allhands.model.fused.build import built
 from allhands.trees import number
@@ -60,11 +62,13 @@ def swiglu(x: mx.array) -> mx.array:
     return work.run([x], [((rows, features), x.dtype)])[0]
 
 
-def swiglu_vjp(x: mx.array, cotangent: mx.array) -> mx.array:
-    """Gradient of :func:`swiglu` in ``x``."""
+def swiglu_vjp(x: mx.array, cotangent: mx.array, *, again: bool = False) -> tuple[mx.array, mx.array]:
+    """Gradient of :func:`swiglu` in ``x``; and, if asked for ``again``, its value, which comes almost for nothing."""
     rows, features = x.shape[0], x.shape[1] // 2
-    work = _Work("SWIGLU_VJP", x.dtype, {"F": features}, (rows,), rows * features // width(x.dtype))
-    return work.run([x, cotangent], [(x.shape, x.dtype)])[0]
+    constants = {"F": features, "AGAIN": int(again)}
+    work = _Work("SWIGLU_VJP", x.dtype, constants, (rows,), rows * features // width(x.dtype))
+    dx, value = work.run([x, cotangent], [(x.shape, x.dtype), ((rows, features) if again else (1,), x.dtype)])
+    return dx, value
 
 
 def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
@@ -88,11 +92,18 @@ def _rope(name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative ones counting 0."""
+    """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative ones counting 0.
+
+    ``logits`` must be nobody else's: where kernels run one after the other the gradient takes their place, which
+    halves the memory. In a graph of CUDA's, which is not told, a reader of the gradient might come too early.
+    """
     rows = logits.shape[0]
-    work = _Work("CROSS_ENTROPY", logits.dtype, {"V": logits.shape[1]}, (), 1024 * rows, block=1024)
-    loss, grad = work.run([logits, targets.astype(mx.int32)], [((rows,), mx.float32), (logits.shape, logits.dtype)])
-    return loss, grad
+    in_place = launches_directly(os.environ)
+    constants = {"V": logits.shape[1], "INPLACE": int(in_place)}
+    work = _Work("CROSS_ENTROPY", logits.dtype, constants, (), 1024 * rows, block=1024)
+    shape = (1,) if in_place else logits.shape
+    loss, grad = work.run([logits, targets.astype(mx.int32)], [((rows,), mx.float32), (shape, logits.dtype)])
+    return loss, cast("list[mx.array]", mx.depends([logits], [loss]))[0] if in_place else grad
 
 
 def holds_norm(x: mx.array) -> bool:

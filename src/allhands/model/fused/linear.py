@@ -78,6 +78,12 @@ class TrainedLinear(nn.Linear):
         y = ops.trained_product(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], -1)
         return y + self.bias if "bias" in self else y
 
+    def of_swiglu(self, x: mx.array) -> mx.array:
+        """This layer's output for :func:`ops.swiglu`, which is not kept for the backward pass: (N, 2 F) -> (N, M)."""
+        if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x):
+            return self(ops.swiglu(x))
+        return ops.swiglu_product(x, self.weight)
+
 
 class TypedLoRALinear(LoRALinear):
     """A LoRA layer that is computed in the type of its input; its own weights stay float32."""
@@ -153,6 +159,15 @@ class Product:
             y = y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=x.dtype)) for base in bases])
         return y
 
+    def of_swiglu(self, x: mx.array) -> mx.array:
+        """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) -> (N, M)."""
+        base = base_of(self.layers[0])
+        frozen = "weight" not in base.trainable_parameters() and "bias" not in base
+        if not (frozen and ops.fuses_swiglu(x) and self._is_dense(x[:, : x.shape[1] // 2])):
+            return self(ops.swiglu(x))
+        a, b = self._given or _factors(self.layers, self.widths)
+        return _adapted_swiglu(x, self._dense([base]), a.astype(x.dtype), b.astype(x.dtype))
+
     @property
     def _weight(self) -> Any:
         """The layer that holds the frozen weights."""
@@ -203,6 +218,24 @@ def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.arra
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
         return mx.addmm(inner @ a.T, cotangent, dense()), x.T @ inner, outputs[1].T @ cotangent
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x, a, b)[0]
+
+
+def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
+    """:func:`_adapted` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept."""
+
+    def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        y = kernels.swiglu(x)
+        inner = y @ a
+        return mx.addmm(inner @ b, y, dense().T), inner
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        (x, a, b), cotangent = primals, cotangents[0]
+        inner = cotangent @ b.T
+        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense()), again=True)
+        return dx, y.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
     return function(x, a, b)[0]

@@ -18,11 +18,16 @@ from allhands.model.fused import kernels
 
 def swiglu(x: mx.array) -> mx.array:
     """``silu(gate) * up`` for rows of gate beside up: (..., 2 F) -> (..., F)."""
+    if not fuses_swiglu(x):
+        return plain_swiglu(x)
+    return _swiglu(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def fuses_swiglu(x: mx.array) -> bool:
+    """Whether :func:`swiglu` of ``x`` is computed by a kernel."""
     features = x.shape[-1] // 2
     fits = kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0
-    if not fits or chosen("swiglu", "cuda", x.dtype, x.size // x.shape[-1], (features,)) == PLAIN:
-        return plain_swiglu(x)
-    return _swiglu(x.reshape(-1, 2 * features)).reshape(*x.shape[:-1], features)
+    return fits and chosen("swiglu", "cuda", x.dtype, x.size // x.shape[-1], (features,)) != PLAIN
 
 
 @mx.compile
@@ -32,7 +37,24 @@ def plain_swiglu(x: mx.array) -> mx.array:
     return nn.silu(gate) * up
 
 
-_swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x, cotangent))
+_swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x, cotangent)[0])
+
+
+def swiglu_product(x: mx.array, weight: mx.array) -> mx.array:
+    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
+
+    (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
+    """
+    return _swiglu_product(x, weight)
+
+
+def _swiglu_product_vjp(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    x, weight = primals
+    dx, y = kernels.swiglu_vjp(x, cotangent @ weight, again=True)
+    return dx, cotangent.T @ y
+
+
+_swiglu_product = with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, _swiglu_product_vjp)
 
 
 def rope_split(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:

@@ -123,23 +123,25 @@ extern "C" __global__ void NAME(const T* x, T* out, int rows) {
 }
 """
 
-# x: (N, 2 F); c: (N, F) cotangent; out: (N, 2 F).
+# x: (N, 2 F); c: (N, F) cotangent; out: (N, 2 F); y: (N, F), with AGAIN, what SWIGLU gives.
 SWIGLU_VJP = r"""
-extern "C" __global__ void NAME(const T* x, const T* c, T* out, int rows) {
+extern "C" __global__ void NAME(const T* x, const T* c, T* out, T* y, int rows) {
   constexpr int W = Vec<T>::W;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (size_t)rows * (F / W)) return;
   size_t row = i / (F / W), at = row * (2 * F / W) + i % (F / W);
-  Vec<T> gate = load<T>(x, at), up = load<T>(x, at + F / W), cot = load<T>(c, i), dgate, dup;
+  Vec<T> gate = load<T>(x, at), up = load<T>(x, at + F / W), cot = load<T>(c, i), dgate, dup, value;
   #pragma unroll
   for (int j = 0; j < W; j++) {
     float g = static_cast<float>(gate.v[j]), u = static_cast<float>(up.v[j]), d = static_cast<float>(cot.v[j]);
     float s = logistic(g);
     dup.v[j] = static_cast<T>(d * g * s);
     dgate.v[j] = static_cast<T>(d * u * s * (1.f + g * (1.f - s)));
+    if (AGAIN) value.v[j] = static_cast<T>(g * s * u);
   }
   store<T>(out, at, dgate);
   store<T>(out, at + F / W, dup);
+  if (AGAIN) store<T>(y, i, value);
 }
 """
 
@@ -198,13 +200,17 @@ extern "C" __global__ void NAME(const T* q, const T* k, const T* v, const float*
 }
 """
 
-# logits: (N, V); targets: (N,), negative ones count nothing; loss: (N,); grad: (N, V). A block a row: once
-# over it for the largest value and the sum, once more for the gradient.
+# logits: (N, V); targets: (N,), negative ones count nothing; loss: (N,); grad: (N, V), or with INPLACE the logits
+# themselves. A block a row: once over it for the largest value and the sum, once more for the gradient.
 CROSS_ENTROPY = r"""
 extern "C" __global__ void NAME(const T* logits, const int* targets, float* loss, T* grad) {
+  if (INPLACE) grad = const_cast<T*>(logits);
   constexpr int W = Vec<T>::W, PARTS = V / W, THREADS = 1024;
   const int row = blockIdx.x, thread = threadIdx.x;
   const T* from = logits + (size_t)row * V;
+  const int target = targets[row];
+  // Before the first of the block's threads may write there.
+  const float wanted = static_cast<float>(from[target < 0 ? 0 : target]);
   float most = -INFINITY, sum = 0.f;
   for (int i = thread; i < PARTS; i += THREADS) {
     Vec<T> x = load<T>(from, i);
@@ -238,9 +244,8 @@ extern "C" __global__ void NAME(const T* logits, const int* targets, float* loss
     }
   }
   const float normaliser = most + logf(sum);
-  const int target = targets[row];
   const float counts = target < 0 ? 0.f : 1.f;
-  if (thread == 0) loss[row] = target < 0 ? 0.f : normaliser - static_cast<float>(from[target]);
+  if (thread == 0) loss[row] = target < 0 ? 0.f : normaliser - wanted;
   for (int i = thread; i < PARTS; i += THREADS) {
     Vec<T> x = load<T>(from, i);
     #pragma unroll
