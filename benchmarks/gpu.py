@@ -30,6 +30,7 @@ from harness import (
     say,
     versions,
 )
+from rounds import ROUND
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("allhands", "mlx", "mlx-cuda-13", "mlx-lm", "torch", "transformers", "peft", "numpy")
@@ -155,7 +156,7 @@ def gpu() -> str:
 
 def report(record: dict[str, Any]) -> str:
     """A table a work."""
-    lines = [f"{record['machine']['gpu']}; median of {record['steps']} steps", ""]
+    lines = [f"{record['machine']['gpu']}; {record['steps']} steps, median of rounds of {ROUND}", ""]
     for work, peers in record["results"].items():
         lines += [
             WORK_TITLES[work],

@@ -37,6 +37,7 @@ from harness import (
     versions,
 )
 from records import Row, work_rows
+from rounds import ROUND, rounds_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -198,7 +199,7 @@ def measure_case(case: Case, options: argparse.Namespace, directory: Path, timeo
     try:
         environ = clean_environ(PYTHONPATH=python_path(), **added)
         run_measured(command(case, options, out), log, environ, timeout_s)
-        return figures(case, json.loads(out.read_text(encoding="utf-8")), options.steps)
+        return figures(case, json.loads(out.read_text(encoding="utf-8")), rounds_of(options.steps))
     except (BenchmarkError, OSError) as error:
         say(f"  {error}")
         return {"error": reason(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "", error)}
@@ -212,19 +213,20 @@ def reason(log: str, error: Exception) -> str:
     return next((line for line in told if "ChildFailedError" not in line), str(error).splitlines()[-1])[:200]
 
 
-def figures(case: Case, told: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """What the ranks have told of their last ``steps`` steps, times in seconds.
+def figures(case: Case, told: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """What the ranks have told of a step in each of their last ``rounds`` rounds, times in seconds.
 
-    ``step_s`` is of the slowest rank of each step, ``rank0_s`` of rank 0. ``parts`` has the medians of what rank 0's
-    time goes into, as ``allhands train --profile`` shows it, and ``exchange_s`` the median of each step's shortest time
-    in the exchange: of the rank that waits for no other.
+    ``step_s`` is of the slowest rank of each round, ``rank0_s`` of rank 0. ``parts`` has the medians of what rank 0's
+    time goes into, as ``allhands train --profile`` shows it, and ``exchange_s`` the median of each round's shortest
+    time in the exchange: of the rank that waits for no other.
     """
-    ranks = [times[-steps:] for times in told["times"]]
+    ranks = [times[-rounds:] for times in told["times"]]
     slowest = [max(step) for step in zip(*ranks, strict=True)]
     median = statistics.median(slowest)
     found: dict[str, Any] = {
         "tokens_per_s": case.gpus * case.rows * WORKS[case.work]["length"] / median,
         "step_s": {"median": median, "best": min(slowest), "worst": max(slowest)},
+        "repeats": rounds,
         "rank0_s": statistics.median(ranks[0]),
         "peak_bytes": max(told["peak_bytes"]),
         "first_step_s": max(times[0] for times in told["times"]),
@@ -233,9 +235,9 @@ def figures(case: Case, told: Mapping[str, Any], steps: int) -> dict[str, Any]:
         "backend": told["backend"],
     }
     if "comm_s" in told:
-        parts = {name: statistics.median(told[name][0][-steps:]) for name in PARTS}
+        parts = {name: statistics.median(told[name][0][-rounds:]) for name in PARTS}
         parts["rest_s"] = max(0.0, found["rank0_s"] - sum(parts.values()))
-        least = [min(step) for step in zip(*(times[-steps:] for times in told["comm_s"]), strict=True)]
+        least = [min(step) for step in zip(*(times[-rounds:] for times in told["comm_s"]), strict=True)]
         found |= {"parts": parts, "exchange_s": statistics.median(least)}
     return found
 
@@ -316,7 +318,7 @@ def rows(found: Mapping[str, Any]) -> list[Row]:
 
 def report(record: Mapping[str, Any]) -> str:
     """The table as Markdown, then how the time of allhands' steps is split."""
-    settings = [f"median of {record['steps']} steps (worst to best) of the slowest rank"]
+    settings = [f"{record['steps']} steps, median of rounds of {ROUND} (worst to best) of the slowest rank"]
     if not record["machine"]["gpus"]:
         settings.append("there is no GPU: each stands for a process of the CPU, in float32")
     every = [one for peers in record["results"].values() for one in peers.items() if "error" not in one[1]]

@@ -48,14 +48,15 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     # isort: split
     import mlx.core as mx
     from gpu_many import batch_of
-    from gpu_mlx import WARM_UP, build, micro_batch, our_step
+    from gpu_mlx import build, micro_batch, our_step
     from mlx.utils import tree_flatten
+    from rounds import ROUND, WARM_UP, in_rounds, rounds_of
 
     from allhands.accelerator import detect, peak_memory_bytes
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed.reduce import barrier
 
-    accelerator, total = detect(), WARM_UP + asked["steps"]
+    accelerator, total = detect(), sum(WARM_UP) + ROUND * rounds_of(asked["steps"])
     model = build(asked["work"])
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     step = our_step(
@@ -68,7 +69,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     )
     values = batch_of(asked["work"], asked["rows"], communicator.rank)
     mine: list[list[float]] = []
-    losses: list[float] = []
+    done = 0
     ahead: dict[int, list[Any]] = {}
     with Prefetcher(lambda number: [micro_batch(values)], end=total) as batches:
 
@@ -77,16 +78,27 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
                 ahead[number] = batches.get(number)
             return ahead.get(number, [])
 
-        for number in range(total):
+        def run(more: bool) -> list[float]:
+            nonlocal done
+            began = time.perf_counter()
+            batch = ahead.pop(done, None) or batches.get(done)
+            loaded = time.perf_counter()
+            done += 1
+            result = step(batch, upcoming=partial(load_ahead, done) if more else tuple)
+            return [result.compute_s, result.comm_s, loaded - began, result.loss_sum / result.num_targets]
+
+        def before(number: int) -> None:
             if number == 1:
                 mx.reset_peak_memory()
             barrier(communicator)
-            began = time.perf_counter()
-            batch = ahead.pop(number, None) or batches.get(number)
-            loaded = time.perf_counter()
-            result = step(batch, upcoming=partial(load_ahead, number + 1))
-            mine.append([time.perf_counter() - began, result.compute_s, result.comm_s, loaded - began])
-            losses.append(result.loss_sum / result.num_targets)
+
+        times, steps = in_rounds(run, asked["steps"], before=before)
+    losses = [told[-1] for told in steps]
+    at = 0
+    for seconds, size in zip(times, [*WARM_UP, *[ROUND] * rounds_of(asked["steps"])], strict=True):
+        parts = zip(*(told[:-1] for told in steps[at : at + size]), strict=True)
+        mine.append([seconds, *(sum(part) / size for part in parts)])
+        at += size
     everyone = communicator.all_gather(mx.array(mine)[None]).tolist()
     peaks = communicator.all_gather(mx.array([peak_memory_bytes(accelerator) / 1e6])).tolist()
     barrier(communicator)  # nobody leaves while another may still be in the exchange

@@ -13,14 +13,14 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu_many import batch_of
-from gpu_torch import WARM_UP, build, make_optimizer, train
+from gpu_torch import build, make_optimizer, train
+from rounds import in_rounds
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -55,16 +55,15 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if asked["peer"] == "torch-compiled":
         called = torch.compile(called)
     ids = torch.from_numpy(batch_of(asked["work"], asked["rows"], rank)).to(device, torch.int64)
-    times, losses = [], []
-    for number in range(WARM_UP + asked["steps"]):
+
+    def before(number: int) -> None:
         if number == 1 and cuda:
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         if cuda:
             torch.cuda.synchronize()
-        began = time.perf_counter()
-        losses.append(train(called, optimizer, ids))
-        times.append(time.perf_counter() - began)
+
+    times, losses = in_rounds(lambda _more: train(called, optimizer, ids), asked["steps"], before=before)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (times, losses, torch.cuda.max_memory_allocated() if cuda else 0))
     return {

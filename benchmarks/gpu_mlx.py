@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
-
-WARM_UP = 3
+from rounds import ROUND, WARM_UP, in_rounds, rounds_of
 
 
 def build(work: dict[str, Any]) -> Any:
@@ -73,7 +71,7 @@ def theirs(model: Any, optimizer: optim.Optimizer, ids: mx.array) -> Any:
         optimizer.update(model, grads)
         return loss
 
-    def run() -> float:
+    def run(_more: bool) -> float:
         loss = step(ids)
         mx.eval(state, loss)
         return float(loss.item())
@@ -119,8 +117,8 @@ def ours(model: Any, ids: mx.array, *, compiled: bool) -> Any:
     step = our_step(model, ids.shape[1], compiled=compiled)
     batch = micro_batch(np.array(ids, dtype=np.int32))
 
-    def run() -> float:
-        result = step([batch], upcoming=lambda: [batch])
+    def run(more: bool) -> float:
+        result = step([batch], upcoming=lambda: [batch] if more else [])
         return result.loss_sum / result.num_targets
 
     return run
@@ -139,26 +137,28 @@ def main() -> None:
         run = theirs(model, optim.AdamW(learning_rate=1e-5), ids)
     else:
         run = ours(model, ids, compiled=asked["peer"] == "allhands")
-    times, losses = [], []
-    for number in range(WARM_UP + asked["steps"]):
+    profiler: Any = None
+
+    def before(number: int) -> None:
+        nonlocal profiler
         if number == 1:
             mx.reset_peak_memory()
-        began = time.perf_counter()
-        losses.append(run())
-        times.append(time.perf_counter() - began)
-        if number == WARM_UP and asked.get("profile"):
+        if number == len(WARM_UP) and asked.get("profile"):
             import torch
 
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             profiler.__enter__()
-    if asked.get("profile"):
+
+    times, losses = in_rounds(run, asked["steps"], before=before)
+    if profiler is not None:
         profiler.__exit__(None, None, None)
-        show_profile(profiler, asked["steps"] - 1)
-    steady = sorted(times[WARM_UP:])
+        show_profile(profiler, ROUND * rounds_of(asked["steps"]))
+    steady = sorted(times[len(WARM_UP) :])
     tokens = work["batch"] * work["length"]
     result = {
         "tokens_per_s": tokens / statistics.median(steady),
         "step_s": {"median": statistics.median(steady), "best": steady[0], "worst": steady[-1]},
+        "repeats": len(steady),
         "peak_bytes": mx.get_peak_memory(),
         "first_step_s": times[0],
         "losses": [losses[0], losses[-1]],

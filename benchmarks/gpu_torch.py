@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from typing import Any
 
 import torch
+from rounds import WARM_UP, in_rounds
 from transformers import LlamaConfig, LlamaForCausalLM
-
-WARM_UP = 3
 
 
 def build(work: dict[str, Any], device: str) -> Any:
@@ -75,17 +73,16 @@ def main() -> None:
         device
     )
 
-    times, losses = [], []
-    for number in range(WARM_UP + asked["steps"]):
+    def before(number: int) -> None:
         if number == 1 and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        losses.append(train(called, optimizer, ids))
-        times.append(time.perf_counter() - began)
-    steady = sorted(times[WARM_UP:])
+
+    times, losses = in_rounds(lambda _more: train(called, optimizer, ids), asked["steps"], before=before)
+    steady = sorted(times[len(WARM_UP) :])
     result = {
         "tokens_per_s": work["batch"] * work["length"] / statistics.median(steady),
         "step_s": {"median": statistics.median(steady), "best": steady[0], "worst": steady[-1]},
+        "repeats": len(steady),
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
         "first_step_s": times[0],
         "losses": [losses[0], losses[-1]],

@@ -195,7 +195,9 @@ def test_without_one_gpu_there_is_no_efficiency(bench: Any) -> None:
 def test_table(bench: Any, found: dict[str, Any]) -> None:
     lines = bench.report(found).splitlines()
     over = "allhands over nccl, PyTorch DDP over nccl"
-    assert lines[0] == f"median of 15 steps (worst to best) of the slowest rank; {over}; NCCL_NVLS_ENABLE=0"
+    assert (
+        lines[0] == f"15 steps, median of rounds of 5 (worst to best) of the slowest rank; {over}; NCCL_NVLS_ENABLE=0"
+    )
     ours = "| 95.0 % | 100.0 ms | 90.0 ms | 2.0 GB | 3.0 s | 11.000, 10.500 |"
     assert f"| full, 4 GPUs | allhands | 380 (190 to 475) {ours}" in lines
     failed = next(line for line in lines if "out / of memory" in line)
