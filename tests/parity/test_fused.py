@@ -50,7 +50,7 @@ def model_for(paths: dict[str, Path], method: str, dtype: mx.Dtype) -> Any:
     else:
         keys = {"keys": ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]} if method == "some" else {}
         linear_to_lora_layers(
-            model, 1 if method == "some" else len(model.layers), {"rank": 4, "scale": 5.0, "dropout": 0.0, **keys}
+            model, 1 if method == "some" else len(model.layers), {"rank": 8, "scale": 5.0, "dropout": 0.0, **keys}
         )
         # Untrained adapters give nothing, and their first factors no gradient.
         for name, value in flatten(model.trainable_parameters()):

@@ -15,6 +15,8 @@ CONSTANTS = [
     ("SWIGLU", {"F": 8192}),
     ("SWIGLU_VJP", {"F": 8192, "AGAIN": 0}),
     ("SWIGLU_VJP", {"F": 8192, "AGAIN": 1}),
+    ("SWIGLU_ADAPTED", {"F": 8192, "R": 16, "GATE": 8, "UP": 8}),
+    ("SWIGLU_ADAPTED_VJP", {"F": 8192, "R": 16, "GATE": 8, "UP": 8, "DOWN": 8}),
     ("ROPE", {"H": 32, "KV": 8, "D": 64}),
     ("ROPE_VJP", {"H": 32, "KV": 8, "D": 64}),
     ("CROSS_ENTROPY", {"V": 128256, "INPLACE": 0}),

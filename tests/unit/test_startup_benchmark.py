@@ -83,3 +83,22 @@ def test_the_tables(startup: Any) -> None:
         "",
         "mlx 1",
     ]
+
+
+def test_rows_stand_beside_each_other(startup: Any) -> None:
+    runs = {
+        startup.HELP: [{"whole": 0.3}, {"whole": 0.2}, {"whole": 0.4}],
+        f"{startup.ONE}, demo": [{"started": 1.0, "first step": 2.0}, {"started": 1.1, "first step": 2.4}],
+        f"{startup.RING}, demo": [{"first step": 2.5}],
+        f"{startup.MLX_LM}, demo": [{"first step": 11.0}],
+    }
+    found = {
+        (row.name, row.who): (row.median, row.least, row.most, row.repeats) for row in startup.rows({"runs": runs})
+    }
+    step = "demo model: to the first step"
+    assert found == {
+        ("allhands --help", "allhands"): (0.3, 0.2, 0.4, 3),
+        (step, "allhands"): (2.2, 2.0, 2.4, 2),
+        (step, "allhands, 2 processes, ring"): (2.5, 2.5, 2.5, 1),
+        (step, "mlx_lm"): (11.0, 11.0, 11.0, 1),
+    }

@@ -108,12 +108,13 @@ class _FusedMlp:
         group: Group = self._group
         if not group.usable:
             return super().__call__(x)  # type: ignore[misc]
-        rows = group(x.reshape(-1, x.shape[-1]))
-        down = self.down_proj
+        rows, down = x.reshape(-1, x.shape[-1]), self.down_proj
         if isinstance(down, TypedLoRALinear) and not drops(down):
-            y = down.product.of_swiglu(rows)
+            y = group.product.adapted_mlp(rows, down.product)
+            if y is None:
+                y = down.product.of_swiglu(group(rows))
         else:
-            y = down.of_swiglu(rows) if isinstance(down, TrainedLinear) else down(ops.swiglu(rows))
+            y = down.of_swiglu(group(rows)) if isinstance(down, TrainedLinear) else down(ops.swiglu(group(rows)))
         return y.reshape(*x.shape[:-1], -1)
 
 

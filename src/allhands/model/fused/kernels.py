@@ -71,6 +71,40 @@ def swiglu_vjp(x: mx.array, cotangent: mx.array, *, again: bool = False) -> tupl
     return dx, value
 
 
+def swiglu_adapted(x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, int]) -> mx.array:
+    """:func:`swiglu` of ``x + inner @ b``, without that product in memory: (N, 2 F), (N, R), (R, 2 F) -> (N, F).
+
+    Args:
+        ranks: rows of ``b`` that belong to gate and to up; what these have for the other is taken for zeros.
+    """
+    work, rows = _swiglu_adapted("SWIGLU_ADAPTED", x, ranks, {}), x.shape[0]
+    return work.run([x, inner, b], [((rows, x.shape[1] // 2), x.dtype)])[0]
+
+
+def swiglu_adapted_vjp(
+    x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, int], c: mx.array, cinner: mx.array, a: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Gradient of :func:`swiglu_adapted` in ``x`` for the cotangent ``c + cinner @ a.T``, and its value again.
+
+    (N, F), (N, D), (F, D) -> (N, 2 F), (N, F).
+    """
+    work = _swiglu_adapted("SWIGLU_ADAPTED_VJP", x, ranks, {"DOWN": a.shape[1]})
+    dx, y = work.run([x, inner, b, c, cinner, a], [(x.shape, x.dtype), (c.shape, x.dtype)])
+    return dx, y
+
+
+def fits_adapted(features: int, dtype: mx.Dtype, ranks: Sequence[int]) -> bool:
+    """Whether the kernels of an adapted SwiGLU know such ranks: so many that a thread can keep their factors."""
+    return features % 4 == 0 and all(rank in (4, 8) and rank % width(dtype) == 0 for rank in ranks)
+
+
+def _swiglu_adapted(name: str, x: mx.array, ranks: tuple[int, int], more: Mapping[str, int]) -> _Work:
+    rows, features = x.shape[0], x.shape[1] // 2
+    constants = {"F": features, "R": sum(ranks), "GATE": ranks[0], "UP": ranks[1], **more}
+    blocks = -(-features // (4 * _BLOCK)) * -(-rows // 32)
+    return _Work(name, x.dtype, constants, (rows,), blocks * _BLOCK)
+
+
 def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
     """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D / 2, 2) table."""
     return _rope("ROPE", x.dtype, x.shape, num_heads, num_kv_heads).run([x, turns], [(x.shape, x.dtype)])[0]

@@ -159,6 +159,35 @@ class Product:
             y = y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=x.dtype)) for base in bases])
         return y
 
+    def adapted_mlp(self, x: mx.array, down: Product) -> mx.array | None:
+        """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no such form.
+
+        Neither the products of the adapters' factors nor SwiGLU are kept, and two of these products are never written.
+        """
+        layers = [*self.layers, *down.layers]
+        if not all(isinstance(layer, LoRALinear) for layer in layers):
+            return None
+        bases, last = [base_of(layer) for layer in self.layers], base_of(down.layers[0])
+        ranks = [layer.lora_a.shape[1] for layer in layers]
+        features = sum(self.widths)
+        # A row of that width would do to ask.
+        wide = mx.zeros((x.shape[0], features), dtype=x.dtype)
+        fits = (
+            kernels.available()
+            and ops.fuses_swiglu(wide)
+            and kernels.fits_adapted(features // 2, x.dtype, ranks)
+            and not any("bias" in base or "weight" in base.trainable_parameters() for base in (*bases, last))
+            and self._is_dense(x)
+            and down._is_dense(wide[:, : features // 2])
+        )
+        if not fits:
+            return None
+        factors = (self._given or _factors(self.layers, self.widths)) + (
+            down._given or _factors(down.layers, down.widths)
+        )
+        dense, dense_down = self._dense(bases), down._dense([last])
+        return _adapted_mlp(x, dense, dense_down, (ranks[0], ranks[1]), *(each.astype(x.dtype) for each in factors))
+
     def of_swiglu(self, x: mx.array) -> mx.array:
         """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) -> (N, M)."""
         base = base_of(self.layers[0])
@@ -239,6 +268,34 @@ def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: 
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
     return function(x, a, b)[0]
+
+
+def _adapted_mlp(
+    x: mx.array,
+    dense: Callable[[], mx.array],
+    dense_down: Callable[[], mx.array],
+    ranks: tuple[int, int],
+    *factors: mx.array,
+) -> mx.array:
+    """``z @ (dense_down().T + a2 @ b2)`` for ``z = swiglu(x @ (dense().T + a1 @ b1))``; factors: a1, b1, a2, b2."""
+
+    def forward(x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array) -> tuple[mx.array, ...]:
+        inner = x @ a
+        wide = x @ dense().T
+        y = kernels.swiglu_adapted(wide, inner, b, ranks)
+        inner_down = y @ a_down
+        return mx.addmm(inner_down @ b_down, y, dense_down().T), wide, inner, inner_down
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+        (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = primals, outputs, cotangents[0]
+        back_down = cotangent @ b_down.T
+        dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, cotangent @ dense_down(), back_down, a_down)
+        back = dwide @ b.T
+        dx = mx.addmm(back @ a.T, dwide, dense())
+        return dx, x.T @ back, inner.T @ dwide, y.T @ back_down, inner_down.T @ cotangent
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x, *factors)[0]
 
 
 class Group:

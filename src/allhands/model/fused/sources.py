@@ -60,6 +60,38 @@ __device__ __forceinline__ void store(U* p, size_t i, const Vec<U>& x) {
   reinterpret_cast<Vec<U>*>(p)[i] = x;
 }
 
+template <typename U>
+struct alignas(4 * sizeof(U)) Quad {
+  U v[4];
+};
+
+template <typename U>
+__device__ __forceinline__ Quad<U> quad(const U* p, size_t i) {
+  return reinterpret_cast<const Quad<U>*>(p)[i];
+}
+
+template <typename U>
+__device__ __forceinline__ void widen(float (&to)[4], const Quad<U>& x) {
+  #pragma unroll
+  for (int j = 0; j < 4; j++) to[j] = static_cast<float>(x.v[j]);
+}
+
+// to += inner[0:N] @ factors
+template <typename U, int N>
+__device__ __forceinline__ void add_products(float (&to)[4], const U* inner, const float (&factors)[N][4]) {
+  constexpr int W = Vec<U>::W;
+  #pragma unroll
+  for (int part = 0; part < N / W; part++) {
+    Vec<U> v = load<U>(inner, part);
+    #pragma unroll
+    for (int k = 0; k < W; k++) {
+      float value = static_cast<float>(v.v[k]);
+      #pragma unroll
+      for (int j = 0; j < 4; j++) to[j] = fmaf(value, factors[part * W + k][j], to[j]);
+    }
+  }
+}
+
 __device__ __forceinline__ float logistic(float x) {
   return 1.f / (1.f + __expf(-x));
 }
@@ -142,6 +174,82 @@ extern "C" __global__ void NAME(const T* x, const T* c, T* out, T* y, int rows) 
   store<T>(out, at, dgate);
   store<T>(out, at + F / W, dup);
   if (AGAIN) store<T>(y, i, value);
+}
+"""
+
+# As SWIGLU of x + inner @ b, inner: (N, R) and b: (R, 2 F), whose first GATE rows belong to gate and the UP after them
+# to up; the other quarters are zeros. A thread takes four columns of both, whose factors it keeps, through 32 rows:
+# written out, inner @ b would be as large as x.
+SWIGLU_ADAPTED = r"""
+extern "C" __global__ void NAME(const T* x, const T* inner, const T* b, T* out, int rows) {
+  constexpr int BLOCKS = (F / 4 + 255) / 256;
+  const int column = (blockIdx.x % BLOCKS) * 256 + threadIdx.x;
+  if (column >= F / 4) return;
+  float gates[GATE][4], ups[UP][4];
+  #pragma unroll
+  for (int r = 0; r < GATE; r++) widen(gates[r], quad(b + (size_t)r * 2 * F, column));
+  #pragma unroll
+  for (int r = 0; r < UP; r++) widen(ups[r], quad(b + (size_t)(GATE + r) * 2 * F + F, column));
+  const size_t first = (size_t)(blockIdx.x / BLOCKS) * 32;
+  #pragma unroll 2
+  for (int k = 0; k < 32; k++) {
+    const size_t row = first + k;
+    if (row >= rows) return;
+    float gate[4], up[4];
+    widen(gate, quad(x + row * 2 * F, column));
+    widen(up, quad(x + row * 2 * F + F, column));
+    add_products(gate, inner + row * R, gates);
+    add_products(up, inner + row * R + GATE, ups);
+    Quad<T> y;
+    #pragma unroll
+    for (int j = 0; j < 4; j++) y.v[j] = static_cast<T>(gate[j] * logistic(gate[j]) * up[j]);
+    reinterpret_cast<Quad<T>*>(out + row * F)[column] = y;
+  }
+}
+"""
+
+# x, inner, b as above; the cotangent is c + cinner @ a.T with c: (N, F), cinner: (N, DOWN) and a: (F, DOWN);
+# out: (N, 2 F), its gradient in x; y: (N, F), the value again.
+SWIGLU_ADAPTED_VJP = r"""
+extern "C" __global__ void NAME(
+    const T* x, const T* inner, const T* b, const T* c, const T* cinner, const T* a, T* out, T* y, int rows) {
+  constexpr int BLOCKS = (F / 4 + 255) / 256;
+  const int column = (blockIdx.x % BLOCKS) * 256 + threadIdx.x;
+  if (column >= F / 4) return;
+  float gates[GATE][4], ups[UP][4], downs[DOWN][4];
+  #pragma unroll
+  for (int r = 0; r < GATE; r++) widen(gates[r], quad(b + (size_t)r * 2 * F, column));
+  #pragma unroll
+  for (int r = 0; r < UP; r++) widen(ups[r], quad(b + (size_t)(GATE + r) * 2 * F + F, column));
+  #pragma unroll
+  for (int j = 0; j < 4; j++) {
+    #pragma unroll
+    for (int r = 0; r < DOWN; r++) downs[r][j] = static_cast<float>(a[(size_t)(column * 4 + j) * DOWN + r]);
+  }
+  const size_t first = (size_t)(blockIdx.x / BLOCKS) * 32;
+  #pragma unroll 2
+  for (int k = 0; k < 32; k++) {
+    const size_t row = first + k;
+    if (row >= rows) return;
+    float gate[4], up[4], cot[4];
+    widen(gate, quad(x + row * 2 * F, column));
+    widen(up, quad(x + row * 2 * F + F, column));
+    widen(cot, quad(c + row * F, column));
+    add_products(gate, inner + row * R, gates);
+    add_products(up, inner + row * R + GATE, ups);
+    add_products(cot, cinner + row * DOWN, downs);
+    Quad<T> dgate, dup, value;
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float g = gate[j], s = logistic(g);
+      dup.v[j] = static_cast<T>(cot[j] * g * s);
+      dgate.v[j] = static_cast<T>(cot[j] * up[j] * s * (1.f + g * (1.f - s)));
+      value.v[j] = static_cast<T>(g * s * up[j]);
+    }
+    reinterpret_cast<Quad<T>*>(out + row * 2 * F)[column] = dgate;
+    reinterpret_cast<Quad<T>*>(out + row * 2 * F + F)[column] = dup;
+    reinterpret_cast<Quad<T>*>(y + row * F)[column] = value;
+  }
 }
 """
 

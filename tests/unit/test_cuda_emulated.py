@@ -1,0 +1,209 @@
+"""CUDA kernels whose threads do not talk to each other, run thread by thread on a CPU: their arithmetic in float32.
+
+What differs on a GPU (half precision, many threads at once) is tested there, in tests/parity/test_fused.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from allhands.model.fused import kernels, ops
+from allhands.model.fused.linear import _adapted_mlp
+from allhands.trees import number
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+# What CUDA's own compiler knows by itself.
+PRELUDE = r"""
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#undef INFINITY
+#define __global__
+#define __device__
+#define __shared__ static
+#define __forceinline__ inline
+struct uint3_ { unsigned x, y, z; };
+static uint3_ blockIdx, threadIdx, blockDim, gridDim;
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+inline void __stcs(uint4* p, uint4 v) { *p = v; }
+inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+template <typename X> inline X __shfl_xor_sync(unsigned, X x, int) { return x; }
+inline void __syncthreads() {}
+"""
+CALL = """
+extern "C" void run(int blocks, int threads, void** arrays, const int* numbers) {{
+  gridDim = {{(unsigned)blocks, 1, 1}};
+  blockDim = {{(unsigned)threads, 1, 1}};
+  for (int block = 0; block < blocks; block++)
+    for (int thread = 0; thread < threads; thread++) {{
+      blockIdx.x = block;
+      threadIdx.x = thread;
+      {call};
+    }}
+}}
+"""
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels are run by a C++ program; the names of those that were."""
+    ran: list[str] = []
+
+    def run(self: Any, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+        name, text = kernels.source(self.name, self.dtype, tuple(self.constants.items()))
+        found = re.search(rf"void {name}\(([^)]*)\)", text)
+        assert found is not None
+        kinds = [parameter.strip().rpartition(" ")[0] for parameter in found[1].split(",")]
+        pointers = [f"({kind})arrays[{i}]" for i, kind in enumerate(kinds) if kind.endswith("*")]
+        numbers = [f"numbers[{i}]" for i in range(len(kinds) - len(pointers))]
+        assert (len(pointers), len(numbers)) == (len(inputs) + len(outputs), len(self.scalars))
+        library = tmp_path / f"{name}.so"
+        if not library.exists():
+            source = library.with_suffix(".cpp")
+            source.write_text(PRELUDE + text + CALL.format(call=f"{name}({', '.join(pointers + numbers)})"))
+            subprocess.run(
+                [str(COMPILER), "-std=c++17", "-O1", "-w", "-fPIC", "-shared", source, "-o", library], check=True
+            )
+        made = [np.full(shape, np.nan, dtype=np.float32) for shape, _ in outputs]
+        arrays = [np.array(each) for each in inputs] + made
+        program = ctypes.CDLL(str(library))
+        program.run(
+            -(-self.threads // self.block),
+            self.block,
+            (ctypes.c_void_p * len(arrays))(*(each.ctypes.data for each in arrays)),
+            (ctypes.c_int * max(1, len(self.scalars)))(*self.scalars),
+        )
+        ran.append(self.name)
+        return [mx.array(each) for each in made]
+
+    monkeypatch.setattr(kernels._Work, "run", run)
+    return ran
+
+
+def normal(*shape: int, scale: float = 1.0) -> mx.array:
+    mx.random.seed(sum(shape))
+    return scale * mx.random.normal(shape)
+
+
+def off(actual: mx.array, expected: mx.array) -> float:
+    """The largest difference, as a share of the largest value."""
+    assert actual.shape == expected.shape
+    return number(mx.abs(actual - expected).max()) / number(mx.abs(expected).max())
+
+
+def with_gradients(
+    function: Callable[..., mx.array], arrays: list[mx.array], cotangent: mx.array
+) -> tuple[mx.array, list[mx.array]]:
+    (value,), gradients = mx.vjp(function, arrays, [cotangent])
+    return value, gradients
+
+
+@pytest.mark.parametrize(("rows", "features"), [(5, 12), (33, 1028)])
+def test_swiglu(emulated: list[str], rows: int, features: int) -> None:
+    x, cotangent = normal(rows, 2 * features), normal(rows, features)
+    value, (gradient,) = with_gradients(ops.plain_swiglu, [x], cotangent)
+    assert off(kernels.swiglu(x), value) < 1e-6
+    for again in (False, True):
+        dx, same = kernels.swiglu_vjp(x, cotangent, again=again)
+        assert off(dx, gradient) < 1e-6
+        assert not again or off(same, value) < 1e-6
+    assert emulated == ["SWIGLU", "SWIGLU_VJP", "SWIGLU_VJP"]
+
+
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 8, 4), (8, 4, 8)], ids=str)
+@pytest.mark.parametrize(("rows", "features"), [(5, 12), (65, 1028)])
+def test_swiglu_of_adapted_products(emulated: list[str], rows: int, features: int, ranks: tuple[int, int, int]) -> None:
+    gate, up, down = ranks
+    x, inner, cotangent = normal(rows, 2 * features), normal(rows, gate + up), normal(rows, features)
+    cinner, a = normal(rows, down), normal(features, down)
+    b = mx.concatenate(
+        [mx.pad(normal(gate, features), [(0, 0), (0, features)]), mx.pad(normal(up, features), [(0, 0), (features, 0)])]
+    )
+    value, (gradient,) = with_gradients(lambda x: ops.plain_swiglu(x + inner @ b), [x], cotangent + cinner @ a.T)
+    assert kernels.fits_adapted(features, mx.float32, ranks)
+    assert off(kernels.swiglu_adapted(x, inner, b, (gate, up)), value) < 2e-6
+    dx, again = kernels.swiglu_adapted_vjp(x, inner, b, (gate, up), cotangent, cinner, a)
+    assert off(dx, gradient) < 2e-6
+    assert off(again, value) < 2e-6
+
+
+def test_an_adapted_feed_forward_block(emulated: list[str]) -> None:
+    """Value and all gradients against the same block in MLX's operations."""
+    rows, width, features = 37, 20, 24
+    x, cotangent = normal(rows, width), normal(rows, width + 4)
+    wide, down = normal(2 * features, width, scale=0.3), normal(width + 4, features, scale=0.3)
+    zeros = mx.zeros((8, features))
+    b = mx.concatenate(
+        [
+            mx.concatenate([normal(8, features, scale=0.3), zeros], axis=1),
+            mx.concatenate([zeros, normal(8, features + 0, scale=0.2)], axis=1),
+        ]
+    )
+    arrays = [x, normal(width, 16, scale=0.3), b, normal(features, 8, scale=0.3), normal(8, width + 4, scale=0.3)]
+
+    def plain(x: mx.array, a1: mx.array, b1: mx.array, a2: mx.array, b2: mx.array) -> mx.array:
+        y = ops.plain_swiglu(x @ wide.T + (x @ a1) @ b1)
+        return y @ down.T + (y @ a2) @ b2
+
+    expected, gradients = with_gradients(plain, arrays, cotangent)
+
+    def fused(*arrays: mx.array) -> mx.array:
+        return _adapted_mlp(arrays[0], lambda: wide, lambda: down, (8, 8), *arrays[1:])
+
+    # The kernels compute when they are called, which a traced function's would not.
+    forward, backward = _parts_of(fused, arrays)
+    outputs = forward(*arrays)
+    assert off(outputs[0], expected) < 5e-6
+    found = backward(tuple(arrays), (cotangent, None, None, None), outputs)
+    for name, one, other in zip(("x", "a1", "b1", "a2", "b2"), found, gradients, strict=True):
+        assert off(one, other) < 1e-5, name
+    assert emulated == ["SWIGLU_ADAPTED", "SWIGLU_ADAPTED_VJP"]
+
+
+def _parts_of(function: Callable[..., mx.array], arrays: list[mx.array]) -> tuple[Any, Any]:
+    """The forward and backward parts that ``function`` hands to ``with_vjp``."""
+    from allhands.model.fused import linear
+
+    taken: list[Any] = []
+
+    def with_vjp(forward: Any, backward: Any) -> Any:
+        taken.extend([forward, backward])
+        return lambda *given: (given[0],)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "with_vjp", with_vjp)
+        function(*arrays)
+    return taken[0], taken[1]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 16), (3, 1, 8)])
+def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int) -> None:
+    x = normal(2, 5, heads + 2 * kv_heads, features)
+    angles = normal(7, features // 2)
+    turns = mx.stack([mx.cos(angles), mx.sin(angles)], axis=-1)
+    cotangent = normal(*x.shape)
+    value, (gradient,) = with_gradients(lambda x: ops.plain_rope(x, turns, heads + kv_heads), [x], cotangent)
+    assert off(kernels.rope(x, turns, heads, kv_heads), value) < 1e-6
+    both = heads + kv_heads
+    q, k, v = (mx.contiguous(part) for part in mx.split(cotangent, [heads, both], axis=2))
+    assert off(kernels.rope_vjp(q, k, v, turns), gradient) < 1e-6
+    assert emulated == ["ROPE", "ROPE_VJP"]
