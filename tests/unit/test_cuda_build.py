@@ -12,6 +12,8 @@ from allhands.model.fused import build, kernels
 
 CONSTANTS = [
     ("DEQUANTIZE", {"GROUP": 64}),
+    ("TAKE_ROWS", {"V": 128256, "D": 2048}),
+    ("ADD_ROWS", {"D": 2048, "THREADS": 256}),
     ("SWIGLU", {"F": 8192}),
     ("SWIGLU_VJP", {"F": 8192, "AGAIN": 0}),
     ("SWIGLU_VJP", {"F": 8192, "AGAIN": 1}),

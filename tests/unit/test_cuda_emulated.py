@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from allhands.model import embedding
 from allhands.model.fused import kernels, ops
 from allhands.model.fused.linear import _adapted_mlp
 from allhands.trees import number
@@ -83,7 +84,7 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             subprocess.run(
                 [str(COMPILER), "-std=c++17", "-O1", "-w", "-fPIC", "-shared", source, "-o", library], check=True
             )
-        made = [np.full(shape, np.nan, dtype=np.float32) for shape, _ in outputs]
+        made = [np.full(shape, np.nan if self.fill is None else self.fill, dtype=np.float32) for shape, _ in outputs]
         arrays = [np.array(each) for each in inputs] + made
         program = ctypes.CDLL(str(library))
         program.run(
@@ -127,6 +128,30 @@ def test_swiglu(emulated: list[str], rows: int, features: int) -> None:
         assert off(dx, gradient) < 1e-6
         assert not again or off(same, value) < 1e-6
     assert emulated == ["SWIGLU", "SWIGLU_VJP", "SWIGLU_VJP"]
+
+
+@pytest.mark.parametrize("features", [4, 1100])
+def test_rows_of_a_table(emulated: list[str], features: int) -> None:
+    table, ids = normal(9, features), mx.array([[3, 0, 8], [-1, 3, 3]])
+    assert mx.array_equal(kernels.take_rows(table, ids), table[ids])
+    assert emulated == ["TAKE_ROWS"]
+
+
+@pytest.mark.parametrize("ids", [[3, 0, 8, 3, 3, 0, 3, 3, 3, 3], [5], [1] * 13, list(range(9))], ids=str)
+@pytest.mark.parametrize("features", [4, 1100])
+def test_the_gradient_of_an_embedding(
+    emulated: list[str], ids: list[int], features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, table = normal(len(ids), features), mx.zeros((9, features))
+    expected = embedding._add_in_order(table, mx.array(ids), rows)
+    monkeypatch.setattr(embedding, "_by_kernels", lambda table: True)
+    found = embedding._add_in_order(table, mx.array(ids) - 9, rows)
+    assert off(found, expected) < 1e-6
+    one_by_one = np.zeros((9, features), dtype=np.float32)
+    for id, row in zip(ids, np.array(rows), strict=True):
+        one_by_one[id] += row
+    assert np.array_equal(np.array(found), one_by_one)
+    assert emulated == ["ADD_ROWS"]
 
 
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 8, 4), (8, 4, 8)], ids=str)

@@ -15,6 +15,8 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.tuner.lora import LoRAEmbedding
 
+from allhands.model.fused import kernels
+
 
 def make_deterministic(model: nn.Module) -> int:
     """Let every trained embedding of ``model`` compute the same gradient, bit by bit, whenever it is asked.
@@ -41,7 +43,7 @@ def look_up(table: mx.array, ids: mx.array) -> mx.array:
     The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded once to the table's
     type. So its gradient depends on these rows and their order alone, not on other tokens or their places. For N ids
     and rows of D values this takes log2(N) passes over (N, D) float32, of which it holds a few at a time, beside the
-    gradient itself.
+    gradient itself. On an NVIDIA GPU a kernel adds them one after the other instead, in one pass.
 
     Args:
         table: (V, ...) of any float type.
@@ -54,7 +56,11 @@ def look_up(table: mx.array, ids: mx.array) -> mx.array:
 
 
 def _rows(table: mx.array, ids: mx.array) -> mx.array:
-    return table[ids]
+    return kernels.take_rows(table, ids) if _by_kernels(table) else table[ids]
+
+
+def _by_kernels(table: mx.array) -> bool:
+    return kernels.available() and table.ndim == 2 and kernels.suits(table)
 
 
 def _gradient(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
@@ -74,6 +80,8 @@ def _add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array) -> mx.arr
         return result
     flat = ids.flatten().astype(mx.int32)
     flat = mx.where(flat < 0, flat + table.shape[0], flat)
+    if _by_kernels(table) and cotangent.dtype == table.dtype:
+        return kernels.add_rows(flat, cotangent.reshape(flat.size, table.shape[1]), table.shape[0])
     # Stable, as MLX says: equal ids keep the order of their places.
     order = mx.argsort(flat)
     flat = flat[order]
@@ -106,6 +114,13 @@ class OrderedEmbedding(nn.Embedding):
 
     def __call__(self, x: mx.array) -> mx.array:
         return look_up(self.weight, x)
+
+
+class RowsEmbedding(nn.Embedding):
+    """:class:`mlx.nn.Embedding` of which nothing is trained, looked up by a kernel where there is one."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _rows(self.weight, x)
 
 
 class OrderedLoRAEmbedding(LoRAEmbedding):

@@ -10,11 +10,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.model.embedding import OrderedEmbedding
+from allhands.model.embedding import OrderedEmbedding, RowsEmbedding
 from allhands.model.fastmath import near
 from allhands.model.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
 
-_OURS = (OrderedEmbedding, TrainedLinear, DenseQuantizedLinear)
+_OURS = (OrderedEmbedding, RowsEmbedding, TrainedLinear, DenseQuantizedLinear)
 # Far above every cap in use (30), far below the end of float16.
 _LARGE = 1000.0
 

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.model.documents import Row
+from allhands.model.embedding import RowsEmbedding
 from allhands.model.fastmath import near
 from allhands.model.fused import ops
 from allhands.model.fused.linear import (
@@ -76,6 +77,8 @@ def _layer_kind(module: Any) -> Any:
         return DenseQuantizedLinear
     if type(module) is LoRALinear:
         return TypedLoRALinear
+    if type(module) is nn.Embedding and "weight" not in module.trainable_parameters():
+        return RowsEmbedding
     trained = "weight" in module.trainable_parameters() if type(module) in (nn.Linear, nn.RMSNorm) else False
     if trained:
         return TrainedLinear if isinstance(module, nn.Linear) else _TrainedNorm

@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from allhands.kernels import launches_directly
-from allhands.model.fused import sources
+from allhands.model.fused import sources, sums
 from allhands.model.fused.build import built
 from allhands.trees import number
 
@@ -53,6 +53,27 @@ def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size:
     outputs = [((rows, 8 * words), scales.dtype)]
     work = _Work("DEQUANTIZE", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK)
     return work.run([weight, scales, biases], outputs)[0]
+
+
+def take_rows(table: mx.array, ids: mx.array) -> mx.array:
+    """``table[ids]``: (V, D) and integers of any shape, negative ones counting from the end -> ``ids.shape`` + (D,)."""
+    size, features = table.shape
+    threads = ids.size * features // width(table.dtype)
+    work = _Work("TAKE_ROWS", table.dtype, {"V": size, "D": features}, (ids.size,), threads)
+    return work.run([table, ids.astype(mx.int32)], [((*ids.shape, features), table.dtype)])[0]
+
+
+def add_rows(ids: mx.array, rows: mx.array, size: int) -> mx.array:
+    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D) -> (``size``, D)."""
+    count, features = rows.shape
+    parts = features // width(rows.dtype)
+    block = min(_BLOCK, -(-parts // 32) * 32)
+    constants = {"D": features, "THREADS": block}
+    threads = count * -(-parts // block) * block
+    # Stable, as MLX says: equal ids keep the order of their places.
+    inputs = [ids, mx.argsort(ids), rows]
+    work = _Work("ADD_ROWS", rows.dtype, constants, (count,), threads, block, fill=0.0)
+    return work.run(inputs, [((size, features), rows.dtype)])[0]
 
 
 def swiglu(x: mx.array) -> mx.array:
@@ -189,7 +210,7 @@ def adam(
     """Weight and moments after an update of Adam, computed in float32; all of one shape and type.
 
     Args:
-        scalars: (10,) float32, see :data:`sources.ADAM`.
+        scalars: (10,) float32, see :data:`sums.ADAM`.
     """
     work = _Work("ADAM", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
     return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))
@@ -200,10 +221,11 @@ class _Work:
     """A call of a kernel.
 
     Attributes:
-        name: of its source in :mod:`sources`.
+        name: of its source in :mod:`sources` or :mod:`sums`.
         constants: built into it.
         scalars: handed to it.
         threads: at least so many, which are whole blocks; the kernel leaves out those beyond.
+        fill: what the outputs hold where the kernel writes nothing.
     """
 
     name: str
@@ -212,6 +234,7 @@ class _Work:
     scalars: tuple[int, ...]
     threads: int
     block: int = _BLOCK
+    fill: float | None = None
 
     def run(self, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
         """The outputs, of these shapes and types."""
@@ -227,6 +250,7 @@ class _Work:
             scalars=self.scalars,
             grid=(-(-self.threads // self.block) * self.block, 1, 1),
             threadgroup=(self.block, 1, 1),
+            init_value=self.fill,
             ensure_row_contiguous=True,
         )
 
@@ -236,7 +260,7 @@ def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | floa
     words = [f"{key.lower()}{value}" for key, value in constants]
     full = re.sub(r"\W", "_", "_".join(["allhands", name.lower(), _TYPES[dtype], *words]))
     defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)
-    body = getattr(sources, name).replace("NAME", full)
+    body = (vars(sources).get(name) or vars(sums)[name]).replace("NAME", full)
     return full, f"{sources.HEADER}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
 
 

@@ -138,6 +138,53 @@ extern "C" __global__ void NAME(const uint32* w, const T* s, const T* b, T* out,
 }
 """
 
+# table: (V, D); ids: (N,), negative ones counting from the end; out: (N, D).
+TAKE_ROWS = r"""
+extern "C" __global__ void NAME(const T* table, const int* ids, T* out, int count) {
+  constexpr int PARTS = D / Vec<T>::W;
+  size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (size_t)count * PARTS) return;
+  int id = ids[i / PARTS];
+  store<T>(out, i, load<T>(table, (size_t)(id < 0 ? id + V : id) * PARTS + i % PARTS));
+}
+"""
+
+# ids: (N,), none negative; order: (N,) places of the ids in order, equal ones as they come; g: (N, D); out: (V, D)
+# sums of the rows of each id, added in float32 from the first to the last, by the block at the first place of an id.
+ADD_ROWS = r"""
+extern "C" __global__ void NAME(const int* ids, const uint32* order, const T* g, T* out, int count) {
+  constexpr int W = Vec<T>::W, PARTS = D / W, CHUNKS = (PARTS + THREADS - 1) / THREADS, AHEAD = 4;
+  const int place = blockIdx.x / CHUNKS, part = (blockIdx.x % CHUNKS) * THREADS + threadIdx.x;
+  const int id = ids[order[place]];
+  if (part >= PARTS || (place > 0 && ids[order[place - 1]] == id)) return;
+  float total[W];
+  #pragma unroll
+  for (int j = 0; j < W; j++) total[j] = 0.f;
+  bool mine = true;
+  for (int at = place; mine; at += AHEAD) {
+    // Rows are read before it is known whether they count, since one after the other they would be waited for.
+    Vec<T> rows[AHEAD];
+    bool counts[AHEAD];
+    #pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      const uint32 row = order[at + k < count ? at + k : place];
+      counts[k] = at + k < count && ids[row] == id;
+      rows[k] = load<T>(g, (size_t)row * PARTS + part);
+    }
+    #pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      mine = mine && counts[k];
+      #pragma unroll
+      for (int j = 0; j < W; j++) total[j] += mine ? static_cast<float>(rows[k].v[j]) : 0.f;
+    }
+  }
+  Vec<T> sum;
+  #pragma unroll
+  for (int j = 0; j < W; j++) sum.v[j] = static_cast<T>(total[j]);
+  store<T>(out, (size_t)id * PARTS + part, sum);
+}
+"""
+
 # x: (N, 2 F), gate beside up; out: (N, F).
 SWIGLU = r"""
 extern "C" __global__ void NAME(const T* x, T* out, int rows) {
@@ -305,252 +352,5 @@ extern "C" __global__ void NAME(const T* q, const T* k, const T* v, const float*
   }
   store<T>(out, at * (2 * PART) + part, a);
   store<T>(out, at * (2 * PART) + part + PART, b);
-}
-"""
-
-# logits: (N, V); targets: (N,), negative ones count nothing; loss: (N,); grad: (N, V), or with INPLACE the logits
-# themselves. A block a row: once over it for the largest value and the sum, once more for the gradient.
-CROSS_ENTROPY = r"""
-extern "C" __global__ void NAME(const T* logits, const int* targets, float* loss, T* grad) {
-  if (INPLACE) grad = const_cast<T*>(logits);
-  constexpr int W = Vec<T>::W, PARTS = V / W, THREADS = 1024;
-  const int row = blockIdx.x, thread = threadIdx.x;
-  const T* from = logits + (size_t)row * V;
-  const int target = targets[row];
-  // Before the first of the block's threads may write there.
-  const float wanted = static_cast<float>(from[target < 0 ? 0 : target]);
-  float most = -INFINITY, sum = 0.f;
-  for (int i = thread; i < PARTS; i += THREADS) {
-    Vec<T> x = load<T>(from, i);
-    float higher = most;
-    #pragma unroll
-    for (int j = 0; j < W; j++) higher = fmaxf(higher, static_cast<float>(x.v[j]));
-    float part = 0.f;
-    #pragma unroll
-    for (int j = 0; j < W; j++) part += __expf(static_cast<float>(x.v[j]) - higher);
-    sum = (most == -INFINITY ? 0.f : sum * __expf(most - higher)) + part;
-    most = higher;
-  }
-  __shared__ float all_most[32], all_sums[32];
-  #pragma unroll
-  for (int round = 0; round < 2; round++) {
-    for (int o = 16; o > 0; o >>= 1) {
-      float other = __shfl_xor_sync(~0u, most, o), other_sum = __shfl_xor_sync(~0u, sum, o);
-      float higher = fmaxf(most, other);
-      sum = (most == -INFINITY ? 0.f : sum * __expf(most - higher))
-          + (other == -INFINITY ? 0.f : other_sum * __expf(other - higher));
-      most = higher;
-    }
-    if (round == 0) {
-      if (thread % 32 == 0) {
-        all_most[thread / 32] = most;
-        all_sums[thread / 32] = sum;
-      }
-      __syncthreads();
-      most = all_most[thread % 32];
-      sum = all_sums[thread % 32];
-    }
-  }
-  const float normaliser = most + logf(sum);
-  const float counts = target < 0 ? 0.f : 1.f;
-  if (thread == 0) loss[row] = target < 0 ? 0.f : normaliser - wanted;
-  for (int i = thread; i < PARTS; i += THREADS) {
-    Vec<T> x = load<T>(from, i);
-    #pragma unroll
-    for (int j = 0; j < W; j++) {
-      float p = __expf(static_cast<float>(x.v[j]) - normaliser);
-      x.v[j] = static_cast<T>(counts == 0.f ? 0.f : i * W + j == target ? p - 1.f : p);
-    }
-    store<T>(grad + (size_t)row * V, i, x);
-  }
-}
-"""
-
-# x: (rows, D), and r beside it with RESIDUAL, which is added first and the sum written to sum; w: (D,);
-# out: (rows, D). A warp a row.
-RMS_NORM = r"""
-extern "C" __global__ void NAME(const T* x, const T* r, const T* w, T* out, T* sum, int rows) {
-  constexpr int W = Vec<T>::W, PARTS = D / W, MINE = (PARTS + 31) / 32;
-  const int lane = threadIdx.x % 32;
-  const size_t row = (size_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (row >= rows) return;
-  Vec<T> input[MINE];
-  float square = 0.f;
-  #pragma unroll
-  for (int m = 0; m < MINE; m++) {
-    int part = m * 32 + lane;
-    if (part < PARTS) {
-      input[m] = load<T>(x, row * PARTS + part);
-      if (RESIDUAL) {
-        Vec<T> more = load<T>(r, row * PARTS + part);
-        #pragma unroll
-        for (int j = 0; j < W; j++)
-          input[m].v[j] = static_cast<T>(static_cast<float>(input[m].v[j]) + static_cast<float>(more.v[j]));
-        store<T>(sum, row * PARTS + part, input[m]);
-      }
-      #pragma unroll
-      for (int j = 0; j < W; j++) square += static_cast<float>(input[m].v[j]) * static_cast<float>(input[m].v[j]);
-    }
-  }
-  const float n = rsqrtf(warp_sum(square) / D + EPS);
-  #pragma unroll
-  for (int m = 0; m < MINE; m++) {
-    int part = m * 32 + lane;
-    if (part < PARTS) {
-      Vec<T> weight = load<T>(w, part);
-      #pragma unroll
-      for (int j = 0; j < W; j++)
-        input[m].v[j] =
-            static_cast<T>(static_cast<float>(static_cast<T>(static_cast<float>(input[m].v[j]) * n)) *
-                           static_cast<float>(weight.v[j]));
-      store<T>(out, row * PARTS + part, input[m]);
-    }
-  }
-}
-"""
-
-# x, c: (rows, D) input and cotangent; r: (rows, D), with RESIDUAL, a cotangent of x itself, which is added; w: (D,);
-# dx: (rows, D); dw, with TRAINED: (blocks, D) float32 sums over each block's rows. WARPS warps a row, 8 a block.
-RMS_NORM_VJP = r"""
-extern "C" __global__ void NAME(
-    const T* x, const T* w, const T* c, const T* r, T* dx, float* dw, int rows) {
-  constexpr int W = Vec<T>::W, PARTS = D / W, LANES = 32 * WARPS;
-  constexpr int MINE = (PARTS + LANES - 1) / LANES, GROUPS = 8 / WARPS;
-  const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  __shared__ float squares[8], products[8];
-  Vec<T> weight[MINE];
-  float total[MINE][W];
-  #pragma unroll
-  for (int m = 0; m < MINE; m++) {
-    int part = m * LANES + lane;
-    if (part < PARTS) weight[m] = load<T>(w, part);
-    #pragma unroll
-    for (int j = 0; j < W; j++) total[m][j] = 0.f;
-  }
-  const size_t stride = (size_t)gridDim.x * GROUPS;
-  // All groups of a block go round as often as the first, which waits for them.
-  for (size_t first = (size_t)blockIdx.x * GROUPS; first < rows; first += stride) {
-    const size_t row = first + group;
-    Vec<T> input[MINE], cot[MINE];
-    float square = 0.f, product = 0.f;
-    #pragma unroll
-    for (int m = 0; m < MINE; m++) {
-      int part = m * LANES + lane;
-      if (part < PARTS && row < rows) {
-        input[m] = load<T>(x, row * PARTS + part);
-        cot[m] = load<T>(c, row * PARTS + part);
-        #pragma unroll
-        for (int j = 0; j < W; j++) {
-          float value = static_cast<float>(input[m].v[j]);
-          square += value * value;
-          product += value * static_cast<float>(cot[m].v[j]) * static_cast<float>(weight[m].v[j]);
-        }
-      }
-    }
-    square = warp_sum(square);
-    product = warp_sum(product);
-    if (WARPS > 1) {
-      if (threadIdx.x % 32 == 0) {
-        squares[threadIdx.x / 32] = square;
-        products[threadIdx.x / 32] = product;
-      }
-      __syncthreads();
-      square = product = 0.f;
-      #pragma unroll
-      for (int k = 0; k < WARPS; k++) {
-        square += squares[group * WARPS + k];
-        product += products[group * WARPS + k];
-      }
-      __syncthreads();
-    }
-    const float n = rsqrtf(square / D + EPS), pull = product * n * n * n / D;
-    #pragma unroll
-    for (int m = 0; m < MINE; m++) {
-      int part = m * LANES + lane;
-      if (part < PARTS && row < rows) {
-        Vec<T> y, more;
-        if (RESIDUAL) more = load<T>(r, row * PARTS + part);
-        #pragma unroll
-        for (int j = 0; j < W; j++) {
-          float value = static_cast<float>(input[m].v[j]), change = static_cast<float>(cot[m].v[j]);
-          if (TRAINED) total[m][j] += change * value * n;
-          float d = n * static_cast<float>(weight[m].v[j]) * change - pull * value;
-          y.v[j] = static_cast<T>(RESIDUAL ? d + static_cast<float>(more.v[j]) : d);
-        }
-        store<T>(dx, row * PARTS + part, y);
-      }
-    }
-  }
-  if (TRAINED) {
-    __shared__ float sums[D];
-    // One group after the other, so that the order of the sum is always the same.
-    for (int g = 0; g < GROUPS; g++) {
-      if (group == g) {
-        #pragma unroll
-        for (int m = 0; m < MINE; m++) {
-          int part = m * LANES + lane;
-          if (part < PARTS) {
-            #pragma unroll
-            for (int j = 0; j < W; j++) sums[part * W + j] = (g ? sums[part * W + j] : 0.f) + total[m][j];
-          }
-        }
-      }
-      __syncthreads();
-    }
-    for (int i = threadIdx.x; i < D; i += blockDim.x) dw[(size_t)blockIdx.x * D + i] = sums[i];
-  }
-}
-"""
-
-# x: (count,); out: (blocks,) float32 sums of squares, each of every blocks-th stretch.
-SUM_OF_SQUARES = r"""
-extern "C" __global__ void NAME(const T* x, float* out, int count) {
-  constexpr int W = Vec<T>::W;
-  float sum = 0.f;
-  for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < count / W; i += (size_t)gridDim.x * blockDim.x) {
-    Vec<T> q = load<T>(x, i);
-    #pragma unroll
-    for (int j = 0; j < W; j++) {
-      float value = static_cast<float>(q.v[j]);
-      sum += value * value;
-    }
-  }
-  __shared__ float sums[8];
-  for (int o = 16; o > 0; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    sum = 0.f;
-    for (int k = 0; k < 8; k++) sum += sums[k];
-    out[blockIdx.x] = sum;
-  }
-}
-"""
-
-# g, w, m, v: (count,) gradient, weight and moments; s: (10,) float32: factor of the gradient, whether to update at all,
-# learning rate, both betas, epsilon, factor of the weight, factor of the root, and what both betas lack to one, since
-# 0.001 is not what float32 makes of 1 - 0.999.
-ADAM = r"""
-extern "C" __global__ void NAME(
-    const T* g, const T* w, const T* m, const T* v, const float* s, T* new_w, T* new_m, T* new_v, int count) {
-  constexpr int W = Vec<T>::W;
-  size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= count / W) return;
-  Vec<T> weight = load<T>(w, i), first = load<T>(m, i), second = load<T>(v, i), gradient = load<T>(g, i);
-  if (s[1] != 0.f) {
-    #pragma unroll
-    for (int j = 0; j < W; j++) {
-      float d = static_cast<float>(gradient.v[j]) * s[0];
-      float a = s[3] * static_cast<float>(first.v[j]) + s[8] * d;
-      float b = s[4] * static_cast<float>(second.v[j]) + s[9] * d * d;
-      first.v[j] = static_cast<T>(a);
-      second.v[j] = static_cast<T>(b);
-      weight.v[j] = static_cast<T>(
-          static_cast<float>(weight.v[j]) * s[6] - __fdividef(s[2] * a, __fsqrt_rn(b) * s[7] + s[5]));
-    }
-  }
-  store<T>(new_w, i, weight);
-  store<T>(new_m, i, first);
-  store<T>(new_v, i, second);
 }
 """
