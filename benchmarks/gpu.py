@@ -14,6 +14,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
     parser.add_argument("--steps", type=positive, default=20, help="that count (%(default)s)")
+    parser.add_argument(
+        "--built",
+        action="store_true",
+        help="take a step of everything side by side first: kernels are then built, and first steps those of a later "
+        "process (the GPU must hold all at once)",
+    )
     parser.add_argument("--profile", action="store_true", help="show the kernels that take longest (needs PyTorch)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer at one work")
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
@@ -110,16 +118,19 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """All works by all peers."""
     found: dict[str, dict[str, Any]] = {}
+    if options.built:
+        build_all(options, directory)
     for work in options.works:
         for peer in options.peers:
             say(f"{work}: {TITLES[peer]}")
-            asked = {"peer": peer, "work": WORKS[work], "steps": options.steps, "profile": options.profile}
-            kind = "torch" if peer.startswith("torch") else "mlx"
-            python = options.python.get(kind, sys.executable)
             log = directory / f"{work}-{peer}.log"
-            command = [python, str(HERE / f"gpu_{kind}.py"), json.dumps(asked)]
             try:
-                run_measured(command, log, clean_environ(PYTHONPATH=python_path()), options.timeout)
+                run_measured(
+                    command(options, work, peer, options.steps),
+                    log,
+                    clean_environ(PYTHONPATH=python_path()),
+                    options.timeout,
+                )
                 found.setdefault(work, {})[peer] = json.loads(log.read_text().splitlines()[-1])
             except BenchmarkError as error:
                 say(f"  {error}")
@@ -135,9 +146,31 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             for kind in ("mlx", "torch")
         },
         "steps": options.steps,
+        "settings": {"built": options.built},
         "works": {work: WORKS[work] for work in options.works},
         "results": found,
     }
+
+
+def command(options: argparse.Namespace, work: str, peer: str, steps: int) -> list[str]:
+    """What measures a peer at a work."""
+    asked = {"peer": peer, "work": WORKS[work], "steps": steps, "profile": options.profile}
+    kind = "torch" if peer.startswith("torch") else "mlx"
+    return [options.python.get(kind, sys.executable), str(HERE / f"gpu_{kind}.py"), json.dumps(asked)]
+
+
+def build_all(options: argparse.Namespace, directory: Path) -> None:
+    """Let every process build its kernels, all at once; what fails does so again when it is measured."""
+    say("building kernels")
+    environ = clean_environ(PYTHONPATH=python_path())
+
+    def build(job: tuple[str, str]) -> None:
+        with suppress(BenchmarkError):
+            run_measured(command(options, *job, 1), directory / f"build-{'-'.join(job)}.log", environ, options.timeout)
+
+    jobs = [(work, peer) for work in options.works for peer in options.peers]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(build, jobs))
 
 
 def python_path() -> str:
@@ -156,7 +189,8 @@ def gpu() -> str:
 
 def report(record: dict[str, Any]) -> str:
     """A table a work."""
-    lines = [f"{record['machine']['gpu']}; {record['steps']} steps, median of rounds of {ROUND}", ""]
+    built = "; kernels were built before" if record["settings"]["built"] else ""
+    lines = [f"{record['machine']['gpu']}; {record['steps']} steps, median of rounds of {ROUND}{built}", ""]
     for work, peers in record["results"].items():
         lines += [
             WORK_TITLES[work],

@@ -51,7 +51,7 @@ TABLES = {
         "Random tokens and weights, bfloat16, AdamW. `qlora`: the shape of Mistral-7B in 4 bits, rank 8 on the last 8 "
         "layers, 4 x 512 tokens; PyTorch has the weights in bfloat16, because it cannot read MLX's 4 bits. `lora` and "
         "`full`: a Llama of 1.24 billion, 8 x 1024. `smol`: the shape of SmolLM-135M, all of it, 32 x 512. The first "
-        "step includes the building of kernels.",
+        "step includes the building of kernels that were not there yet.",
     ),
     "gpu_many": (
         "Training on several GPUs",

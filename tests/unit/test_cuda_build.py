@@ -12,7 +12,10 @@ from allhands.model.fused import build, kernels
 
 CONSTANTS = [
     ("DEQUANTIZE", {"GROUP": 64}),
-    ("TAKE_ROWS", {"V": 128256, "D": 2048}),
+    ("TAKE_ROWS", {"D": 2048}),
+    ("PUT_ROWS", {"D": 2048}),
+    ("SPREAD", {"SCALE": 20.0}),
+    ("COLLECT", {"SCALE": 0.1}),
     ("ADD_ROWS", {"D": 2048, "THREADS": 256}),
     ("SWIGLU", {"F": 8192}),
     ("SWIGLU_VJP", {"F": 8192, "AGAIN": 0}),

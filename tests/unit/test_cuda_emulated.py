@@ -137,6 +137,22 @@ def test_rows_of_a_table(emulated: list[str], features: int) -> None:
     assert emulated == ["TAKE_ROWS"]
 
 
+def test_rows_are_put_back_where_they_are_trained(emulated: list[str]) -> None:
+    rows, places = normal(5, 8), mx.array([7, 2, 0, 0, 4])
+    found = kernels.put_rows(rows, places, mx.array([3, 0, 9, -1, -1]), 9)
+    expected = mx.zeros((9, 8))
+    expected[mx.array([7, 2, 0])] = rows[:3]
+    assert mx.array_equal(found, expected)
+    assert emulated == ["PUT_ROWS"]
+
+
+def test_numbers_are_spread_and_collected(emulated: list[str]) -> None:
+    x, index = normal(11), mx.array([3, 3, 0, 10], dtype=mx.int32)
+    assert mx.array_equal(kernels.spread(x, index, 2.5, mx.float32), 2.5 * x[index])
+    assert mx.array_equal(kernels.collect(x, index, 0.1), 0.1 * x[index])
+    assert emulated == ["SPREAD", "COLLECT"]
+
+
 @pytest.mark.parametrize("ids", [[3, 0, 8, 3, 3, 0, 3, 3, 3, 3], [5], [1] * 13, list(range(9))], ids=str)
 @pytest.mark.parametrize("features", [4, 1100])
 def test_the_gradient_of_an_embedding(

@@ -14,6 +14,7 @@ from allhands.data.loader import MicroBatch
 from allhands.model import native
 from allhands.model.documents import caches_for
 from allhands.model.dropout import DropoutKeys
+from allhands.model.fused.ops import rows_at
 from allhands.model.split import SplitModel, split
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, eager_loss, linear_cross_entropy
 from allhands.train.update import GraphUpdate
@@ -55,10 +56,12 @@ def _kept_apart(num_layers: int, documents: mx.array | None) -> dict[str, Any]:
     return {} if documents is None else {"cache": caches_for(num_layers, documents)}
 
 
-def _rows(parts: SplitModel, inputs: mx.array, positions: mx.array, documents: mx.array | None) -> mx.array:
+def _rows(
+    parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None
+) -> mx.array:
     """(N, D) hidden states at the trained places."""
     hidden = parts.body(inputs, **_kept_apart(parts.num_layers, documents))
-    return hidden.reshape(-1, hidden.shape[-1])[positions]
+    return rows_at(hidden.reshape(-1, hidden.shape[-1]), positions, targets)
 
 
 def _split_loss(
@@ -69,7 +72,7 @@ def _split_loss(
     targets: mx.array,
     documents: mx.array | None = None,
 ) -> mx.array:
-    rows = _rows(parts, inputs, positions, documents)
+    rows = _rows(parts, inputs, positions, targets, documents)
     weight = parts.head_weight().astype(rows.dtype)
     return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
 
@@ -77,7 +80,7 @@ def _split_loss(
 def _eager_loss(
     parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
 ) -> mx.array:
-    rows = _rows(parts, inputs, positions, documents)
+    rows = _rows(parts, inputs, positions, targets, documents)
     weight = parts.head_weight().astype(rows.dtype)
     return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
 
@@ -169,7 +172,7 @@ def _eager_gradient(
 
     def body(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
-        return _rows(parts, inputs, positions, documents)
+        return _rows(parts, inputs, positions, targets, documents)
 
     weight = parts.head_weight().astype(mx.float32)
     grad_rows = mx.zeros((len(positions), weight.shape[-1]))
@@ -197,7 +200,7 @@ def _gradient_at_once(
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
         # In which a CPU computes anyway; NumPy knows no other.
-        rows = _rows(parts, inputs, positions, documents).astype(mx.float32)
+        rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
         weight = parts.head_weight().astype(mx.float32)
         return eager_loss(rows, weight, targets, values=head, train_weight=parts.head_is_trained)
 

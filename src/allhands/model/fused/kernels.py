@@ -59,8 +59,29 @@ def take_rows(table: mx.array, ids: mx.array) -> mx.array:
     """``table[ids]``: (V, D) and integers of any shape, negative ones counting from the end -> ``ids.shape`` + (D,)."""
     size, features = table.shape
     threads = ids.size * features // width(table.dtype)
-    work = _Work("TAKE_ROWS", table.dtype, {"V": size, "D": features}, (ids.size,), threads)
+    work = _Work("TAKE_ROWS", table.dtype, {"D": features}, (ids.size, size), threads)
     return work.run([table, ids.astype(mx.int32)], [((*ids.shape, features), table.dtype)])[0]
+
+
+def put_rows(rows: mx.array, places: mx.array, targets: mx.array, size: int) -> mx.array:
+    """(N, D) rows at their (N,) places of (``size``, D) zeros, but those whose target is negative; no place twice."""
+    count, features = rows.shape
+    threads = rows.size // width(rows.dtype)
+    work = _Work("PUT_ROWS", rows.dtype, {"D": features}, (count,), threads, fill=0.0)
+    inputs = [rows, places.astype(mx.int32), targets.astype(mx.int32)]
+    return work.run(inputs, [((size, features), rows.dtype)])[0]
+
+
+def spread(x: mx.array, index: mx.array, scale: float, dtype: mx.Dtype) -> mx.array:
+    """``(scale * x[index]).astype(dtype)`` for (M,) float32 and (N,) int32."""
+    work = _Work("SPREAD", dtype, {"SCALE": scale}, (index.size,), index.size)
+    return work.run([x, index], [(index.shape, dtype)])[0]
+
+
+def collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
+    """``scale * x[index]`` in float32, for (M,) of any type of the kernels' and (N,) int32."""
+    work = _Work("COLLECT", x.dtype, {"SCALE": scale}, (index.size,), index.size)
+    return work.run([x, index], [(index.shape, mx.float32)])[0]
 
 
 def add_rows(ids: mx.array, rows: mx.array, size: int) -> mx.array:

@@ -21,6 +21,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
 from allhands.model.fastmath import with_vjp
+from allhands.model.fused import kernels
 from allhands.model.fused.linear import Product, TypedLoRALinear, drops
 from allhands.trees import flatten
 
@@ -276,18 +277,22 @@ class _Packed:
         self._gather: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
 
     def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
-        first, second = (mx.take(whole, half.index) for half in self._halves)
-        ready = first.astype(self._dtype), (self._scale * second).astype(self._dtype)
+        take = kernels.spread if kernels.available() else _spread
+        ready = (
+            take(whole.reshape(-1), half.index, scale, self._dtype)
+            for half, scale in zip(self._halves, (1.0, self._scale), strict=True)
+        )
         return tuple(part for half, packed in zip(self._halves, ready, strict=True) for part in half.parts(packed))
 
     def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
         count = len(self._products)
         sides = (cotangents[:count], cotangents[count:])
+        collect = kernels.collect if kernels.available() else _collect
         wide = [
-            mx.take(half.joined(side), back).astype(mx.float32)
-            for half, side, back in zip(self._halves, sides, self._back, strict=True)
+            collect(half.joined(side), back, scale)
+            for half, side, back, scale in zip(self._halves, sides, self._back, (1.0, self._scale), strict=True)
         ]
-        return mx.concatenate([wide[0], self._scale * wide[1]]).reshape(whole.shape)
+        return mx.concatenate(wide).reshape(whole.shape)
 
     def install(self, whole: mx.array) -> None:
         factors = self._gather(whole)
@@ -298,6 +303,14 @@ class _Packed:
     def clear(self) -> None:
         for product in self._products:
             product.give(None)
+
+
+def _spread(x: mx.array, index: mx.array, scale: float, dtype: mx.Dtype) -> mx.array:
+    return (scale * mx.take(x, index)).astype(dtype)
+
+
+def _collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
+    return scale * mx.take(x, index).astype(mx.float32)
 
 
 def _tables(

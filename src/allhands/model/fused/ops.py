@@ -143,6 +143,20 @@ def _norm(
     return total.reshape(shape), out.reshape(shape)
 
 
+def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
+    """``x[places]``: (M, D), (N,) -> (N, D). No place twice, but for those whose (N,) target is negative.
+
+    The gradient of those is taken for zero.
+    """
+    if not (kernels.available() and kernels.suits(x)):
+        return x[places]
+    take = with_vjp(
+        lambda x: kernels.take_rows(x, places),
+        lambda x, cotangent, _: kernels.put_rows(cotangent, places, targets, x.shape[0]),
+    )
+    return take(x)
+
+
 def product_with(dense: Callable[[], mx.array]) -> Callable[[mx.array], mx.array]:
     """``x @ dense().T`` for a frozen weight that is made anew for the backward pass instead of being kept."""
     return with_vjp(lambda x: x @ dense().T, lambda _x, cotangent, _y: cotangent @ dense())

@@ -140,12 +140,38 @@ extern "C" __global__ void NAME(const uint32* w, const T* s, const T* b, T* out,
 
 # table: (V, D); ids: (N,), negative ones counting from the end; out: (N, D).
 TAKE_ROWS = r"""
-extern "C" __global__ void NAME(const T* table, const int* ids, T* out, int count) {
+extern "C" __global__ void NAME(const T* table, const int* ids, T* out, int count, int size) {
   constexpr int PARTS = D / Vec<T>::W;
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (size_t)count * PARTS) return;
   int id = ids[i / PARTS];
-  store<T>(out, i, load<T>(table, (size_t)(id < 0 ? id + V : id) * PARTS + i % PARTS));
+  store<T>(out, i, load<T>(table, (size_t)(id < 0 ? id + size : id) * PARTS + i % PARTS));
+}
+"""
+
+# g: (N, D); places, targets: (N,), of which a negative target has no row; out: (M, D). No place twice.
+PUT_ROWS = r"""
+extern "C" __global__ void NAME(const T* g, const int* places, const int* targets, T* out, int count) {
+  constexpr int PARTS = D / Vec<T>::W;
+  size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (size_t)count * PARTS || targets[i / PARTS] < 0) return;
+  store<T>(out, (size_t)places[i / PARTS] * PARTS + i % PARTS, load<T>(g, i));
+}
+"""
+
+# x: any number of float32 values; index: (N,); out: (N,) SCALE times those.
+SPREAD = r"""
+extern "C" __global__ void NAME(const float* x, const int* index, T* out, int count) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = static_cast<T>(SCALE * x[index[i]]);
+}
+"""
+
+# The same from T to float32.
+COLLECT = r"""
+extern "C" __global__ void NAME(const T* x, const int* index, float* out, int count) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = SCALE * static_cast<float>(x[index[i]]);
 }
 """
 
