@@ -14,6 +14,7 @@ CONSTANTS = [
     ("DEQUANTIZE", {"GROUP": 64}),
     ("TAKE_ROWS", {"D": 2048}),
     ("PUT_ROWS", {"D": 2048}),
+    ("SCALE_BY", {}),
     ("SPREAD", {"SCALE": 20.0}),
     ("COLLECT", {"SCALE": 0.1}),
     ("ADD_ROWS", {"D": 2048, "THREADS": 256}),

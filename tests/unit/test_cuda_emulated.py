@@ -150,7 +150,9 @@ def test_numbers_are_spread_and_collected(emulated: list[str]) -> None:
     x, index = normal(11), mx.array([3, 3, 0, 10], dtype=mx.int32)
     assert mx.array_equal(kernels.spread(x, index, 2.5, mx.float32), 2.5 * x[index])
     assert mx.array_equal(kernels.collect(x, index, 0.1), 0.1 * x[index])
-    assert emulated == ["SPREAD", "COLLECT"]
+    matrix = normal(3, 12)
+    assert mx.array_equal(kernels.scale(matrix, mx.array(0.3)), 0.3 * matrix)
+    assert emulated == ["SPREAD", "COLLECT", "SCALE_BY"]
 
 
 @pytest.mark.parametrize("ids", [[3, 0, 8, 3, 3, 0, 3, 3, 3, 3], [5], [1] * 13, list(range(9))], ids=str)

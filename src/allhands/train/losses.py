@@ -70,11 +70,18 @@ def linear_cross_entropy(
         primals: mx.array | tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
     ) -> tuple[mx.array, ...]:
         wanted = (primals,) if isinstance(primals, mx.array) else primals
-        return tuple((outputs[i + 1] * cotangents[0]).astype(primal.dtype) for i, primal in enumerate(wanted))
+        return tuple(_scaled(outputs[i + 1], cotangents[0], primal.dtype) for i, primal in enumerate(wanted))
 
     loss: Any = mx.custom_function(forward)
     loss.vjp(backward)
     return loss(hidden, weight)[0] if train_weight else loss(hidden)[0]
+
+
+def _scaled(gradient: mx.array, factor: mx.array, dtype: mx.Dtype) -> mx.array:
+    """``gradient * factor`` in ``dtype``, for a float32 scalar."""
+    if gradient.dtype == dtype and kernels.available() and kernels.suits(gradient):
+        return kernels.scale(gradient, factor)
+    return (gradient * factor).astype(dtype)
 
 
 def eager_linear_cross_entropy(
@@ -162,26 +169,36 @@ def _rows_of_chunk(weight: mx.array, rows: int) -> int:
 
 def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool) -> tuple[mx.array, ...]:
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
-    total = mx.zeros((), dtype=mx.float32)
-    grads: list[mx.array] = []
-    grad_weight: mx.array | None = None
     size = _rows_of_chunk(weight, hidden.shape[0])
     if train_weight and kernels.available() and launches_directly(os.environ):
         # The gradient takes the logits' place. Fewer rows would save less than the gradients of the weight take, of
         # which there is one for each chunk.
         size = max(size, 4 * weight.shape[1])
+    losses: list[mx.array] = []
+    grads: list[mx.array] = []
+    parts: list[mx.array] = []
     for rows, matrix, wanted in _chunks(hidden, weight, targets, size):
         if grads:
             # One after the other: the evaluator would make the logits of several chunks ahead.
             rows = cast("mx.array", mx.depends(rows, [grads[-1]]))
-        value, grad_logits = _chunk_in_graph(rows, matrix, wanted)
-        total = total + value
+        each, grad_logits = _chunk_in_graph(rows, matrix, wanted)
+        losses.append(each)
         grads.append(grad_logits @ matrix)
         if train_weight:
-            part = (grad_logits.T @ rows).astype(mx.float32)
-            grad_weight = part if grad_weight is None else grad_weight + part
-    first = (total, mx.concatenate(grads) if grads else mx.zeros_like(hidden))
-    return (*first, mx.zeros_like(weight) if grad_weight is None else grad_weight) if train_weight else first
+            parts.append(grad_logits.T @ rows)
+    if not grads:
+        nothing = (mx.zeros((), dtype=mx.float32), mx.zeros_like(hidden))
+        return (*nothing, mx.zeros_like(weight)) if train_weight else nothing
+    found = (_together(losses).sum(), _together(grads))
+    if not train_weight:
+        return found
+    # In float32, because several are rounded once then.
+    first, *others = parts
+    return (*found, sum((part.astype(mx.float32) for part in others), first.astype(mx.float32)) if others else first)
+
+
+def _together(arrays: list[mx.array]) -> mx.array:
+    return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
@@ -191,18 +208,18 @@ def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> m
 
 
 def _chunk_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """(N,) losses, 0 for padding, and their gradient in the logits."""
     logits = hidden @ weight.T
     fits = kernels.available() and kernels.suits(logits)
     if fits and chosen("cross_entropy", "cuda", logits.dtype, 0, logits.shape[-1:]) != PLAIN:
-        losses, gradient = kernels.cross_entropy(logits, targets)
-        return losses.sum(), gradient
+        return kernels.cross_entropy(logits, targets)
     logits = logits.astype(mx.float32)
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
     counts = (targets >= 0)[:, None]
     picked = mx.take_along_axis(logits, mx.maximum(targets, 0)[:, None], axis=-1)
     hot = mx.arange(logits.shape[-1])[None, :] == targets[:, None]
     grad = mx.where(counts, mx.exp(logits - normaliser) - hot, 0.0)
-    return mx.where(counts, normaliser - picked, 0.0).sum(), grad.astype(hidden.dtype)
+    return mx.where(counts, normaliser - picked, 0.0).squeeze(-1), grad.astype(hidden.dtype)
 
 
 def _chunk_in_numpy(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:

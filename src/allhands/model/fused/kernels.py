@@ -72,6 +72,12 @@ def put_rows(rows: mx.array, places: mx.array, targets: mx.array, size: int) -> 
     return work.run(inputs, [((size, features), rows.dtype)])[0]
 
 
+def scale(x: mx.array, factor: mx.array) -> mx.array:
+    """``x`` times a float32 scalar, in the type of ``x``."""
+    work = _Work("SCALE_BY", x.dtype, {}, (x.size,), x.size // width(x.dtype))
+    return work.run([x, factor], [(x.shape, x.dtype)])[0]
+
+
 def spread(x: mx.array, index: mx.array, scale: float, dtype: mx.Dtype) -> mx.array:
     """``(scale * x[index]).astype(dtype)`` for (M,) float32 and (N,) int32."""
     work = _Work("SPREAD", dtype, {"SCALE": scale}, (index.size,), index.size)

@@ -159,6 +159,19 @@ extern "C" __global__ void NAME(const T* g, const int* places, const int* target
 }
 """
 
+# x, out: (count,), whole vectors of them; factor: (1,) float32.
+SCALE_BY = r"""
+extern "C" __global__ void NAME(const T* x, const float* factor, T* out, int count) {
+  constexpr int W = Vec<T>::W;
+  size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count / W) return;
+  Vec<T> v = load<T>(x, i);
+  #pragma unroll
+  for (int j = 0; j < W; j++) v.v[j] = static_cast<T>(static_cast<float>(v.v[j]) * *factor);
+  store<T>(out, i, v);
+}
+"""
+
 # x: any number of float32 values; index: (N,); out: (N,) SCALE times those.
 SPREAD = r"""
 extern "C" __global__ void NAME(const float* x, const int* index, T* out, int count) {
