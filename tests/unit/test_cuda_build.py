@@ -29,6 +29,7 @@ CONSTANTS = [
     ("CROSS_ENTROPY", {"V": 128256, "INPLACE": 1}),
     ("SUM_OF_SQUARES", {}),
     ("ADAM", {}),
+    ("ADAM_MASTER", {}),
     ("RMS_NORM", {"EPS": 1e-5, "D": 2048, "RESIDUAL": 1}),
     ("RMS_NORM", {"EPS": 1e-5, "D": 576, "RESIDUAL": 0}),
     ("RMS_NORM_VJP", {"EPS": 1e-5, "D": 2048, "WARPS": 1, "RESIDUAL": 1, "TRAINED": 1}),

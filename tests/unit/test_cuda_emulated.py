@@ -238,6 +238,26 @@ def _parts_of(function: Callable[..., mx.array], arrays: list[mx.array]) -> tupl
     return taken[0], taken[1]
 
 
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("masters", [True, False])
+def test_adam(emulated: list[str], masters: bool, finite: bool) -> None:
+    gradient, weight = normal(7, 12), normal(7, 12, scale=2)
+    first, second = normal(7, 12, scale=0.1), mx.square(normal(7, 12))
+    factor, rate, b1, b2, eps, shrunk, root = 0.5, 1e-2, 0.9, 0.999, 1e-8, 0.99, 1.25
+    scalars = mx.array([factor, float(finite), rate, b1, b2, eps, shrunk, root, 1 - b1, 1 - b2])
+    g = factor * gradient
+    m, v = b1 * first + (1 - b1) * g, b2 * second + (1 - b2) * g * g
+    expected = [shrunk * weight - rate * m / (root * mx.sqrt(v) + eps), m, v] if finite else [weight, first, second]
+    kernel = kernels.adam_master if masters else kernels.adam
+    found = list(kernel(gradient, weight, (first, second), scalars))
+    if masters:
+        assert mx.array_equal(found[0], found[1])  # of one type here
+        found = found[1:]
+    for one, other in zip(found, expected, strict=True):
+        assert off(one, other) < 1e-6 if finite else mx.array_equal(one, other)
+    assert emulated == ["ADAM_MASTER" if masters else "ADAM"]
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 16), (3, 1, 8)])
 def test_rope(emulated: list[str], heads: int, kv_heads: int, features: int) -> None:
     x = normal(2, 5, heads + 2 * kv_heads, features)

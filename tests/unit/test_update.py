@@ -13,6 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
 from allhands.model.fused import kernels
 from allhands.train.optim import clip
@@ -134,6 +135,46 @@ def test_what_is_handed_to_the_kernel_makes_the_update_of_mlx(
     take(update, gradients(4), loss=float("nan"))
     for key, value in arrays(model, optimizer).items():
         assert value.tobytes() == before[key].tobytes(), key
+
+
+def test_float32_copies_are_updated_by_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are the copies rounded, and as MLX's operations make them."""
+
+    def half(optimizer: Any) -> tuple[Any, Any]:
+        model = network()
+        model.update(tree_map(lambda weight: weight.astype(mx.bfloat16), model.parameters()))
+        optimizer.masters = True
+        return model, optimizer
+
+    def steps(update: GraphUpdate) -> None:
+        for step in range(3):
+            take(update, [(name, g.astype(mx.bfloat16)) for name, g in gradients(step)])
+
+    expected = half(KernelAdamW(1e-2, weight_decay=0.3))
+    steps(GraphUpdate(*expected, None, compiled=False))
+    calls: list[mx.Dtype] = []
+
+    def by_hand(g: mx.array, master: mx.array, *rest: Any) -> tuple[mx.array, ...]:
+        calls.append(g.dtype)
+        new, m, v = adam_by_hand(g.astype(mx.float32), master, *rest)
+        return new.astype(g.dtype), new, m, v
+
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(kernels, "sum_of_squares", lambda x: mx.square(x.astype(mx.float32)).sum())
+    monkeypatch.setattr(kernels, "adam_master", by_hand)
+    found = half(KernelAdamW(1e-2, weight_decay=0.3))
+    steps(GraphUpdate(*found, None, compiled=True))
+    assert calls == [mx.bfloat16] * 3
+    for (name, one), (_, other) in zip(
+        flatten(found[0].trainable_parameters()), flatten(expected[0].trainable_parameters()), strict=True
+    ):
+        assert one.dtype == mx.bfloat16
+        # MLX's operations round the mean gradient to half precision.
+        pair = [np.array(array.astype(mx.float32)) for array in (one, other)]
+        np.testing.assert_allclose(*pair, rtol=2**-7, atol=2e-4, err_msg=name)
+    masters = [value for name, value in flatten(found[1].state) if name.endswith("master")]
+    assert masters
+    assert all(value.dtype == mx.float32 for value in masters)
 
 
 @pytest.mark.parametrize("name", OURS)

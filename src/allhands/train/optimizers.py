@@ -101,6 +101,10 @@ class KernelAdam(_Exact, optim.Adam):
             if len(types) == 1 and weight.size % kernels.width(weight.dtype) == 0:
                 new, state["m"], state["v"] = kernels.adam(gradient, weight, (state["m"], state["v"]), scalars)
                 return new
+            if MASTER in state and gradient.dtype == weight.dtype and weight.size % 4 == 0:
+                updated = kernels.adam_master(gradient, state[MASTER], (state["m"], state["v"]), scalars)
+                new, state[MASTER], state["m"], state["v"] = updated
+                return new
             scaled = gradient.astype(mx.float32) * factor
             if MASTER not in state:
                 scaled = scaled.astype(gradient.dtype)

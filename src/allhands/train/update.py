@@ -45,7 +45,7 @@ class GraphUpdate:
     def _by_kernels(self) -> bool:
         """Whether all weights are updated by kernels of our own."""
         optimizer, joined = self._optimizer, self._joined
-        if joined is None or not isinstance(optimizer, KernelAdam) or optimizer.masters or not kernels.available():
+        if joined is None or not isinstance(optimizer, KernelAdam) or not kernels.available():
             return False
         return _adam_form({str(i): array for i, array in enumerate(joined.weights())}) != PLAIN
 

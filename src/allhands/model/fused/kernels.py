@@ -243,6 +243,15 @@ def adam(
     return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))
 
 
+def adam_master(
+    gradient: mx.array, master: mx.array, moments: tuple[mx.array, mx.array], scalars: mx.array
+) -> tuple[mx.array, ...]:
+    """The weight in the type of ``gradient``, its float32 copy and the moments, float32 too, after :func:`adam`."""
+    work = _Work("ADAM_MASTER", gradient.dtype, {}, (master.size,), master.size // 4)
+    outputs = [(master.shape, gradient.dtype), *[(master.shape, mx.float32)] * 3]
+    return tuple(work.run([gradient, master, *moments, scalars], outputs))
+
+
 @dataclass(frozen=True)
 class _Work:
     """A call of a kernel.
