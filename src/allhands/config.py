@@ -107,6 +107,8 @@ class TrainConfig(_Strict):
     """Everything a fine-tuning run depends on."""
 
     VERB: ClassVar[str] = "train"
+    FIRST: ClassVar[tuple[str, ...]] = ()
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()
     # Keys that say where and how to run, not what is computed: ranks may differ in them.
     LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
         {

@@ -18,6 +18,9 @@ class PretrainConfig(TrainConfig):
     """Everything a pre-training run depends on."""
 
     VERB: ClassVar[str] = "pretrain"
+    # What comes first in the help, and what does not come at all, since a new model has no use for it.
+    FIRST: ClassVar[tuple[str, ...]] = ("data", "tokenizer", "shape", *NUMBERS, "dtype", "adapter_path")
+    HIDDEN: ClassVar[frozenset[str]] = frozenset({"model", "train", "fine_tune_type", "num_layers", "lora_parameters"})
 
     tokenizer: str = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
     shape: str = Field("llama-15m", description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.")
@@ -39,6 +42,9 @@ class PretrainConfig(TrainConfig):
     )
     # As everybody pre-trains: see docs/pretraining.md.
     adapter_path: str = Field("pretrained", description="Directory for the model, checkpoints, metrics, plot and logs.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the first weights and of the data's order.")
+    resume_adapter_file: str | None = Field(None, description="Weights to start from: model.safetensors of such a run.")
+    keep_best: bool = Field(True, description="Keep the model of the best validation loss beside the last: model-best.")
     data: str = Field(
         "", description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required."
     )
@@ -87,6 +93,8 @@ class PretrainConfig(TrainConfig):
             raise ValueError("--fine-tune-type: a model that knows nothing yet is trained in full")
         if self.num_layers not in (None, -1):
             raise ValueError("--num-layers is for fine-tuning; the blocks of a new model are --layers")
+        if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(call_default_factory=True):
+            raise ValueError("--lora-parameters is for fine-tuning: all of a new model is trained")
         if self.model != "demo":
             raise ValueError("--model is not used: the model is a new one, of --shape and --tokenizer")
         if self.block_size is not None and self.max_seq_length > self.block_size:

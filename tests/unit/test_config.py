@@ -13,6 +13,7 @@ from mlx_lm.lora import CONFIG_DEFAULTS
 from allhands.cli.demo import arguments, command_line, demo_config
 from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config, read_yaml
 from allhands.errors import ConfigError
+from allhands.pretrain_config import PretrainConfig
 
 
 def refused(flags: dict[str, Any], yaml_file: Path | None = None) -> ConfigError:
@@ -407,3 +408,19 @@ def test_the_fingerprint_is_that_of_what_ranks_must_share() -> None:
     assert build_config({"batch_size": 4, "adapter_path": "x", "cores_per_rank": 1}).fingerprint() == base.fingerprint()
     assert build_config({"batch_size": 5}).fingerprint() != base.fingerprint()
     assert set(TrainConfig.model_fields) >= TrainConfig.LOCAL_KEYS
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("num_layers", 4, "--num-layers is for fine-tuning"),
+        ("lora_parameters", {"rank": 4, "scale": 20.0, "dropout": 0.0}, "--lora-parameters is for fine-tuning"),
+        ("fine_tune_type", "lora", "is trained in full"),
+        ("model", "other", "--model is not used"),
+    ],
+)
+def test_what_is_for_fine_tuning_is_refused_in_pre_training(name: str, value: object, words: str) -> None:
+    given = {"tokenizer": "t", "data": "d"}
+    assert PretrainConfig.model_validate(given).fine_tune_type == "full"
+    with pytest.raises(ValueError, match=words):
+        PretrainConfig.model_validate({**given, name: value})

@@ -29,7 +29,7 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, kind))
-        for name in kind.model_fields
+        for name in dict.fromkeys([*kind.FIRST, *kind.model_fields])
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
@@ -49,11 +49,17 @@ def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:
         names[names.index(f"--{flag}")] = f"--{flag}/--no-{flag}"
     text = field.description or ""
     default = None if field.default_factory else field.default
-    if default is not None and default is not False and "[" not in text:
+    if default is not None and default is not False and default != "" and "[" not in text:
         text += f" [{'on' if default is True else default}]"
     return Annotated[
         kind | None,
-        typer.Option(*names, help=text, show_default=False, metavar=_metavar(field.annotation, kind)),
+        typer.Option(
+            *names,
+            help=text,
+            show_default=False,
+            metavar=_metavar(field.annotation, kind),
+            hidden=name in kind_of.HIDDEN,
+        ),
     ]
 
 
