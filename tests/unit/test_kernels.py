@@ -320,3 +320,18 @@ def test_the_oldest_kernels_go_when_there_are_too_many(
     put(Path(rank["TMPDIR"]), "libnewer.so")
     assert kernels.publish(rank) == 1  # those that are gone do not come back
     assert names(cache) == {"libnew.so", "libnewer.so"}
+
+
+def test_a_person_s_own_launching_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    environ = {"MLX_MAX_OPS_PER_BUFFER": "7"}
+    kernels.launch_directly(environ)
+    assert environ == {"MLX_MAX_OPS_PER_BUFFER": "7", "MLX_USE_CUDA_GRAPHS": "0"}
+    assert kernels.launches_directly(environ)
+    assert not kernels.launches_directly({})
+    assert not kernels.launches_directly({"MLX_USE_CUDA_GRAPHS": "1"})
+    # Metal would cut its commands by one of them.
+    monkeypatch.setattr(sys, "platform", "darwin")
+    elsewhere: dict[str, str] = {}
+    kernels.launch_directly(elsewhere)
+    assert elsewhere == {}

@@ -121,7 +121,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
-    launch_directly(os.environ)
+    if mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
+        launch_directly(os.environ)
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
