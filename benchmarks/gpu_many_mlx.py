@@ -50,13 +50,14 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     from gpu_many import batch_of
     from gpu_mlx import build, micro_batch, our_step
     from mlx.utils import tree_flatten
-    from rounds import ROUND, WARM_UP, in_rounds, rounds_of
+    from rounds import in_rounds, sizes_of
 
     from allhands.accelerator import detect, peak_memory_bytes
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed.reduce import barrier
 
-    accelerator, total = detect(), sum(WARM_UP) + ROUND * rounds_of(asked["steps"])
+    accelerator, sizes = detect(), sizes_of(asked["steps"])
+    total = sum(sizes)
     model = build(asked["work"])
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     step = our_step(
@@ -95,7 +96,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
         times, steps = in_rounds(run, asked["steps"], before=before)
     losses = [told[-1] for told in steps]
     at = 0
-    for seconds, size in zip(times, [*WARM_UP, *[ROUND] * rounds_of(asked["steps"])], strict=True):
+    for seconds, size in zip(times, sizes, strict=True):
         parts = zip(*(told[:-1] for told in steps[at : at + size]), strict=True)
         mine.append([seconds, *(sum(part) / size for part in parts)])
         at += size

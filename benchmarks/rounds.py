@@ -20,6 +20,11 @@ def rounds_of(steps: int) -> int:
     return max(1, steps // ROUND)
 
 
+def sizes_of(steps: int) -> list[int]:
+    """Steps of each round, of those that warm up too."""
+    return [*WARM_UP, *[ROUND] * rounds_of(steps)]
+
+
 def in_rounds(
     step: Callable[[bool], T], steps: int, *, before: Callable[[int], object] = lambda number: None
 ) -> tuple[list[float], list[T]]:
@@ -34,7 +39,7 @@ def in_rounds(
     """
     times: list[float] = []
     results: list[T] = []
-    for number, size in enumerate([*WARM_UP, *[ROUND] * rounds_of(steps)]):
+    for number, size in enumerate(sizes_of(steps)):
         before(number)
         began = time.perf_counter()
         results += [step(place + 1 < size) for place in range(size)]

@@ -189,16 +189,12 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
     if not grads:
         nothing = (mx.zeros((), dtype=mx.float32), mx.zeros_like(hidden))
         return (*nothing, mx.zeros_like(weight)) if train_weight else nothing
-    found = (_together(losses).sum(), _together(grads))
+    found = (mx.concatenate(losses).sum(), mx.concatenate(grads))
     if not train_weight:
         return found
     # In float32, because several are rounded once then.
     first, *others = parts
     return (*found, sum((part.astype(mx.float32) for part in others), first.astype(mx.float32)) if others else first)
-
-
-def _together(arrays: list[mx.array]) -> mx.array:
-    return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> mx.array:
