@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
         "--peers", type=partial(peer_list, PEERS), default=PEERS, help="comma-separated, of: %(default)s"
     )
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
-    parser.add_argument("--steps", type=positive, default=20, help="that count (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
     parser.add_argument(
         "--built",
         action="store_true",

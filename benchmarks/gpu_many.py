@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
-    parser.add_argument("--steps", type=positive, default=15, help="that count (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one measurement (%(default)s)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all of them; default: none")
     parser.add_argument("--scratch", type=Path, help="a directory for logs")

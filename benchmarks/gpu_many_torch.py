@@ -63,7 +63,8 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if cuda:
             torch.cuda.synchronize()
 
-    times, losses = in_rounds(lambda _more: train(called, optimizer, ids), asked["steps"], before=before)
+    times, means = in_rounds(lambda more: train(called, optimizer, ids, more), asked["steps"], before=before)
+    losses = [float(mean) for mean in means]
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (times, losses, torch.cuda.max_memory_allocated() if cuda else 0))
     return {

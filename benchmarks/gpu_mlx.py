@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from allhands.kernels import launch_directly  # allhands before MLX, for its BLAS
@@ -175,6 +176,10 @@ def show_profile(profiler: Any, steps: int) -> None:
     on_device = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     idle, waits = gaps([(event.time_range.start, event.time_range.end, event.name) for event in on_device])
     print(f"idle {idle / steps / 1e3:.1f} ms a step; the longest waits:", file=sys.stderr)
+    bounds = [0, 5, 30, 100, 1e9]
+    for low, high in pairwise(bounds):
+        among = [wait for wait, _, _ in waits if low <= wait < high]
+        print(f"from {low:g} us: {len(among) / steps:.0f}, {sum(among) / steps / 1e3:.2f} ms", file=sys.stderr)
     for length, before, after in waits[: 3 * steps : steps]:
         print(f"{length / 1e3:8.2f} ms between {before[:60]} and {after[:60]}", file=sys.stderr)
     for event in on_device:
@@ -185,7 +190,7 @@ def show_profile(profiler: Any, steps: int) -> None:
     print(
         f"kernels {total:.1f} ms a step, {sum(row[0] for row in rows.values()) / steps:.0f} launches", file=sys.stderr
     )
-    for name, (count, spent) in sorted(rows.items(), key=lambda item: -item[1][1])[:26]:
+    for name, (count, spent) in sorted(rows.items(), key=lambda item: -item[1][1])[:40]:
         print(f"{spent / steps / 1e3:8.2f} ms {count / steps:6.0f} x  {name}", file=sys.stderr)
 
 

@@ -7,7 +7,7 @@
 #
 # PYTHON        has allhands, the CUDA build of MLX (pip install 'mlx[cuda13]' or 'mlx[cuda12]') and mlx-lm
 # PYTHON_TORCH  has PyTorch with CUDA, transformers and peft (PYTHON, unless told otherwise)
-# WORKS, STEPS  what gpu.py measures (all four) and how many steps count (20; of gpu_many.py 15)
+# WORKS, STEPS  what gpu.py measures (all four) and how many steps count (30)
 # BUILT         1: all kernels are built side by side before gpu.py measures (first steps are then those of a later process)
 # GPUS          what gpu_many.py measures (of 1,2,4,8 those that are here)
 # MANY_WORKS    and on what (full,smol,lora)
@@ -48,10 +48,10 @@ run() {
   "$PYTHON" "$@" --write || failed="$failed $(basename "$1")"
 }
 run "$here/ceilings.py" --python "$pythons"
-run "$here/gpu.py" --python "$pythons" --peers "$peers" --steps "${STEPS:-20}" ${WORKS:+--works "$WORKS"} \
+run "$here/gpu.py" --python "$pythons" --peers "$peers" --steps "${STEPS:-30}" ${WORKS:+--works "$WORKS"} \
   ${BUILT:+--built}
 if [ "$gpus" -gt 1 ]; then
-  run "$here/gpu_many.py" --python "$pythons" --peers "$many" --steps "${STEPS:-15}" ${GPUS:+--gpus "$GPUS"} \
+  run "$here/gpu_many.py" --python "$pythons" --peers "$many" --steps "${STEPS:-30}" ${GPUS:+--gpus "$GPUS"} \
     ${MANY_WORKS:+--works "$MANY_WORKS"}
 fi
 "$PYTHON" "$here/regressions.py" --results "$ALLHANDS_BENCHMARK_RESULTS" || failed="$failed regressions.py"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-ROUND = 5
+ROUND = 10
 WARM_UP = (1, 2)  # the first step by itself, and two more
 T = TypeVar("T")
 

@@ -60,7 +60,7 @@ def test_usual_command_has_all_works_and_peers_but_the_quantised_one(bench: Any)
     options = bench.parse([])
     assert set(options.works) == {"full", "smol", "lora"}
     assert options.peers == ("allhands", "torch", "torch-compiled")
-    assert (options.steps, options.bucket_mb, options.gpus) == (15, (32.0,), None)
+    assert (options.steps, options.bucket_mb, options.gpus) == (30, (32.0,), None)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_ranks_of_pytorch_are_started_by_torchrun(bench: Any) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert words[:-1] == ["/t/python", *launcher, str(BENCHMARKS / "gpu_many_torch.py")]
     task = json.loads(words[-1])
-    assert (task["peer"], task["rows"], task["steps"]) == ("torch-compiled", 4, 15)
+    assert (task["peer"], task["rows"], task["steps"]) == ("torch-compiled", 4, 30)
 
 
 def test_ranks_together_have_the_tokens_of_one(bench: Any) -> None:
@@ -175,7 +175,7 @@ def found(bench: Any) -> dict[str, Any]:
     settings = {"nccl": {"NCCL_NVLS_ENABLE": "0"}}
     facts = {"cpu": "c", "cores": 2, "system": "Linux", "gpus": ["H200, 700 W"] * 4}
     told = {"date": "2026-01-01", "commit": "abc", "machine": facts, "versions": {"mlx": {"python": "3"}}}
-    return {**told, "settings": settings, "steps": 15, "works": works, "results": results}
+    return {**told, "settings": settings, "steps": 30, "works": works, "results": results}
 
 
 def test_efficiency_is_of_n_times_the_same_peer_alone(found: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ def test_table(bench: Any, found: dict[str, Any]) -> None:
     lines = bench.report(found).splitlines()
     over = "allhands over nccl, PyTorch DDP over nccl"
     assert (
-        lines[0] == f"15 steps, median of rounds of 5 (worst to best) of the slowest rank; {over}; NCCL_NVLS_ENABLE=0"
+        lines[0] == f"30 steps, median of rounds of 10 (worst to best) of the slowest rank; {over}; NCCL_NVLS_ENABLE=0"
     )
     ours = "| 95.0 % | 100.0 ms | 90.0 ms | 2.0 GB | 3.0 s | 11.000, 10.500 |"
     assert f"| full, 4 GPUs | allhands | 380 (190 to 475) {ours}" in lines
