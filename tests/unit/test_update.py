@@ -177,6 +177,32 @@ def test_float32_copies_are_updated_by_their_kernel(monkeypatch: pytest.MonkeyPa
     assert all(value.dtype == mx.float32 for value in masters)
 
 
+def test_the_state_of_single_weights_is_shown_to_those_who_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not otherwise: thousands of views would cost every step some milliseconds."""
+    model, optimizer = network(), KernelAdamW(WARM_UP)
+    update = GraphUpdate(model, optimizer, None, compiled=False)
+    named: list[int] = []
+    leaves: Any = update.leaves
+    plain = leaves.named
+    monkeypatch.setattr(leaves, "named", lambda wholes: (named.append(1), plain(wholes))[1])
+    in_graph(update, range(3))
+    assert len(named) == 3  # the weights
+    assert number(optimizer.learning_rate) == pytest.approx(number(WARM_UP(mx.array(2))))
+    assert number(optimizer.step) == 3
+    assert len(named) == 3
+    seen = dict(flatten(optimizer.state))
+    assert len(named) == 3 + 2  # and both moments
+    assert {name: value.shape for name, value in seen.items() if name.endswith(".m")} == {
+        f"{name}.m": value.shape for name, value in flatten(model.trainable_parameters())
+    }
+    in_graph(update, range(3, 4))
+    # What was seen is not kept by the optimizer, which it would need for as long as nobody looks.
+    hidden = [value for name, value in flatten(optimizer.present_state) if name.endswith((".m", ".v"))]
+    assert all(value.size == 1 for value in hidden)
+    again = dict(flatten(optimizer.state))
+    assert not any(mx.array_equal(seen[name], again[name]) for name in seen if name.endswith(".m"))
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_restored_state_goes_on_to_the_same_bits(name: str) -> None:
     whole, optimizer = network(), OURS[name]()

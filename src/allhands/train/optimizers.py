@@ -6,6 +6,8 @@ see :class:`allhands.model.fused.leaves.Leaves`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +31,53 @@ class Optimizer(optim.Optimizer):
 
     masters = False
     matrices_only = False
+    _show: Callable[[], None] | None = None
+
+    @property
+    def state(self) -> Any:
+        """As in MLX; brought up to date first, where that was put off."""
+        show, self._show = self._show, None
+        if show is not None:
+            show()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._show = None
+        # What a property of MLX's own class does.
+        self._initialized, self._state = False, state
+
+    @property
+    def present_state(self) -> Any:
+        """:attr:`state` as it is, without what was put off."""
+        return self._state
+
+    # Both are always up to date.
+    @property
+    def step(self) -> Any:
+        return self._state["step"]
+
+    @property
+    def learning_rate(self) -> Any:
+        return self._state["learning_rate"]
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: float | mx.array) -> None:
+        self._state["learning_rate"] = mx.array(learning_rate)
+
+    def show_later(self, show: Callable[[], None]) -> None:
+        """Have ``show`` called before anybody looks at :attr:`state`: for what costs time and is rarely asked for."""
+        self._show = show
+
+    @contextmanager
+    def computing_with(self, state: Any) -> Generator[None]:
+        """Take ``state`` for this optimizer's while it computes."""
+        kept, show, begun = self._state, self._show, self._initialized
+        self.state = state
+        try:
+            yield
+        finally:
+            self._state, self._show, self._initialized = kept, show, begun
 
     def decays(self, weight: mx.array) -> bool:
         """Whether weight decay is for ``weight``."""

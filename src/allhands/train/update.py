@@ -6,7 +6,8 @@ and whether all numbers are finite is decided where they are, so that the host n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +19,10 @@ from allhands.model.choices import PLAIN, chosen
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
 from allhands.train.optim import clip
-from allhands.train.optimizers import KernelAdam
+from allhands.train.optimizers import KernelAdam, Optimizer
 from allhands.trees import flatten, unflatten
 
+_HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 
@@ -104,9 +106,8 @@ class GraphUpdate:
     ) -> tuple[Any, Any, mx.array]:
         divisor = mx.maximum(num_targets, 1.0)
         optimizer = self._optimizer
-        kept = optimizer.state
-        optimizer.state = tree_map(lambda x: x, state)  # a copy of the tree, which the optimizer changes
-        try:
+        # Of a copy of the tree, which the optimizer changes.
+        with _computing_with(optimizer, tree_map(lambda x: x, state)):
             if isinstance(optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN:
                 norm = mx.sqrt(sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))) / divisor
                 finite = mx.isfinite(norm) & mx.isfinite(loss)
@@ -119,14 +120,27 @@ class GraphUpdate:
             finite = mx.isfinite(norm) & mx.isfinite(loss)
             new = optimizer.apply_gradients(mean, weights)
             return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
-        finally:
-            optimizer.state = kept
 
 
 def initialise(optimizer: optim.Optimizer, model: nn.Module) -> None:
     """Make the optimizer's state of the model's weights, if it has none."""
     if not optimizer.state.keys() - {"step", "learning_rate"}:
         optimizer.init(model.trainable_parameters())
+
+
+@contextmanager
+def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
+    """Take ``state`` for the optimizer's for a while."""
+    if isinstance(optimizer, Optimizer):
+        with optimizer.computing_with(state):
+            yield
+        return
+    kept = optimizer.state
+    optimizer.state = state
+    try:
+        yield
+    finally:
+        optimizer.state = kept
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
@@ -157,9 +171,10 @@ class _Joined:
         self._weights: list[mx.array] = []
         self._state: dict[str, Any] = {}
         weights = self._join([place.array for place in self._places])
-        names = list(self._homes[0])
-        moments = {name: self._join([home[name] for home in self._homes]) for name in names}
-        state = {str(i): {name: moments[name][i] for name in names} for i in range(len(weights))}
+        self._names = list(self._homes[0])
+        self._shown = True
+        moments = {name: self._join([home[name] for home in self._homes]) for name in self._names}
+        state = {str(i): {name: moments[name][i] for name in self._names} for i in range(len(weights))}
         # Views from the first step on: products may depend on where in memory their factors lie, in the last bits.
         self.put(weights, {**state, **self._others()})
         mx.eval(self._weights, self._state)
@@ -173,7 +188,12 @@ class _Joined:
 
     def _others(self) -> dict[str, mx.array]:
         """The optimizer's state that belongs to no weight."""
-        return {name: value for name, value in self._optimizer.state.items() if isinstance(value, mx.array)}
+        return {name: value for name, value in self._present().items() if isinstance(value, mx.array)}
+
+    def _present(self) -> Any:
+        """The optimizer's state, whether or not that of single weights is up to date."""
+        optimizer = self._optimizer
+        return optimizer.present_state if isinstance(optimizer, Optimizer) else optimizer.state
 
     def _join(self, arrays: list[mx.array]) -> list[mx.array]:
         return self.leaves.joined({place.name: array for place, array in zip(self._places, arrays, strict=True)})
@@ -200,10 +220,28 @@ class _Joined:
         self._views = [array for _, array in self.leaves.named(weights)]
         for place, view in zip(self._places, self._views, strict=True):
             place.module[place.key] = view
-        for name in self._homes[0]:
-            moments = self.leaves.named([self._state[str(i)][name] for i in range(len(weights))])
-            for home, (_, array) in zip(self._homes, moments, strict=True):
-                home[name] = array
+        present = self._present()
         for name, value in state.items():
             if name not in self._state:
-                self._optimizer.state[name] = value
+                present[name] = value
+        optimizer = self._optimizer
+        if isinstance(optimizer, Optimizer):
+            self._hide()
+            optimizer.show_later(self._show)
+        else:
+            self._show()
+
+    def _show(self) -> None:
+        """Give the optimizer its arrays for each weight: thousands of views, for which a step has no time."""
+        self._shown = True
+        for name in self._names:
+            moments = self.leaves.named([self._state[str(i)][name] for i in range(len(self._weights))])
+            for home, (_, array) in zip(self._homes, moments, strict=True):
+                home[name] = array
+
+    def _hide(self) -> None:
+        """Take back views that are no longer true, which would keep what they are of."""
+        if self._shown:
+            self._shown = False
+            for home in self._homes:
+                home.update(dict.fromkeys(self._names, _HIDDEN))
