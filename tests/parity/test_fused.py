@@ -11,13 +11,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tiny import write_model
 
 from allhands.model.documents import caches_for
-from allhands.model.fused import kernels, ops
-from allhands.model.fused.blocks import count_fused, fuse
+from allhands.model.fused import blocks, kernels, ops
+from allhands.model.fused.blocks import count_fused, fuse, kept_bytes
+from allhands.model.fused.linear import products_of
 from allhands.model.split import split
 from allhands.trees import flatten
 
@@ -89,6 +91,36 @@ def test_a_model_in_fast_forms_computes_the_same(paths: dict[str, Path], method:
     for name, gradient in gradients.items():
         assert mx.abs(gradient).max().item() > 0, name
         assert relative(found[name], gradient) < 2e-4, name
+
+
+def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept as far as there is room, of adapted layers alone; no number differs."""
+    found: list[dict[str, mx.array]] = []
+    for room, share in ((0, 0.0), (10**9, 1.0)):
+        monkeypatch.setattr(blocks, "device_memory", lambda room=room: 32 * room)
+        model = model_for(paths, "qlora", mx.float32)
+        fuse(model, LENGTH)
+        every = sum(layer.linear.weight.size * 8 * 4 for layer in adapters_of(model))
+        assert kept_bytes(model) == share * every
+        found.append(loss_and_gradients(model, documents=False)[1])
+    assert all(mx.array_equal(found[0][name], found[1][name]) for name in found[0])
+    one = max(product.keep_dense(10**9) for product in products_of(model.modules()))
+    monkeypatch.setattr(blocks, "device_memory", lambda: 32 * (one + 1))
+    model = model_for(paths, "qlora", mx.float32)
+    fuse(model, LENGTH)
+    assert 0 < kept_bytes(model) <= one + 1
+    dropping = model_for(paths, "qlora", mx.float32)
+    for layer in adapters_of(dropping):
+        layer.dropout = nn.Identity()  # as one that is told what to drop
+    fuse(dropping, LENGTH)
+    assert kept_bytes(dropping) == 0
+    plain = model_for(paths, "lora", mx.float32)
+    fuse(plain, LENGTH)
+    assert kept_bytes(plain) == 0
+
+
+def adapters_of(model: Any) -> list[LoRALinear]:
+    return [module for module in model.modules() if isinstance(module, LoRALinear)]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -213,6 +245,28 @@ def test_kernel_swiglu(dtype: mx.Dtype) -> None:
     same, again = kernels.swiglu_vjp(x, cotangent, again=True)
     assert mx.array_equal(same, found)
     assert mx.array_equal(again, actual)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (16, 4, 32)], ids=str)
+def test_kernel_swiglu_adapted(dtype: mx.Dtype, ranks: tuple[int, int, int]) -> None:
+    (gate, up, down), rows, features = ranks, 83, 544
+    x, cotangent = normal(rows, 2 * features, dtype=dtype), normal(rows, features, dtype=dtype)
+    inner, cinner = normal(rows, gate + up, dtype=dtype), normal(rows, down, dtype=dtype)
+    a = normal(features, down, dtype=dtype, scale=0.3)
+    first, second = (normal(rank, features, dtype=dtype, scale=0.3) for rank in (gate, up))
+    b = mx.concatenate([mx.pad(first, [(0, 0), (0, features)]), mx.pad(second, [(0, 0), (features, 0)])])
+    wide = [array.astype(mx.float32) for array in (x, inner, b, cotangent, cinner, a)]
+    with mx.stream(mx.cpu):  # which keeps all of float32 in products
+        whole = wide[3] + wide[4] @ wide[5].T
+        (expected,), (gradient,) = mx.vjp(lambda x: ops.plain_swiglu(x + wide[1] @ wide[2]), [wide[0]], [whole])
+        mx.eval(expected, gradient)
+    assert relative(kernels.swiglu_adapted(x, inner, b, (gate, up)), expected) < CLOSE[dtype]
+    found, again = kernels.swiglu_adapted_vjp(x, inner, b, (gate, up), cotangent, cinner, a)
+    assert relative(found, gradient) < CLOSE[dtype]
+    assert relative(again, expected) < CLOSE[dtype]
 
 
 @needs_gpu

@@ -21,7 +21,7 @@ from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import install_dropout
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
-from allhands.model.fused.linear import Product
+from allhands.model.fused.linear import Product, products_of
 from allhands.train.gradient import make_gradient, make_joined_gradient
 from allhands.train.step import TrainStep
 from allhands.train.update import GraphUpdate
@@ -102,7 +102,7 @@ def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkey
 
 
 def products(model: Any) -> list[Product]:
-    return leaves._products(model.modules())
+    return products_of(model.modules())
 
 
 def test_adapters_are_one_array_and_all_products_get_their_factors_from_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
 from allhands.errors import ModelError
 from allhands.model.choices import Choices, Problem
-from allhands.model.fused.blocks import count_fused
+from allhands.model.fused.blocks import count_fused, kept_bytes
 from allhands.model.split import split
 from allhands.train.operations import problems, sizes_of
 
@@ -88,7 +88,11 @@ def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
 
 def _blocks(model: Any) -> str:
     fused = count_fused(model)
-    return f"{fused} in fast forms for this GPU" if fused else "as the model's own"
+    if not fused:
+        return "as the model's own"
+    kept = kept_bytes(model)
+    words = f", dense copies of quantised weights that a step needs twice kept in {kept / 1e9:.1f} GB" if kept else ""
+    return f"{fused} in fast forms for this GPU{words}"
 
 
 def _loss(model: Any) -> str:

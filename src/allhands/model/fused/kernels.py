@@ -18,6 +18,8 @@ from allhands.trees import number
 
 _BLOCK = 256
 _TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+_HALF = (mx.bfloat16, mx.float16)
+_MOST_RANK = 32
 # Four blocks a multiprocessor of the largest GPUs.
 _NORM_BLOCKS = 528
 # So much of a row a warp holds without running out of registers.
@@ -143,13 +145,13 @@ def swiglu_adapted_vjp(
 
 def fits_adapted(features: int, dtype: mx.Dtype, ranks: Sequence[int]) -> bool:
     """Whether the kernels of an adapted SwiGLU know such ranks: so many that a thread can keep their factors."""
-    return features % 4 == 0 and all(rank in (4, 8) and rank % width(dtype) == 0 for rank in ranks)
+    return dtype in _HALF and features % 32 == 0 and all(rank % 2 == 0 and rank <= _MOST_RANK for rank in ranks)
 
 
 def _swiglu_adapted(name: str, x: mx.array, ranks: tuple[int, int], more: Mapping[str, int]) -> _Work:
     rows, features = x.shape[0], x.shape[1] // 2
     constants = {"F": features, "R": sum(ranks), "GATE": ranks[0], "UP": ranks[1], **more}
-    blocks = -(-features // (4 * _BLOCK)) * -(-rows // 32)
+    blocks = -(-features // _BLOCK) * -(-rows // 64)
     return _Work(name, x.dtype, constants, (rows,), blocks * _BLOCK)
 
 
@@ -297,7 +299,7 @@ def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | floa
     full = re.sub(r"\W", "_", "_".join(["allhands", name.lower(), _TYPES[dtype], *words]))
     defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)
     body = (vars(sources).get(name) or vars(sums)[name]).replace("NAME", full)
-    return full, f"{sources.HEADER}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
+    return full, f"{sources.NUMBERS}{sources.HEADER}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
 
 
 @cache

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from allhands.model.fastmath import with_vjp
 from allhands.model.fused import kernels
-from allhands.model.fused.linear import Product, TypedLoRALinear, drops
+from allhands.model.fused.linear import Product, drops, products_of
 from allhands.trees import flatten
 
 _ALIGNED = 64  # values, so that rows begin where vectors may
@@ -101,7 +101,7 @@ class Leaves:
         self._places = [_Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in trained]
         # A layer that computes its forward pass again is handed its own arrays, and nothing else.
         again = any(hasattr(module, "_recomputes") for module in modules.values())
-        products = [] if again else _products(modules.values())
+        products = [] if again else products_of(modules.values())
         packed = _Packed.of(self._places, products, apart=apart)
         self._spreads: list[_Packed | _Views] = [packed] if packed else _views(self._places, products, apart=apart)
 
@@ -149,15 +149,6 @@ class Leaves:
     def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
         """The reverse of :meth:`named`."""
         return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
-
-
-def _products(modules: Any) -> list[Product]:
-    """All products of linear layers: groups, and adapted layers that are in none."""
-    modules = list(modules)
-    groups = [module._group.product for module in modules if hasattr(module, "_group")]
-    grouped = {id(layer) for product in groups for layer in product.layers}
-    alone = [m.product for m in modules if isinstance(m, TypedLoRALinear) and id(m) not in grouped]
-    return groups + alone
 
 
 class _Views:

@@ -7,7 +7,7 @@ their input with their float32 weights as masters, and layers that share an inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -105,7 +105,11 @@ def _update(layer: Any, x: mx.array) -> mx.array:
 
 def drops(layer: Any) -> bool:
     """Whether ``layer`` leaves out some of its input now."""
-    return isinstance(layer, LoRALinear) and layer.training and type(layer.dropout) is not nn.Dropout
+    return layer.training and _may_drop(layer)
+
+
+def _may_drop(layer: Any) -> bool:
+    return isinstance(layer, LoRALinear) and type(layer.dropout) is not nn.Dropout
 
 
 def base_of(layer: Any) -> Any:
@@ -124,6 +128,30 @@ class Product:
         self.layers = list(layers)
         self._frozen = frozen
         self._given: tuple[mx.array, ...] | None = None
+        self._kept: mx.array | None = None
+
+    def keep_dense(self, most_bytes: int) -> int:
+        """Make the dense weight once, for good, if it would be made twice a step; returns its bytes.
+
+        That is one of an adapted quantised product, which the backward pass needs again. 0 if it is not such a one, or
+        would take more than ``most_bytes``.
+        """
+        weight = self._weight
+        # Where something is dropped layers compute by themselves.
+        if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(map(_may_drop, self.layers)):
+            return 0
+        # 32 bits a word.
+        size = weight.weight.size * 32 // weight.bits * weight.scales.dtype.size
+        if size > most_bytes:
+            return 0
+        self._kept = dequantized(weight)
+        mx.eval(self._kept)
+        return size
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the dense weight that is kept."""
+        return 0 if self._kept is None else self._kept.nbytes
 
     def give(self, arrays: mx.array | tuple[mx.array, ...] | None) -> None:
         """Compute with these, not with what the layers have: their weights as one, or (K, R) and (R, N) factors."""
@@ -213,8 +241,19 @@ class Product:
         return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
 
     def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
+        if (kept := self._kept) is not None:
+            return lambda: kept
         joined = self._frozen if self._frozen is not None else bases[0]
         return (lambda: dequantized(joined)) if isinstance(joined, nn.QuantizedLinear) else lambda: joined.weight
+
+
+def products_of(modules: Iterable[Any]) -> list[Product]:
+    """All products of linear layers: groups, and adapted layers that are in none."""
+    modules = list(modules)
+    groups = [module._group.product for module in modules if hasattr(module, "_group")]
+    grouped = {id(layer) for product in groups for layer in product.layers}
+    alone = [m.product for m in modules if isinstance(m, TypedLoRALinear) and id(m) not in grouped]
+    return groups + alone
 
 
 def _together(arrays: Sequence[mx.array]) -> mx.array:

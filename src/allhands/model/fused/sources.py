@@ -7,9 +7,9 @@ the end, as the matrix products beside them do it. Nothing is included: headers 
 
 from __future__ import annotations
 
-HEADER = r"""
+# Half precision: what needs instructions of the GPU's own.
+NUMBERS = r"""
 typedef unsigned int uint32;
-#define INFINITY __int_as_float(0x7f800000)
 
 struct float16 {
   unsigned short bits;
@@ -29,8 +29,6 @@ struct bfloat16 {
   __device__ __forceinline__ operator float() const { return __uint_as_float((uint32)bits << 16); }
 };
 
-typedef float float32;
-
 // Two values in one word, the first in its lower half; half the conversions.
 __device__ __forceinline__ uint32 pair(float first, float second, bfloat16) {
   uint32 both;
@@ -43,6 +41,26 @@ __device__ __forceinline__ uint32 pair(float first, float second, float16) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
   return both;
 }
+
+// to (16, 8) += left (16, 8) @ right (8, 8) by a warp. Thread i holds columns 2 (i % 4) and the next of rows i / 4 and
+// i / 4 + 8 of the first two, and rows 2 (i % 4) and the next of column i / 4 of the third.
+__device__ __forceinline__ void add_product(float (&to)[4], const uint32 (&left)[2], uint32 right, bfloat16) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+      : "r"(left[0]), "r"(left[1]), "r"(right));
+}
+
+__device__ __forceinline__ void add_product(float (&to)[4], const uint32 (&left)[2], uint32 right, float16) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+      : "r"(left[0]), "r"(left[1]), "r"(right));
+}
+"""
+
+HEADER = r"""
+#define INFINITY __int_as_float(0x7f800000)
+
+typedef float float32;
 
 template <typename U>
 struct alignas(16) Vec {
@@ -70,30 +88,8 @@ __device__ __forceinline__ Quad<U> quad(const U* p, size_t i) {
   return reinterpret_cast<const Quad<U>*>(p)[i];
 }
 
-template <typename U>
-__device__ __forceinline__ void widen(float (&to)[4], const Quad<U>& x) {
-  #pragma unroll
-  for (int j = 0; j < 4; j++) to[j] = static_cast<float>(x.v[j]);
-}
-
-// to += inner[0:N] @ factors
-template <typename U, int N>
-__device__ __forceinline__ void add_products(float (&to)[4], const U* inner, const float (&factors)[N][4]) {
-  constexpr int W = Vec<U>::W;
-  #pragma unroll
-  for (int part = 0; part < N / W; part++) {
-    Vec<U> v = load<U>(inner, part);
-    #pragma unroll
-    for (int k = 0; k < W; k++) {
-      float value = static_cast<float>(v.v[k]);
-      #pragma unroll
-      for (int j = 0; j < 4; j++) to[j] = fmaf(value, factors[part * W + k][j], to[j]);
-    }
-  }
-}
-
 __device__ __forceinline__ float logistic(float x) {
-  return 1.f / (1.f + __expf(-x));
+  return __fdividef(1.f, 1.f + __expf(-x));
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -263,81 +259,164 @@ extern "C" __global__ void NAME(const T* x, const T* c, T* out, T* y, int rows) 
 }
 """
 
-# As SWIGLU of x + inner @ b, inner: (N, R) and b: (R, 2 F), whose first GATE rows belong to gate and the UP after them
-# to up; the other quarters are zeros. A thread takes four columns of both, whose factors it keeps, through 32 rows:
-# written out, inner @ b would be as large as x.
-SWIGLU_ADAPTED = r"""
-extern "C" __global__ void NAME(const T* x, const T* inner, const T* b, T* out, int rows) {
-  constexpr int BLOCKS = (F / 4 + 255) / 256;
-  const int column = (blockIdx.x % BLOCKS) * 256 + threadIdx.x;
-  if (column >= F / 4) return;
-  float gates[GATE][4], ups[UP][4];
+# What the next two have in common. A warp takes 32 columns through ROWS rows, 16 at a time, in four products of eight
+# columns each; so that a thread's eight columns stand side by side, the products' columns are shared out by turns:
+# column 8 (i / 2) + 2 j + i % 2 is column i of product j.
+_WARPS = r"""
+constexpr int ROWS = 64;
+
+// Factors (K, 32) of which from[k * down + column * right] is one, two of a column in a word.
+template <int K>
+__device__ __forceinline__ void columns_of(uint32 (&to)[(K + 7) / 8][4], const T* from, size_t down, size_t right) {
+  const int i = threadIdx.x % 32 / 4;
   #pragma unroll
-  for (int r = 0; r < GATE; r++) widen(gates[r], quad(b + (size_t)r * 2 * F, column));
-  #pragma unroll
-  for (int r = 0; r < UP; r++) widen(ups[r], quad(b + (size_t)(GATE + r) * 2 * F + F, column));
-  const size_t first = (size_t)(blockIdx.x / BLOCKS) * 32;
-  #pragma unroll 2
-  for (int k = 0; k < 32; k++) {
-    const size_t row = first + k;
-    if (row >= rows) return;
-    float gate[4], up[4];
-    widen(gate, quad(x + row * 2 * F, column));
-    widen(up, quad(x + row * 2 * F + F, column));
-    add_products(gate, inner + row * R, gates);
-    add_products(up, inner + row * R + GATE, ups);
-    Quad<T> y;
+  for (int part = 0; part < (K + 7) / 8; part++) {
+    const int k = part * 8 + threadIdx.x % 4 * 2;
     #pragma unroll
-    for (int j = 0; j < 4; j++) y.v[j] = static_cast<T>(gate[j] * logistic(gate[j]) * up[j]);
-    reinterpret_cast<Quad<T>*>(out + row * F)[column] = y;
+    for (int j = 0; j < 4; j++) {
+      const T* at = from + k * down + (i / 2 * 8 + 2 * j + i % 2) * right;
+      to[part][j] = k < K ? at[0].bits | (uint32)at[down].bits << 16 : 0;
+    }
+  }
+}
+
+// Factors (2, K) of two rows.
+template <int K>
+__device__ __forceinline__ void rows_of(uint32 (&to)[(K + 7) / 8][2], const T* first, const T* second) {
+  #pragma unroll
+  for (int part = 0; part < (K + 7) / 8; part++) {
+    const int k = part * 8 + threadIdx.x % 4 * 2;
+    to[part][0] = k < K ? *reinterpret_cast<const uint32*>(first + k) : 0;
+    to[part][1] = k < K ? *reinterpret_cast<const uint32*>(second + k) : 0;
+  }
+}
+
+// Values 2 j and 2 j + 1 of both rows, with the products added.
+template <int PARTS>
+__device__ __forceinline__ void adapted(
+    float (&to)[4], const Vec<T> (&x)[2], int j, const uint32 (&left)[PARTS][2], const uint32 (&right)[PARTS][4]) {
+  #pragma unroll
+  for (int k = 0; k < 4; k++) to[k] = static_cast<float>(x[k / 2].v[2 * j + k % 2]);
+  #pragma unroll
+  for (int part = 0; part < PARTS; part++) add_product(to, left[part], right[part][j], T());
+}
+
+// Eight values that a thread has made of a row.
+struct alignas(16) Words {
+  uint32 v[4];
+};
+"""
+
+# As SWIGLU of x + inner @ b, inner: (N, R) and b: (R, 2 F), whose first GATE rows belong to gate and the UP after them
+# to up; the other quarters are zeros. Written out, inner @ b would be as large as x.
+SWIGLU_ADAPTED = (
+    _WARPS
+    + r"""
+extern "C" __global__ void NAME(const T* x, const T* inner, const T* b, T* out, int rows) {
+  constexpr int BLOCKS = (F + 255) / 256;
+  const int column = blockIdx.x % BLOCKS * 256 + threadIdx.x / 32 * 32, mine = column + threadIdx.x % 4 * 8;
+  if (column >= F) return;
+  uint32 gates[(GATE + 7) / 8][4], ups[(UP + 7) / 8][4];
+  columns_of<GATE>(gates, b + column, 2 * F, 1);
+  columns_of<UP>(ups, b + (size_t)GATE * 2 * F + F + column, 2 * F, 1);
+  #pragma unroll 2
+  for (int k = 0; k < ROWS; k += 16) {
+    const int first = blockIdx.x / BLOCKS * ROWS + k;
+    if (first >= rows) return;
+    // Beyond the last row that one is computed again, and left.
+    const int row = first + threadIdx.x % 32 / 4;
+    const size_t at[2] = {(size_t)min(row, rows - 1), (size_t)min(row + 8, rows - 1)};
+    Vec<T> gate[2], up[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      gate[h] = load<T>(x + at[h] * 2 * F + mine, 0);
+      up[h] = load<T>(x + at[h] * 2 * F + F + mine, 0);
+    }
+    uint32 of_gate[(GATE + 7) / 8][2], of_up[(UP + 7) / 8][2];
+    rows_of<GATE>(of_gate, inner + at[0] * R, inner + at[1] * R);
+    rows_of<UP>(of_up, inner + at[0] * R + GATE, inner + at[1] * R + GATE);
+    Words y[2];
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float g[4], u[4];
+      adapted(g, gate, j, of_gate, gates);
+      adapted(u, up, j, of_up, ups);
+      #pragma unroll
+      for (int k = 0; k < 4; k++) g[k] *= logistic(g[k]) * u[k];
+      y[0].v[j] = pair(g[0], g[1], T());
+      y[1].v[j] = pair(g[2], g[3], T());
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++)
+      if (row + 8 * h < rows) *reinterpret_cast<Words*>(out + at[h] * F + mine) = y[h];
   }
 }
 """
+)
 
 # x, inner, b as above; the cotangent is c + cinner @ a.T with c: (N, F), cinner: (N, DOWN) and a: (F, DOWN);
 # out: (N, 2 F), its gradient in x; y: (N, F), the value again.
-SWIGLU_ADAPTED_VJP = r"""
+SWIGLU_ADAPTED_VJP = (
+    _WARPS
+    + r"""
 extern "C" __global__ void NAME(
     const T* x, const T* inner, const T* b, const T* c, const T* cinner, const T* a, T* out, T* y, int rows) {
-  constexpr int BLOCKS = (F / 4 + 255) / 256;
-  const int column = (blockIdx.x % BLOCKS) * 256 + threadIdx.x;
-  if (column >= F / 4) return;
-  float gates[GATE][4], ups[UP][4], downs[DOWN][4];
-  #pragma unroll
-  for (int r = 0; r < GATE; r++) widen(gates[r], quad(b + (size_t)r * 2 * F, column));
-  #pragma unroll
-  for (int r = 0; r < UP; r++) widen(ups[r], quad(b + (size_t)(GATE + r) * 2 * F + F, column));
-  #pragma unroll
-  for (int j = 0; j < 4; j++) {
+  constexpr int BLOCKS = (F + 255) / 256;
+  const int column = blockIdx.x % BLOCKS * 256 + threadIdx.x / 32 * 32, mine = column + threadIdx.x % 4 * 8;
+  if (column >= F) return;
+  uint32 gates[(GATE + 7) / 8][4], ups[(UP + 7) / 8][4], downs[(DOWN + 7) / 8][4];
+  columns_of<GATE>(gates, b + column, 2 * F, 1);
+  columns_of<UP>(ups, b + (size_t)GATE * 2 * F + F + column, 2 * F, 1);
+  columns_of<DOWN>(downs, a + (size_t)column * DOWN, 1, DOWN);
+  for (int k = 0; k < ROWS; k += 16) {
+    const int first = blockIdx.x / BLOCKS * ROWS + k;
+    if (first >= rows) return;
+    const int row = first + threadIdx.x % 32 / 4;
+    const size_t at[2] = {(size_t)min(row, rows - 1), (size_t)min(row + 8, rows - 1)};
+    Vec<T> gate[2], up[2], cot[2];
     #pragma unroll
-    for (int r = 0; r < DOWN; r++) downs[r][j] = static_cast<float>(a[(size_t)(column * 4 + j) * DOWN + r]);
-  }
-  const size_t first = (size_t)(blockIdx.x / BLOCKS) * 32;
-  #pragma unroll 2
-  for (int k = 0; k < 32; k++) {
-    const size_t row = first + k;
-    if (row >= rows) return;
-    float gate[4], up[4], cot[4];
-    widen(gate, quad(x + row * 2 * F, column));
-    widen(up, quad(x + row * 2 * F + F, column));
-    widen(cot, quad(c + row * F, column));
-    add_products(gate, inner + row * R, gates);
-    add_products(up, inner + row * R + GATE, ups);
-    add_products(cot, cinner + row * DOWN, downs);
-    Quad<T> dgate, dup, value;
+    for (int h = 0; h < 2; h++) {
+      gate[h] = load<T>(x + at[h] * 2 * F + mine, 0);
+      up[h] = load<T>(x + at[h] * 2 * F + F + mine, 0);
+      cot[h] = load<T>(c + at[h] * F + mine, 0);
+    }
+    uint32 of_gate[(GATE + 7) / 8][2], of_up[(UP + 7) / 8][2], of_down[(DOWN + 7) / 8][2];
+    rows_of<GATE>(of_gate, inner + at[0] * R, inner + at[1] * R);
+    rows_of<UP>(of_up, inner + at[0] * R + GATE, inner + at[1] * R + GATE);
+    rows_of<DOWN>(of_down, cinner + at[0] * DOWN, cinner + at[1] * DOWN);
+    Words dgate[2], dup[2], value[2];
     #pragma unroll
     for (int j = 0; j < 4; j++) {
-      float g = gate[j], s = logistic(g);
-      dup.v[j] = static_cast<T>(cot[j] * g * s);
-      dgate.v[j] = static_cast<T>(cot[j] * up[j] * s * (1.f + g * (1.f - s)));
-      value.v[j] = static_cast<T>(g * s * up[j]);
+      float g[4], u[4], d[4];
+      adapted(g, gate, j, of_gate, gates);
+      adapted(u, up, j, of_up, ups);
+      adapted(d, cot, j, of_down, downs);
+      #pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float of_g[2], of_u[2], v[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float z = g[2 * h + i], s = logistic(z), silu = z * s;
+          v[i] = silu * u[2 * h + i];
+          of_u[i] = d[2 * h + i] * silu;
+          of_g[i] = d[2 * h + i] * u[2 * h + i] * s * (1.f + z * (1.f - s));
+        }
+        dgate[h].v[j] = pair(of_g[0], of_g[1], T());
+        dup[h].v[j] = pair(of_u[0], of_u[1], T());
+        value[h].v[j] = pair(v[0], v[1], T());
+      }
     }
-    reinterpret_cast<Quad<T>*>(out + row * 2 * F)[column] = dgate;
-    reinterpret_cast<Quad<T>*>(out + row * 2 * F + F)[column] = dup;
-    reinterpret_cast<Quad<T>*>(y + row * F)[column] = value;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (row + 8 * h >= rows) continue;
+      *reinterpret_cast<Words*>(out + at[h] * 2 * F + mine) = dgate[h];
+      *reinterpret_cast<Words*>(out + at[h] * 2 * F + F + mine) = dup[h];
+      *reinterpret_cast<Words*>(y + at[h] * F + mine) = value[h];
+    }
   }
 }
 """
+)
 
 # x, out: (B, T, H + 2 KV, D), heads of queries, keys and values; turns: (T or more, D / 2, 2) cosines and sines.
 # Queries and keys are turned, values copied.
