@@ -36,6 +36,7 @@ from rounds import ROUND
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("allhands", "mlx", "mlx-cuda-13", "mlx-lm", "torch", "transformers", "peft", "numpy")
+_AT_ONCE = 4
 PEERS = ("allhands", "allhands-lazy", "mlx_lm", "torch", "torch-compiled")
 TITLES = {
     "allhands": "allhands",
@@ -106,7 +107,7 @@ def parse() -> argparse.Namespace:
         "--built",
         action="store_true",
         help="take a step of everything side by side first: kernels are then built, and first steps those of a later "
-        "process (the GPU must hold all at once)",
+        "process (the GPU must hold four at once)",
     )
     parser.add_argument("--profile", action="store_true", help="show the kernels that take longest (needs PyTorch)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer at one work")
@@ -160,7 +161,7 @@ def command(options: argparse.Namespace, work: str, peer: str, steps: int) -> li
 
 
 def build_all(options: argparse.Namespace, directory: Path) -> None:
-    """Let every process build its kernels, all at once; what fails does so again when it is measured."""
+    """Let every process build its kernels, a few at once; what fails does so again when it is measured."""
     say("building kernels")
     environ = clean_environ(PYTHONPATH=python_path())
 
@@ -169,7 +170,8 @@ def build_all(options: argparse.Namespace, directory: Path) -> None:
             run_measured(command(options, *job, 1), directory / f"build-{'-'.join(job)}.log", environ, options.timeout)
 
     jobs = [(work, peer) for work in options.works for peer in options.peers]
-    with ThreadPoolExecutor(len(jobs)) as pool:
+    # No more at once than a large GPU's memory holds.
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(build, jobs))
 
 
