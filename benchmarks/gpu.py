@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,7 @@ from rounds import ROUND
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("allhands", "mlx", "mlx-cuda-13", "mlx-lm", "torch", "transformers", "peft", "numpy")
 _AT_ONCE = 4
+_LEAST_S = 10.0  # nothing is begun with less
 PEERS = ("allhands", "allhands-lazy", "mlx_lm", "torch", "torch-compiled")
 TITLES = {
     "allhands": "allhands",
@@ -111,6 +113,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--profile", action="store_true", help="show the kernels that take longest (needs PyTorch)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer at one work")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all of it; default: none")
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-DATE.json")
     return parser.parse_args()
@@ -119,20 +122,26 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """All works by all peers."""
     found: dict[str, dict[str, Any]] = {}
+    began = time.monotonic()
     if options.built:
         build_all(options, directory)
     for work in options.works:
         for peer in options.peers:
             say(f"{work}: {TITLES[peer]}")
             log = directory / f"{work}-{peer}.log"
+            left = options.limit - (time.monotonic() - began)
+            if left < _LEAST_S:
+                found.setdefault(work, {})[peer] = {"error": "left out: the time of --limit is over"}
+                continue
             try:
                 run_measured(
                     command(options, work, peer, options.steps),
                     log,
                     clean_environ(PYTHONPATH=python_path()),
-                    options.timeout,
+                    min(options.timeout, left),
                 )
-                found.setdefault(work, {})[peer] = json.loads(log.read_text().splitlines()[-1])
+                one = found.setdefault(work, {})[peer] = json.loads(log.read_text().splitlines()[-1])
+                say(f"  {one['tokens_per_s']:,.0f} tokens/s, {one['peak_bytes'] / 1e9:.1f} GB")
             except BenchmarkError as error:
                 say(f"  {error}")
                 found.setdefault(work, {})[peer] = {"error": str(error).splitlines()[-1]}

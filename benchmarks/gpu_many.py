@@ -47,7 +47,7 @@ PEERS = ("allhands", "torch", "torch-compiled")
 TITLES = {"allhands": "allhands", "torch": "PyTorch DDP, eager", "torch-compiled": "PyTorch DDP, torch.compile"}
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SCALINGS = ("weak", "strong")
-BUCKET_MB = 32.0  # of `allhands train`
+BUCKET_MB = 128.0  # of `allhands train` over NCCL
 PARTS = {"compute_s": "compute", "comm_s": "communication", "data_wait_s": "data wait"}
 _LEAST_S = 20.0  # no peer is done in less
 
@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--scaling", type=partial(peer_list, SCALINGS), default=SCALINGS, help=f"{listed}{', '.join(SCALINGS)}"
     )
     parser.add_argument(
-        "--bucket-mb", type=buckets, default=(BUCKET_MB,), help="of allhands' all-reduces, as 8,32,none (32)"
+        "--bucket-mb", type=buckets, default=(BUCKET_MB,), help="of allhands' all-reduces, as 8,32,none (128)"
     )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")

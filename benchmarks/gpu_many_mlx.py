@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     mine: list[list[float]] = []
     done = 0
     ahead: dict[int, list[Any]] = {}
-    with Prefetcher(lambda number: [micro_batch(values)], end=total) as batches:
+    with Prefetcher(lambda number: [replace(micro_batch(values), sole=True)], end=total) as batches:
 
         def load_ahead(number: int) -> list[Any]:
             if number < total:

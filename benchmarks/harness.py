@@ -214,6 +214,8 @@ def run_benchmark(
     """
     facts = quiet_machine()
     try:
+        if options.scratch is not None:
+            options.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"allhands-{name}-", dir=options.scratch) as directory:
             found = measure(options, Path(directory), facts)
     except BenchmarkError as error:

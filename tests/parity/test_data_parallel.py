@@ -35,7 +35,7 @@ from tiny import run_allhands, write_chat_data, write_model
 from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.config import build_config
 from allhands.distributed.backend import Alone
-from allhands.distributed.reduce import begin_sum_over_ranks, sum_over_ranks
+from allhands.distributed.reduce import begin_sum, begin_sums, bucket_bytes_for, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-6
@@ -340,22 +340,31 @@ def test_buckets_of_mixed_types_are_summed_right(bucket_bytes: int) -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
 def test_sums_that_are_begun_are_those_that_are_waited_for(bucket_bytes: int) -> None:
-    how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "stream": mx.new_stream(mx.cpu)}
+    stream = mx.new_stream(mx.cpu)
+    how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "stream": stream}
     recorder = OtherRank()
-    begin_sum_over_ranks(recorder, _mixed(1), [2.0, 5.0], **how)
-    begun = begin_sum_over_ranks(OtherRank(recorder.calls), _mixed(0), [1.0, 4.0], **how)
+    begin_sums(recorder, _mixed(1), **how)
+    begin_sum(recorder, [2.0, 5.0], stream=stream)
+    other = OtherRank(recorder.calls)
+    begun = begin_sums(other, _mixed(0), **how)
     for total, mine, theirs in zip(begun.arrays, _mixed(0), _mixed(1), strict=True):
         assert (total.dtype, total.shape) == (mine.dtype, mine.shape)
         assert mx.array_equal(total, mine + theirs)
-    assert begun.scalars.tolist() == [3.0, 9.0]
+    assert begin_sum(other, [1.0, 4.0], stream=stream).tolist() == [3.0, 9.0]
 
 
 def test_what_is_computed_first_travels_first() -> None:
     layers = [mx.full((5,), float(number)) for number in range(4)]
-    twin = OtherRank()
-    begun = begin_sum_over_ranks(twin, layers, [9.0], bucket_bytes=20, stream=mx.new_stream(mx.cpu))
+    twin, stream = OtherRank(), mx.new_stream(mx.cpu)
+    begun = begin_sums(twin, layers, bucket_bytes=20, stream=stream)
+    begin_sum(twin, [9.0], stream=stream)
     assert [call[0].item() for call in twin.calls] == [3.0, 2.0, 1.0, 0.0, 9.0]
     assert mx.array_equal(begun.computed, layers[0])
+
+
+def test_calls_are_as_large_as_asked_for_or_as_the_back_end_likes() -> None:
+    assert bucket_bytes_for("nccl", 1.5) == bucket_bytes_for("ring", 1.5) == 1_500_000
+    assert bucket_bytes_for("nccl", None) > bucket_bytes_for("ring", None) == bucket_bytes_for("mpi", None)
 
 
 def test_few_calls_not_one_a_parameter() -> None:

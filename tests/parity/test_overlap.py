@@ -25,7 +25,7 @@ from allhands.train.optimizers import KernelAdamW
 from allhands.train.step import TrainStep
 from allhands.trees import flatten
 
-overlap, ahead, poisoned = json.loads(sys.argv[1])
+overlap, ahead, poisoned, sole = json.loads(sys.argv[1])
 rank = int(os.environ["MLX_RANK"])
 shape = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "rms_norm_eps": 1e-5}
@@ -41,11 +41,11 @@ def batch(number):
     ids = (np.arange(80).reshape(2, 40) * (2 * number + rank + 3) + number) % 96
     return MicroBatch(inputs=ids.astype(np.int32), positions=np.arange(80, dtype=np.int32),
                       targets=((ids * 5) % 96).reshape(-1).astype(np.int32), num_tokens=80,
-                      examples=np.arange(2, dtype=np.int32))
+                      examples=np.arange(2, dtype=np.int32), sole=sole and number not in (1, 2, 3))
 
 # The second step accumulates; rank 1 has nothing in the third.
 plan = [[batch(0)], [batch(1), batch(2)], [batch(3)] if rank == 0 else [], [batch(4)], [batch(5)], [batch(6)]]
-found = []
+found, begun = [], []
 for number, batches in enumerate(plan):
     coming = plan[number + 1] if ahead and number + 1 < len(plan) else []
     if poisoned and number == 3:
@@ -53,17 +53,21 @@ for number, batches in enumerate(plan):
     result = step(batches, upcoming=lambda: coming)
     step._rehearse = lambda point: None
     found.append([result.loss_sum, result.num_targets, result.num_tokens, result.grad_norm, result.skipped])
-    assert result.comm_s >= 0 and result.compute_s > 0
+    assert result.comm_s >= 0 and result.compute_s >= 0
+    begun.append(step._prepared is not None and step._prepared.begun is not None)
 digest = hashlib.sha256(b"".join(np.array(v).tobytes() for _, v in flatten(model.parameters()))).hexdigest()
-print(json.dumps([found, digest]), flush=True)
+print(json.dumps([found, digest, begun]), flush=True)
 os._exit(0)
 """
 
 
 @cache
-def ran(overlap: bool, ahead: bool, poisoned: bool) -> Any:
-    """Losses, counts and norms of each step, and the weights after the last; the same on both ranks."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps([overlap, ahead, poisoned])]
+def ran(overlap: bool, ahead: bool, poisoned: bool, sole: bool = False) -> Any:
+    """Losses, counts and norms of each step, the weights after the last, and after which steps an exchange was begun.
+
+    The same on both ranks. ``sole``: batches are told of which each rank has one.
+    """
+    command = [sys.executable, "-c", PROGRAM, json.dumps([overlap, ahead, poisoned, sole])]
     done = run_ring([command] * 2, timeout=60)
     assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
     assert done[0].stdout == done[1].stdout
@@ -72,8 +76,9 @@ def ran(overlap: bool, ahead: bool, poisoned: bool) -> Any:
 
 @pytest.mark.parametrize(("overlap", "ahead"), [(True, False), (False, True), (True, True)])
 def test_what_travels_beside_the_passes_is_the_same(overlap: bool, ahead: bool) -> None:
-    steps, weights = ran(overlap, ahead, False)
-    expected, reference = ran(False, False, False)
+    steps, weights, begun = ran(overlap, ahead, False)
+    expected, reference, _ = ran(False, False, False)
+    assert not any(begun)
     assert [step[1:3] for step in steps] == [[160, 160], [320, 320], [80, 80], *[[160, 160]] * 3]
     assert steps == expected
     assert weights == reference
@@ -82,9 +87,29 @@ def test_what_travels_beside_the_passes_is_the_same(overlap: bool, ahead: bool) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pass_handed_out_ahead_survives_an_update_that_is_left_out(overlap: bool) -> None:
-    steps, weights = ran(overlap, True, True)
-    expected, reference = ran(False, False, True)
+    steps, weights, _ = ran(overlap, True, True)
+    expected, reference, _ = ran(False, False, True)
     assert [bool(step[4]) for step in steps] == [False, False, False, True, False, False]
     assert str(steps) == str(expected)  # of which a norm is nan
     assert weights == reference
     assert weights != ran(False, False, False)[1]
+
+
+def test_an_exchange_is_begun_while_its_pass_is_handed_out() -> None:
+    """Where every rank has one micro-batch, so that all begin it: for the 4th step's batch and those after it."""
+    steps, weights, begun = ran(True, True, False, True)
+    expected, reference, _ = ran(False, False, False)
+    # Nothing is handed out in the first step, which looks how long an exchange takes, and after the last.
+    assert begun == [False, False, True, True, True, False]
+    assert steps == expected
+    assert weights == reference
+
+
+def test_an_exchange_that_was_begun_survives_an_update_that_is_left_out() -> None:
+    steps, weights, begun = ran(True, True, True, True)
+    expected, reference, _ = ran(False, False, True)
+    assert [bool(step[4]) for step in steps] == [False, False, False, True, False, False]
+    # What was begun in that step is begun anew.
+    assert begun == [False, False, True, False, True, False]
+    assert [step[:3] for step in steps] == [step[:3] for step in expected]
+    assert weights == reference

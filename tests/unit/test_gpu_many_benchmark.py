@@ -43,7 +43,9 @@ def case(bench: Any, gpus: int = 2, scaling: str = "weak", peer: str = "allhands
 
 
 def test_one_gpu_comes_once_and_buckets_only_where_bytes_are_exchanged(bench: Any) -> None:
-    options = bench.parse(["--gpus", "2,1", "--works", "full", "--peers", "torch,allhands", "--bucket-mb", "8,none,32"])
+    options = bench.parse(
+        ["--gpus", "2,1", "--works", "full", "--peers", "torch,allhands", "--bucket-mb", "8,none,128"]
+    )
     names = [(one.name, one.who, one.rows) for one in bench.cases(options)]
     ours = ("allhands, buckets of 8 MB", "allhands, no buckets", "allhands")
     assert names == [
@@ -60,7 +62,7 @@ def test_usual_command_has_all_works_and_peers_but_the_quantised_one(bench: Any)
     options = bench.parse([])
     assert set(options.works) == {"full", "smol", "lora"}
     assert options.peers == ("allhands", "torch", "torch-compiled")
-    assert (options.steps, options.bucket_mb, options.gpus) == (30, (32.0,), None)
+    assert (options.steps, options.bucket_mb, options.gpus) == (30, (128.0,), None)
 
 
 @pytest.mark.parametrize(

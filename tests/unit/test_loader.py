@@ -218,3 +218,24 @@ def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
     assert num_targets == sum(sum(mask) for _, mask in content)
     assert {width for _, width in model._shapes} <= {16, 32, 48, 64}
     assert all(rows == 1 or rows * width <= 200 for rows, width in model._shapes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_know_when_each_of_them_has_one_micro_batch(ranks: int) -> None:
+    """And all say the same, whatever their own share."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 30, 60).tolist()
+    windows = token_set([([1] * length, [False] + [True] * (length - 1)) for length in lengths])
+    order = GlobalOrder(windows.work, 8, seed=0)
+    seen: set[bool] = set()
+    for limit in (40, 90, 1000):
+        weights = [1.0 + rank for rank in range(ranks)]
+        loaders = [Loader(windows, order, Sizing(limit), rank, weights, alike=True) for rank in range(ranks)]
+        for iteration in range(7):
+            parts = [loader.load(iteration) for loader in loaders]
+            expected = all(len(part) == 1 for part in parts)
+            assert {batch.sole for part in parts for batch in part} == {expected}
+            seen.add(expected)
+    assert seen == {True, False}
+    unlike = Loader(windows, order, Sizing(1000), 0, [1.0] * ranks)
+    assert not any(batch.sole for batch in unlike.load(0))

@@ -36,6 +36,7 @@ class MicroBatch:
         documents: (B, T) int32 number of the document of each place; a place looks only at those of its own.
             ``None`` where each row is one document or documents may see each other.
         iteration: number of the global batch that this is a part of.
+        sole: whether every rank has one such of that batch, and no more.
     """
 
     inputs: NDArray[np.int32]
@@ -45,6 +46,7 @@ class MicroBatch:
     examples: NDArray[np.int32]
     documents: NDArray[np.int32] | None = None
     iteration: int = 0
+    sole: bool = False
 
     @property
     def num_targets(self) -> int:
@@ -134,9 +136,20 @@ class Loader:
     """Micro-batches of one rank for any batch of the run."""
 
     def __init__(
-        self, windows: Windows, order: GlobalOrder, sizing: Sizing, rank: int, weights: Sequence[float]
+        self,
+        windows: Windows,
+        order: GlobalOrder,
+        sizing: Sizing,
+        rank: int,
+        weights: Sequence[float],
+        *,
+        alike: bool = False,
     ) -> None:
-        """``weights`` holds the relative speed of every rank, this one's at ``rank``."""
+        """``weights`` holds the relative speed of every rank, this one's at ``rank``.
+
+        ``alike``: all ranks cut their shares by the same ``sizing``, so that this one knows how others do.
+        """
+        self._alike = alike
         self._windows = windows
         self._order = order
         self._sizing = sizing
@@ -145,8 +158,13 @@ class Loader:
 
     def load(self, iteration: int) -> list[MicroBatch]:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
-        share = divide(self._order.batch(iteration), self._windows.work, self._weights)[self._rank]
-        return [replace(part, iteration=iteration) for part in collate_share(self._windows, share, self._sizing)]
+        shares = divide(self._order.batch(iteration), self._windows.work, self._weights)
+        sole = self._alike and all(self._is_one(share) for share in shares)
+        parts = collate_share(self._windows, shares[self._rank], self._sizing)
+        return [replace(part, iteration=iteration, sole=sole) for part in parts]
+
+    def _is_one(self, share: NDArray[np.int64]) -> bool:
+        return len(list(cut_share(self._windows, share, self._sizing))) == 1
 
 
 def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[MicroBatch]:

@@ -12,6 +12,16 @@ from allhands.distributed.backend import Communicator, on_stream
 from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32 << 20
+# Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
+# can be a few calls ahead of it, not more.
+_NCCL_BUCKET_BYTES = 128_000_000
+
+
+def bucket_bytes_for(backend: str, megabytes: float | None) -> int:
+    """Size of an all-reduce call: what was asked for, else what is best for the back-end."""
+    if megabytes is not None:
+        return int(megabytes * 1e6)
+    return _NCCL_BUCKET_BYTES if backend == "nccl" else BUCKET_BYTES
 
 
 def sum_over_ranks(
@@ -49,50 +59,44 @@ class Begun:
 
     Attributes:
         arrays: as :func:`sum_over_ranks` gives them.
-        scalars: likewise.
         computed: an array that is there once everything of this rank's is computed.
     """
 
     arrays: list[mx.array]
-    scalars: mx.array
     computed: mx.array
 
 
-def begin_sum_over_ranks(
-    communicator: Communicator,
-    arrays: Sequence[mx.array],
-    scalars: Sequence[float | mx.array],
-    *,
-    bucket_bytes: int,
-    stream: Any,
-) -> Begun:
+def begin_sums(communicator: Communicator, arrays: Sequence[mx.array], *, bucket_bytes: int, stream: Any) -> Begun:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
     The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
-    all ranks exchange them in the same order, whatever their graphs look like.
+    all ranks exchange them in the same order, whatever their graphs look like, and before the next one's arrays are:
+    what another stream takes of an array waits for all that was handed out with it.
 
     Args:
-        arrays: as for :func:`sum_over_ranks`, at least one, not evaluated yet.
+        arrays: at least one.
         stream: of MLX, on which nothing else is computed.
     """
-    everything = [*reversed(arrays), _as_array(scalars)]
+    everything = list(reversed(arrays))
     sums: list[mx.array] = list(everything)
     computed = everything[-1]
     for bucket in _buckets(everything, bucket_bytes):
+        mx.async_eval([everything[i] for i in bucket])
         # Putting a bucket together is done there, too: that does not hold up the backward pass.
         with mx.stream(stream):
-            flat = _end_to_end(everything, bucket)
-            total = communicator.all_sum(flat).reshape(-1)
+            computed = _end_to_end(everything, bucket)
+            total = communicator.all_sum(computed).reshape(-1)
         mx.async_eval(total)
-        if bucket[0] < len(arrays):
-            computed = flat
         _take_apart(total, everything, bucket, sums)
-    return Begun(sums[-2::-1], sums[-1], computed)
+    return Begun(sums[::-1], computed)
 
 
-def in_buckets(arrays: Sequence[mx.array], bucket_bytes: int) -> list[list[mx.array]]:
-    """``arrays`` as they are grouped into calls."""
-    return [[arrays[i] for i in bucket] for bucket in _buckets(arrays, bucket_bytes)]
+def begin_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
+    """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
+    with mx.stream(stream):
+        total = communicator.all_sum(_as_array(scalars))
+    mx.async_eval(total)
+    return total
 
 
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:

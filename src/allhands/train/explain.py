@@ -10,6 +10,7 @@ from allhands.blas import preload_blas
 from allhands.config import TrainConfig
 from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
+from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ModelError
 from allhands.model.choices import Choices, Problem
 from allhands.model.fused.blocks import count_fused, kept_bytes
@@ -35,7 +36,7 @@ def choices(
         "step": _step(accelerator, config, compiled),
         "blocks": _blocks(model),
         "loss": _loss(model),
-        "all-reduce": f"calls of about {config.bucket_mb:g} MB",
+        "all-reduce": f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB",
     }
     return [f"chosen: {name}: {words}" for name, words in found.items()]
 

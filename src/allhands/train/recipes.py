@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
 from allhands.distributed.mesh import Mesh
-from allhands.distributed.reduce import barrier
+from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
@@ -56,7 +57,7 @@ from allhands.train.samples import Sampler
 from allhands.train.saving import SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
 from allhands.train.step import TrainStep
-from allhands.trees import number
+from allhands.trees import number, numbers
 
 __all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
 
@@ -187,7 +188,7 @@ class _Run:
         self._explain(sizing, compiled)
         if state.iteration >= total:
             self._say([f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"])
-        loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights)
+        loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
 
         def load(iteration: int) -> list[MicroBatch]:
             fire("load", iteration, self.mesh.rank)
@@ -284,7 +285,7 @@ class _Run:
             eager=self.ready.accelerator.eager and config.compile != "on",
             compiled=compiled,
             max_grad_norm=config.max_grad_norm,
-            bucket_bytes=int(config.bucket_mb * 1e6),
+            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             after_backward=self._after_backward(state) if self.callbacks else None,
             non_finite=config.non_finite,
             dropout=self.ready.dropout,
@@ -292,6 +293,15 @@ class _Run:
             beat=beat,
             rehearse=lambda point: fire(point, state.iteration, self.mesh.rank),
         )
+
+    def _alike(self, sizing: Sizing) -> bool:
+        """Whether all ranks cut their shares the same way; asked where that is of use."""
+        communicator = self.ready.communicator
+        if communicator.backend != "nccl":
+            return False
+        # Float32, which every back-end can gather, is exact to 2**24.
+        mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
+        return len(set(numbers(communicator.all_gather(mx.array([mine]))))) == 1
 
     def _expect(self, sizing: Sizing, windows: Windows) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""

@@ -17,7 +17,7 @@ from mlx.utils import tree_map
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
-from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum_over_ranks, in_buckets, sum_over_ranks
+from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum, begin_sums, sum_over_ranks
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
@@ -27,6 +27,9 @@ from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
 from allhands.train.update import GraphUpdate, initialise
 from allhands.trees import flatten, number, numbers, unflatten
+
+# Of steps that overlap, how many go by until one does nothing ahead, to see what remains of the exchange.
+_LOOK_EVERY = 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,25 @@ class StepResult:
     comm_s: float
     skipped: str = ""
     culprits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A pass that was handed out before its step began.
+
+    Attributes:
+        batch: of which it is.
+        weights: with which.
+        loss: lazy, as is the next.
+        grads: tree of sums.
+        begun: their exchange, if that has been begun, too.
+    """
+
+    batch: MicroBatch
+    weights: list[mx.array]
+    loss: mx.array
+    grads: Any
+    begun: Begun | None
 
 
 class TrainStep:
@@ -113,12 +135,15 @@ class TrainStep:
         self._window_name = "packed row" if packed else "training example"
         self._beat = beat
         self._rehearse = rehearse
-        self._prepared: tuple[MicroBatch, list[mx.array], tuple[mx.array, Any]] | None = None
+        self._prepared: _Ahead | None = None
         self._ahead = RunAhead(device_memory()) if kernels.available() else None
         if overlap is None:
             overlap = communicator.backend == "nccl"
         self._overlap = overlap and communicator.size > 1 and self._graph is not None
         self._stream: Any = None
+        self._begun: Begun | None = None
+        self._looks = 0
+        self._exposed_s = 0.0
 
     def __call__(
         self,
@@ -141,12 +166,19 @@ class TrainStep:
         if self._ahead is not None:
             self._ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
         loss, grads = self._accumulate(micro_batches)
+        begun, self._begun = self._begun, None
         if self._rehearse("reduce") == "nan":
             grads = [(name, mx.full(grad.shape, math.nan, dtype=grad.dtype)) for name, grad in grads]
+            # Where the gradient is on its way already, the loss does it.
+            loss = loss if begun is None else mx.array(math.nan)
         computed = time.perf_counter()
         mine = [loss, *(float(n) for n in _counts(micro_batches)), float(bool(stop()))]
-        begun = self._begin_reduce(grads, mine) if self._overlap else None
-        sums, totals = self._reduce(grads, mine) if begun is None else (_named(grads, begun.arrays), begun.scalars)
+        if self._overlap:
+            begun = begun or self._begin([grad for _, grad in grads])
+            sums = _named(grads, begun.arrays)
+            totals = begin_sum(self._communicator, mine, stream=self._stream)
+        else:
+            sums, totals = self._reduce(grads, mine)
         del grads
         reduced = time.perf_counter()
         timed = StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed)
@@ -189,7 +221,7 @@ class TrainStep:
         totals: mx.array,
         timed: StepResult,
         upcoming: Callable[[], Sequence[MicroBatch]],
-        waiting: Callable[[mx.array, StepResult], StepResult] | None,
+        waiting: Callable[[mx.array, StepResult, float], StepResult] | None,
     ) -> StepResult:
         """Update the model if all numbers are finite, then look at them.
 
@@ -207,17 +239,24 @@ class TrainStep:
         norm = self._graph(sums, totals[0], totals[1])
         if waiting is not None:
             mx.async_eval(norm, totals, self._graph.arrays())
-        self._prepare(upcoming())
+        # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
+        looks = waiting is not None and self._looks % _LOOK_EVERY == 0
+        self._looks += 1
+        coming = upcoming()
+        if not looks:
+            self._prepare(coming)
         if waiting is not None:
-            timed = waiting(totals, timed)
+            timed = waiting(totals, timed, begun)
         mx.eval(norm, totals, self._graph.arrays())
         # On one rank this includes the passes themselves.
         waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
         return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
 
-    def _wait(self, computed: mx.array, totals: mx.array, timed: StepResult) -> StepResult:
-        """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done."""
-        begun = time.perf_counter()
+    def _wait(self, computed: mx.array, totals: mx.array, timed: StepResult, begun: float) -> StepResult:
+        """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
+
+        Where the next pass was handed out in between, it remains as long as it did when that was seen last.
+        """
         mx.eval(computed)
         passed = time.perf_counter()
         self._beat("reduce")
@@ -225,35 +264,57 @@ class TrainStep:
         reduced = time.perf_counter()
         self._beat("update")
         # What was called the exchange so far was handing it out.
-        compute_s = timed.compute_s + timed.comm_s + passed - begun
-        return replace(timed, compute_s=compute_s, comm_s=reduced - passed)
+        compute_s = timed.compute_s + timed.comm_s + reduced - begun
+        if self._prepared is None:
+            self._exposed_s = reduced - passed
+        comm_s = min(self._exposed_s, compute_s)
+        return replace(timed, compute_s=compute_s - comm_s, comm_s=comm_s)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Hand out the next step's first pass, of weights that are still being computed.
 
         Putting it together takes the host a while, in which a device would have nothing to do.
         """
-        known = self._graph is not None and self._graph.leaves is not None
-        if known and micro_batches and micro_batches[0].shape in self.shapes:
-            assert self._graph is not None
-            batch = micro_batches[0]
-            self._prepared = batch, self._graph.weights(), self._gradient(*self._arguments(batch))
-            self._hand_out(*self._prepared[2])
-
-    def _hand_out(self, loss: mx.array, grads: Any) -> None:
-        """Let a device compute a pass; what follows a part of it need not wait for the rest."""
-        if self._overlap:
-            # As parts, since what another stream takes of them waits for all that was handed out with it.
-            for part in in_buckets([grad for _, grad in reversed(flatten(grads))], self._bucket_bytes):
-                mx.async_eval(part)
+        if self._graph is None or self._graph.leaves is None or not micro_batches:
+            return
+        batch = micro_batches[0]
+        # Only what all ranks know may decide on an exchange: others may have compiled other shapes.
+        early = self._overlap and len(micro_batches) == 1 and batch.sole
+        if not early and batch.shape not in self.shapes:
+            return
+        if self._ahead is not None:
+            self._ahead.before(max(each.inputs.size for each in micro_batches))
+        if batch.shape not in self.shapes:
+            self._tell_of(batch)
+        weights = self._graph.weights()
+        loss, grads = self._gradient(*self._arguments(batch))
+        begun = None
+        if early:
+            # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+            grads = tree_map(mx.contiguous, grads)
+            begun = self._begin([grad for _, grad in flatten(grads)])
+        self._prepared = _Ahead(batch, weights, loss, grads, begun)
         mx.async_eval(loss, grads)
+
+    def _begin(self, grads: list[mx.array]) -> Begun:
+        """Let gradients travel as they are computed."""
+        if self._stream is None:
+            # Where the gradients are: NCCL sends from there.
+            self._stream = mx.new_stream(mx.default_device())
+        return begin_sums(self._communicator, grads, bucket_bytes=self._bucket_bytes, stream=self._stream)
+
+    def _tell_of(self, batch: MicroBatch) -> None:
+        self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
+        self.shapes.add(batch.shape)
 
     def _gradient_of(self, batch: MicroBatch) -> tuple[mx.array, Any]:
         prepared, self._prepared = self._prepared, None
+        graph = self._graph
         # Not if somebody has set weights since.
-        if prepared and prepared[0] is batch and self._graph is not None and prepared[1] is self._graph.weights():
-            return prepared[2]
-        return self._gradient(*self._arguments(batch))
+        if prepared is None or graph is None or prepared.batch is not batch or prepared.weights is not graph.weights():
+            return self._gradient(*self._arguments(batch))
+        self._begun = prepared.begun
+        return prepared.loss, prepared.grads
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
@@ -261,8 +322,7 @@ class TrainStep:
         # What follows the last one's backward pass is handed out together with it, where no host has to wait between.
         lazy_end = self._graph is not None and (self._communicator.size == 1 or self._overlap)
         for number_of, batch in enumerate(micro_batches, 1):
-            self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
-            self.shapes.add(batch.shape)
+            self._tell_of(batch)
             loss, new = self._gradient_of(batch)
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
@@ -291,16 +351,6 @@ class TrainStep:
             self._beat("reduce")
             mx.eval(sums, totals)
         return _named(grads, sums), totals
-
-    def _begin_reduce(self, grads: list[tuple[str, mx.array]], scalars: list[float | mx.array]) -> Begun:
-        """The same, not waited for."""
-        if self._stream is None:
-            # Where the gradients are: NCCL sends from there.
-            self._stream = mx.new_stream(mx.default_device())
-        arrays = [grad for _, grad in grads]
-        return begin_sum_over_ranks(
-            self._communicator, arrays, scalars, bucket_bytes=self._bucket_bytes, stream=self._stream
-        )
 
     def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Find out why, and either leave the update out or raise."""
