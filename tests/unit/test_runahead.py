@@ -71,8 +71,8 @@ def test_the_limit_is_given_back() -> None:
     ("need", "device", "limit"),
     [
         (8, 141, 22.5),  # within a card of 24 GB, though the device has more
-        (23.5, 141, 22.5),
-        (24, 141, 22.5),
+        (20, 141, 22.5),
+        (23, 141, 25.3),  # a tenth ahead, where that leaves nothing
         (50, 141, 60),  # more than such a card: a fifth ahead
         (80, 141, 84.6),
         (110, 141, 102.3),  # no room to run ahead

@@ -17,15 +17,15 @@ _CARD = 24_000_000_000
 _ENOUGH = 22_500_000_000
 # What is ahead while the host waits comes on top of a limit.
 _BELOW = 0.93
-# For what needs more than such a card has.
-_MORE = 1.2
+# For what needs nearly as much as such a card has, or more.
+_LITTLE, _MORE = 1.1, 1.2
 # Of the device's memory; the rest is others'.
 _MOST = 0.6
 
 
 def limit_for(need: int, device_bytes: int) -> int:
     """The limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead."""
-    roomy = _ENOUGH if need <= _CARD else _MORE * need
+    roomy = max(_ENOUGH, _LITTLE * need) if need <= _CARD else _MORE * need
     return int(max(_BELOW * need, min(roomy, _MOST * device_bytes)))
 
 
