@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# How many test files run at once.
+JOBS ?= 2
 
 # The MLX that fits this machine: its own on macOS, CUDA where an NVIDIA driver answers, CPU elsewhere.
 EXTRA := $(shell sh scripts/choose_extra.sh)
@@ -26,8 +28,10 @@ install: $(STAMP) ## allhands and what it needs, into .venv
 demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 6 minutes)
 	$(BIN)/allhands demo
 
-test: $(STAMP) ## the whole test suite (about 18 minutes on 2 cores)
-	$(BIN)/python -m pytest
+# Tests of several processes at a time, and of their seconds, have the computer to themselves.
+test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/parity
+	$(BIN)/python -m pytest tests/distributed tests/fault
 
 test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 25 minutes)
 	$(BIN)/python -m pytest -m long

@@ -11,7 +11,7 @@ import mlx.core as mx
 from allhands.distributed.backend import Communicator, on_stream
 from allhands.trees import flatten, unflatten
 
-BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 32_000_000
 # Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
 # can be a few calls ahead of it, not more.
 _NCCL_BUCKET_BYTES = 128_000_000
