@@ -85,7 +85,7 @@ def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = Non
     from allhands.accelerator import detect
     from allhands.distributed.backend import Alone
     from allhands.model.embedding import make_deterministic
-    from allhands.model.fused.blocks import fuse
+    from allhands.model.fused.blocks import fuse, keep_dense
     from allhands.train.optimizers import KernelAdamW
     from allhands.train.step import TrainStep
 
@@ -94,6 +94,7 @@ def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = Non
     make_deterministic(model)
     if accelerator.kind == "cuda":
         fuse(model, length)
+        keep_dense(model)
     model.train()
     group = communicator or Alone()
     return TrainStep(model, optimizer, group, eager=accelerator.eager, compiled=compiled, **more)

@@ -16,9 +16,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tiny import write_model
 
+from allhands.model.choices import forced
 from allhands.model.documents import caches_for
 from allhands.model.fused import blocks, kernels, ops
-from allhands.model.fused.blocks import count_fused, fuse, kept_bytes
+from allhands.model.fused.blocks import count_fused, fuse, keep_dense, kept_bytes
 from allhands.model.fused.linear import products_of
 from allhands.model.split import split
 from allhands.trees import flatten
@@ -100,6 +101,7 @@ def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: 
         monkeypatch.setattr(blocks, "device_memory", lambda room=room: 32 * room)
         model = model_for(paths, "qlora", mx.float32)
         fuse(model, LENGTH)
+        keep_dense(model)
         every = sum(layer.linear.weight.size * 8 * 4 for layer in adapters_of(model))
         assert kept_bytes(model) == share * every
         found.append(loss_and_gradients(model, documents=False)[1])
@@ -108,15 +110,23 @@ def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: 
     monkeypatch.setattr(blocks, "device_memory", lambda: 32 * (one + 1))
     model = model_for(paths, "qlora", mx.float32)
     fuse(model, LENGTH)
+    keep_dense(model)
     assert 0 < kept_bytes(model) <= one + 1
     dropping = model_for(paths, "qlora", mx.float32)
     for layer in adapters_of(dropping):
         layer.dropout = nn.Identity()  # as one that is told what to drop
     fuse(dropping, LENGTH)
+    keep_dense(dropping)
     assert kept_bytes(dropping) == 0
     plain = model_for(paths, "lora", mx.float32)
     fuse(plain, LENGTH)
+    keep_dense(plain)
     assert kept_bytes(plain) == 0
+    with forced("quantized_linear", "plain"):
+        coded = model_for(paths, "qlora", mx.float32)
+        fuse(coded, LENGTH)
+        keep_dense(coded)
+        assert kept_bytes(coded) == 0
 
 
 def adapters_of(model: Any) -> list[LoRALinear]:

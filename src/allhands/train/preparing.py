@@ -36,7 +36,7 @@ from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, install_dropout
 from allhands.model.embedding import make_deterministic
 from allhands.model.fresh import fitted, new_model
-from allhands.model.fused.blocks import fuse
+from allhands.model.fused.blocks import fuse, keep_dense
 from allhands.model.fused.linear import use_dense
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
@@ -176,6 +176,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     kernels = agreed(kernels, communicator)
     settle(kernels.choices)
     notes += kernels.notes
+    if accelerator.kind == "cuda" and config.train:
+        keep_dense(model)
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:

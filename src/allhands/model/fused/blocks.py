@@ -69,10 +69,17 @@ def fuse(model: nn.Module, longest: int) -> int:
     for module in model.modules():
         if set(module.children()) == _LAYER:
             _substitute(module, _FusedLayer, _has_plain_norms, _ATTENTION_INPUTS)
+    return changed
+
+
+def keep_dense(model: nn.Module) -> None:
+    """Let a fused ``model`` keep dense copies of quantised weights that a step needs twice, as far as there is room.
+
+    To be called once it is settled which operations are computed in which form.
+    """
     room = device_memory() // _KEPT_SHARE
     for product in products_of(model.modules()):
         room -= product.keep_dense(room)
-    return changed
 
 
 def kept_bytes(model: nn.Module) -> int:

@@ -140,9 +140,11 @@ class Product:
         # Where something is dropped layers compute by themselves.
         if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(map(_may_drop, self.layers)):
             return 0
-        # 32 bits a word.
-        size = weight.weight.size * 32 // weight.bits * weight.scales.dtype.size
-        if size > most_bytes:
+        rows, words = weight.weight.shape
+        columns, dtype = words * 32 // weight.bits, weight.scales.dtype
+        size = rows * columns * dtype.size
+        # A row would do to ask.
+        if size > most_bytes or not self._is_dense(mx.zeros((1, columns), dtype=dtype)):
             return 0
         self._kept = dequantized(weight)
         mx.eval(self._kept)
