@@ -238,7 +238,7 @@ def test_an_exchange_beside_the_passes_changes_nothing(
 ) -> None:
     run = read_run(together[1] / name)
     assert_same_run(alone["accumulated"], run)
-    assert all(report["comm_s"] > 0 and report["compute_s"] > 0 for report in run.reports)
+    assert all(report["comm_s"] >= 0 and report["compute_s"] > 0 for report in run.reports)
 
 
 def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:

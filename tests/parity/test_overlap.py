@@ -99,7 +99,7 @@ def test_an_exchange_is_begun_while_its_pass_is_handed_out() -> None:
     """Where every rank has one micro-batch, so that all begin it: for the 4th step's batch and those after it."""
     steps, weights, begun = ran(True, True, False, True)
     expected, reference, _ = ran(False, False, False)
-    # Nothing is handed out in the first step, which looks how long an exchange takes, and after the last.
+    # Nothing is handed out in the second step, which looks how long an exchange takes, and after the last.
     assert begun == [False, False, True, True, True, False]
     assert steps == expected
     assert weights == reference

@@ -68,13 +68,13 @@ class MlxGroup:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.backend = backend
-        self._stream = stream
+        self.stream = stream
 
     def all_sum(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_sum(array, group=self.group, stream=self._stream)
+        return mx.distributed.all_sum(array, group=self.group, stream=self.stream)
 
     def all_gather(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_gather(array, group=self.group, stream=self._stream)
+        return mx.distributed.all_gather(array, group=self.group, stream=self.stream)
 
 
 def of_group(group: Any) -> Communicator:
@@ -125,7 +125,8 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
         return Alone()
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
-    communicator = MlxGroup(group, backend)
+    # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.
+    communicator = MlxGroup(group, backend, mx.new_stream(mx.default_device()) if backend == "nccl" else None)
     _check_first_sum(communicator)
     return communicator
 

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
+from allhands.distributed.backend import Communicator, MlxGroup, on_stream
 from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum, begin_sums, sum_over_ranks
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
@@ -28,7 +28,8 @@ from allhands.train.runahead import RunAhead
 from allhands.train.update import GraphUpdate, initialise
 from allhands.trees import flatten, number, numbers, unflatten
 
-# Of steps that overlap, how many go by until one does nothing ahead, to see what remains of the exchange.
+# Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
+# remains of the exchange.
 _LOOK_EVERY = 64
 
 
@@ -116,7 +117,6 @@ class TrainStep:
         self.eager = eager
         self._model = model
         self._optimizer = optimizer
-        self._communicator = communicator
         self._traced = compiled and not eager
         self._dropout = dropout
         # Of the weights: by itself the optimizer would do it of the first gradients.
@@ -140,10 +140,13 @@ class TrainStep:
         if overlap is None:
             overlap = communicator.backend == "nccl"
         self._overlap = overlap and communicator.size > 1 and self._graph is not None
-        self._stream: Any = None
+        # All that ranks exchange goes over one stream, so that it is in one order on all of them.
+        own = communicator.stream if isinstance(communicator, MlxGroup) else None
+        self._stream: Any = (own or mx.new_stream(mx.default_device())) if self._overlap else None
+        self._communicator = on_stream(communicator, self._stream)
         self._begun: Begun | None = None
         self._looks = 0
-        self._exposed_s = 0.0
+        self._exposed = 0.0
 
     def __call__(
         self,
@@ -240,12 +243,10 @@ class TrainStep:
         if waiting is not None:
             mx.async_eval(norm, totals, self._graph.arrays())
         # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
-        looks = waiting is not None and self._looks % _LOOK_EVERY == 0
-        self._looks += 1
-        coming = upcoming()
-        if not looks:
-            self._prepare(coming)
+        if waiting is None or self._looks % _LOOK_EVERY != 1:
+            self._prepare(upcoming())
         if waiting is not None:
+            self._looks += 1
             timed = waiting(totals, timed, begun)
         mx.eval(norm, totals, self._graph.arrays())
         # On one rank this includes the passes themselves.
@@ -255,7 +256,7 @@ class TrainStep:
     def _wait(self, computed: mx.array, totals: mx.array, timed: StepResult, begun: float) -> StepResult:
         """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
 
-        Where the next pass was handed out in between, it remains as long as it did when that was seen last.
+        Where the next pass was handed out in between, it is taken for the part of the time that it was at the last look.
         """
         mx.eval(computed)
         passed = time.perf_counter()
@@ -264,11 +265,10 @@ class TrainStep:
         reduced = time.perf_counter()
         self._beat("update")
         # What was called the exchange so far was handing it out.
-        compute_s = timed.compute_s + timed.comm_s + reduced - begun
+        whole = timed.compute_s + timed.comm_s + reduced - begun
         if self._prepared is None:
-            self._exposed_s = reduced - passed
-        comm_s = min(self._exposed_s, compute_s)
-        return replace(timed, compute_s=compute_s - comm_s, comm_s=comm_s)
+            self._exposed = (reduced - passed) / whole
+        return replace(timed, compute_s=(1.0 - self._exposed) * whole, comm_s=self._exposed * whole)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Hand out the next step's first pass, of weights that are still being computed.
@@ -298,9 +298,6 @@ class TrainStep:
 
     def _begin(self, grads: list[mx.array]) -> Begun:
         """Let gradients travel as they are computed."""
-        if self._stream is None:
-            # Where the gradients are: NCCL sends from there.
-            self._stream = mx.new_stream(mx.default_device())
         return begin_sums(self._communicator, grads, bucket_bytes=self._bucket_bytes, stream=self._stream)
 
     def _tell_of(self, batch: MicroBatch) -> None:
