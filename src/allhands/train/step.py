@@ -256,7 +256,7 @@ class TrainStep:
     def _wait(self, computed: mx.array, totals: mx.array, timed: StepResult, begun: float) -> StepResult:
         """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
 
-        Where the next pass was handed out in between, it is taken for the part of the time that it was at the last look.
+        Where the next pass was handed out in between, it is taken for the part of the time that it was when last seen.
         """
         mx.eval(computed)
         passed = time.perf_counter()
