@@ -51,7 +51,7 @@ def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_c
     accelerator = detect()
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     if adapter_path is not None:
-        _put_on(loaded.model, adapter_path)
+        put_on(loaded.model, adapter_path)
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
     # out must not meet the adapter's dropout.
@@ -81,7 +81,12 @@ def check_adapter(adapter_path: Path) -> None:
         ) from None
 
 
-def _put_on(model: Any, adapter_path: Path) -> None:
+def put_on(model: Any, adapter_path: Path) -> None:
+    """Give ``model`` the adapter's layers and weights.
+
+    Raises:
+        ModelError: they do not fit together.
+    """
     try:
         load_adapters(model, str(adapter_path))
     except (ValueError, KeyError, RuntimeError, AttributeError, OSError) as error:

@@ -37,6 +37,8 @@ Options are those of `allhands train`, with defaults for pre-training, from flag
 # Of the verbs that have modules of their own: their line of the overview, for which nothing is imported.
 _LAUNCH = "Start a program of your own on every rank, and keep it going."
 _CONTAINER = "Train as the program of a container image."
+_EXPORT = "Write a trained adapter for other programs."
+_IMPORT = "Take an adapter that another program has trained."
 _ENV = "Show who has started this process, and what follows from it."
 
 
@@ -65,6 +67,8 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     attach("launch", _LAUNCH, _add_launch)
     for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
+    attach("export", _EXPORT, _add_export)
+    attach("import", _IMPORT, _add_import)
     attach("container", _CONTAINER, _add_container)
     attach("env", _ENV, _add_env)
     attach("version", version.__doc__ or "", partial(_add, version))
@@ -101,6 +105,18 @@ def _add_launch(app: typer.Typer) -> None:
     from allhands.cli.launch import SETTINGS, launch
 
     app.command("launch", context_settings=SETTINGS)(launch)
+
+
+def _add_export(app: typer.Typer) -> None:
+    from allhands.cli.exchange import export_adapter
+
+    app.command("export", help=export_adapter.__doc__)(export_adapter)
+
+
+def _add_import(app: typer.Typer) -> None:
+    from allhands.cli.exchange import import_adapter
+
+    app.command("import", help=import_adapter.__doc__)(import_adapter)
 
 
 def _add_container(app: typer.Typer) -> None:

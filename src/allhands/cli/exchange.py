@@ -1,0 +1,189 @@
+"""``allhands export`` and ``allhands import``: adapters for other programs, and from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from allhands.model.peft import Adapter
+
+
+class Format(StrEnum):
+    """Of an adapter."""
+
+    peft = "peft"
+
+
+OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an adapter that is in --out.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
+
+_OURS = ("adapters.safetensors", "adapter_config.json")
+
+
+def export_adapter(
+    adapter_path: Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")],
+    to: Annotated[Format, typer.Option("--to", help="For whom.")],
+    out: OutDir,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="The name under which others load that model, on the Hub; default: --model."),
+    ] = None,
+    force: Force = False,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Write a trained adapter for other programs.
+
+    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them.
+    """
+    from allhands.generate import check_adapter
+
+    check_adapter(adapter_path)
+    assert to is Format.peft
+    _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
+
+
+def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
+    import mlx.nn as nn
+
+    from allhands.model.load import load_model
+    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
+
+    adapter = _read(adapter_path, *_OURS)
+    below = model or adapter.config.get("model")
+    if not isinstance(below, str):
+        hint = "say which model is below it: --model"
+        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+    _require_room(out, (WEIGHTS_FILE, CONFIG_FILE), force=force)
+    loaded = load_model(below, trust_remote_code=trust)
+    kinds: dict[str, tuple[type, ...]] = {
+        "linear": (nn.Linear, nn.QuantizedLinear),
+        "embedding": (nn.Embedding, nn.QuantizedEmbedding),
+    }
+    named = {kind: [n for n, m in loaded.model.named_modules() if isinstance(m, of)] for kind, of in kinds.items()}
+    known = {name for names in named.values() for name in names}
+    for name in adapter.weights:
+        if (module := name.rpartition(".")[0]) not in known:
+            hint = "use the model that the adapter was trained on: --model"
+            raise ModelError(f"the model {below} has no layer {module}", where=str(adapter_path), hint=hint)
+    made = to_peft(adapter, base=base or below, modules=known, embeddings=named["embedding"])
+    _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"})
+    settings = made.config
+    print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(made)})")
+    if "quantization" in loaded.config and base is None:
+        print(
+            f"note: {below} is quantised for MLX, which other programs cannot read: name the original with --base, "
+            "or as the model in Python"
+        )
+    print(f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base or below}"), "{out}")')
+
+
+def import_adapter(
+    path: Annotated[Path, typer.Argument(help="Directory of the adapter.", show_default=False)],
+    source: Annotated[Format, typer.Option("--from", help="Who has written it.")],
+    out: OutDir,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model below it; default: as the adapter says.")
+    ] = None,
+    force: Force = False,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Take an adapter that another program has trained.
+
+    peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
+    """
+    from allhands.generate import put_on
+    from allhands.model.load import load_model
+    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, from_peft
+
+    assert source is Format.peft
+    if not (path / WEIGHTS_FILE).is_file() and (path / "adapter_model.bin").is_file():
+        hint = "load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
+        raise ModelError(
+            "adapter_model.bin is a pickle, which may run code when it is read", where=str(path), hint=hint
+        )
+    adapter = _read(path, WEIGHTS_FILE, CONFIG_FILE)
+    below = model or adapter.config.get("base_model_name_or_path")
+    if not isinstance(below, str) or not below:
+        raise ConfigError("the adapter names no model", where=str(path / CONFIG_FILE), hint="say which: --model")
+    _require_room(out, _OURS, force=force)
+    loaded: Any = load_model(below, trust_remote_code=trust_remote_code)
+    made = from_peft(adapter, num_layers=len(loaded.model.layers))
+    made.config["model"] = below
+    # What does not fit is found before anything is in its place.
+    _write(made, out, *_OURS, {"format": "mlx"}, lambda directory: put_on(loaded.model, directory))
+    settings = made.config["lora_parameters"]
+    print(f"written: {out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})")
+    print(f"allhands generate --model {below} --adapter-path {out} --prompt ...")
+
+
+def _count(adapter: Adapter) -> str:
+    """How many modules it adapts, in words."""
+    count = len({name.rpartition(".lora")[0] for name in adapter.weights if ".lora" in name})
+    return f"{count} layer{'s' * (count != 1)}"
+
+
+def _read(directory: Path, weights: str, config: str) -> Adapter:
+    """An adapter from its two files.
+
+    Raises:
+        ModelError: one is missing or cannot be read.
+    """
+    import mlx.core as mx
+
+    from allhands.model.peft import Adapter
+
+    for name in (weights, config):
+        if not (directory / name).is_file():
+            there = "" if directory.is_dir() else "; there is no such directory"
+            raise ModelError(f"{name} is missing{there}", where=str(directory), hint="give an adapter's directory")
+    try:
+        described = json.loads((directory / config).read_text(encoding="utf-8"))
+        if not isinstance(described, dict):
+            raise ValueError("it is not an object")
+        return Adapter(dict(mx.load(str(directory / weights))), described)  # type: ignore[arg-type]
+    except (ValueError, RuntimeError, OSError) as error:
+        file = directory / (weights if isinstance(error, RuntimeError) else config)
+        raise ModelError(f"the file is torn: {error}", where=str(file), hint="fetch or write it again") from None
+
+
+def _require_room(out: Path, files: tuple[str, ...], *, force: bool) -> None:
+    """Refuse to write over anything but an adapter, and over one only if asked to."""
+    if not out.exists():
+        return
+    there = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else [out.name]
+    if others := [name for name in there if name not in files]:
+        raise ConfigError(f"{others[0]} is there already", where=str(out), hint="choose another directory: --out")
+    if there and not force:
+        raise ConfigError("an adapter is there already", where=str(out), hint="add --force to replace it")
+
+
+def _write(
+    adapter: Adapter,
+    out: Path,
+    weights: str,
+    config: str,
+    metadata: Mapping[str, str],
+    check: Callable[[Path], None] = lambda directory: None,
+) -> None:
+    """Write both files, whole or not at all, and only if ``check`` is content with their directory."""
+    import mlx.core as mx
+
+    from allhands.staging import publish, staging
+
+    with staging(out, private=True) as staged:
+        mx.save_safetensors(str(staged / weights), adapter.weights, metadata=dict(metadata))
+        (staged / config).write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        check(staged)
+        publish(staged, out, private=True)
