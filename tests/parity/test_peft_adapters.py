@@ -1,0 +1,98 @@
+"""Adapters that PyTorch and PEFT read and write, against the same in MLX: logits of one model.
+
+They are asked in a Python that has both: $ALLHANDS_TEST_TORCH, or the environment that benchmarks/cpu_lora.py makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
+from tiny import run_allhands, write_model
+
+from allhands.generate import load_for_generation
+from allhands.trees import flatten
+
+SIDE = Path(__file__).parents[1] / "support" / "peft_side.py"
+KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"
+PYTHON = Path(os.environ.get("ALLHANDS_TEST_TORCH") or KNOWN)
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs a Python with PyTorch and PEFT: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("peft") / "model", layers=3, hidden=32)
+
+
+def by_torch(*words: object) -> dict[str, np.ndarray[Any, Any]]:
+    """Logits of the model without and with the adapter."""
+    done = subprocess.run([PYTHON, SIDE, *map(str, words)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with np.load(str(words[3])) as found:
+        return dict(found)
+
+
+def by_mlx(base: Path, adapter: Path | None) -> np.ndarray[Any, Any]:
+    loaded: Any = load_for_generation(str(base), adapter)
+    return np.array(loaded.model(mx.arange(20)[None]))
+
+
+def assert_alike(base: Path, adapter: Path, theirs: dict[str, np.ndarray[Any, Any]]) -> None:
+    plain, mine = by_mlx(base, None), by_mlx(base, adapter)
+    np.testing.assert_allclose(theirs["plain"], plain, atol=1e-5)
+    np.testing.assert_allclose(theirs["adapted"], mine, atol=2e-5)
+    assert np.abs(mine - plain).max() > 0.5
+
+
+@pytest.mark.parametrize(("kind", "num_layers"), [("lora", 3), ("lora", 2), ("dora", 3)])
+def test_peft_computes_what_was_exported(base: Path, tmp_path: Path, kind: str, num_layers: int) -> None:
+    model, *_ = load(str(base))
+    model.freeze()
+    mx.random.seed(5)
+    settings = {"rank": 4, "scale": 2.5, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    linear_to_lora_layers(model, num_layers, settings, use_dora=kind == "dora")
+    trained = flatten(model.trainable_parameters())
+    weights = {name: mx.random.normal(v.shape) * 0.2 + (v if name.endswith(".m") else 0) for name, v in trained}
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    mx.save_safetensors(str(mine / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": kind, "num_layers": num_layers, "lora_parameters": settings, "model": str(base)}
+    (mine / "adapter_config.json").write_text(json.dumps(config))
+    done = run_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
+    assert done.returncode == 0, done.stderr
+    assert_alike(base, mine, by_torch("read", base, tmp_path / "peft", tmp_path / "found.npz"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8},
+        {"target_modules": "all-linear", "r": 4, "lora_alpha": 8, "use_rslora": True},
+        {"target_modules": ["up_proj"], "r": 4, "lora_alpha": 12, "use_dora": True},
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "layers_to_transform": [1, 2],
+            "r": 4,
+            "lora_alpha": 8,
+            "rank_pattern": {"down_proj": 2},
+            "alpha_pattern": {"down_proj": 6, "1.self_attn.q_proj": 3},
+        },
+    ],
+    ids=["lora", "all-rslora", "dora", "patterns"],
+)
+def test_what_peft_wrote_is_imported(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    config = {"task_type": "CAUSAL_LM", **settings}
+    theirs = by_torch("write", base, tmp_path / "peft", tmp_path / "found.npz", json.dumps(config))
+    done = run_allhands("import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine")
+    assert done.returncode == 0, done.stderr
+    assert_alike(base, tmp_path / "mine", theirs)

@@ -1,0 +1,31 @@
+"""What PyTorch and PEFT make of an adapter; run by a Python that has them.
+
+python peft_side.py read BASE ADAPTER OUT.npz     # logits without and with the adapter
+python peft_side.py write BASE ADAPTER OUT.npz JSON   # a random adapter of a LoraConfig, and its logits
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+verb, base, adapter, out = sys.argv[1:5]
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+ids = torch.arange(20)[None]
+plain = model(ids).logits.detach().numpy()
+if verb == "write":
+    model = get_peft_model(model, LoraConfig(**json.loads(sys.argv[5])))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                value.normal_(std=0.2)
+    model.eval().save_pretrained(adapter)
+else:
+    model = PeftModel.from_pretrained(model, adapter).eval()
+np.savez(out, plain=plain, adapted=model(ids).logits.detach().numpy())
