@@ -135,6 +135,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=buckets, default=(BUCKET_MB,), help="of allhands' all-reduces, as 8,32,none (128)"
     )
+    parser.add_argument(
+        "--shard-optimizer", choices=("auto", "on", "off"), default="auto", help="of allhands (%(default)s)"
+    )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
     parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
@@ -169,7 +172,7 @@ def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     asked: dict[str, Any] = {"work": work, "rows": case.rows, "steps": options.steps, "out": str(out)}
     if case.peer == "allhands":
         python = options.python.get("mlx", sys.executable)
-        asked["bucket_bytes"] = int(case.bucket_mb * 1e6)
+        asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "shard": options.shard_optimizer}
         launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
         # A rank that fails ends the measurement.
         launch += ["--max-restarts", "0", "--log-dir", str(out.with_suffix("")), "--", python]
@@ -274,6 +277,7 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             **{name: list(getattr(options, name)) for name in ("gpus", "works", "peers", "scaling", "bucket_mb")},
             "steps": options.steps,
             "backend": options.backend,
+            "shard_optimizer": options.shard_optimizer,
             # How NCCL was set from outside changes what is measured.
             "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         },

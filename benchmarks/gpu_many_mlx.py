@@ -56,6 +56,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     from allhands.accelerator import detect, peak_memory_bytes
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed.reduce import barrier
+    from allhands.train.dividing import worth_dividing
 
     accelerator, sizes = detect(), sizes_of(asked["steps"])
     total = sum(sizes)
@@ -67,6 +68,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
         compiled=True,
         communicator=communicator,
         bucket_bytes=asked["bucket_bytes"],
+        shard=worth_dividing(communicator, trained) if asked["shard"] == "auto" else asked["shard"] == "on",
         beat=lambda phase: worker.beat(phase, 0),
     )
     values = batch_of(asked["work"], asked["rows"], communicator.rank)

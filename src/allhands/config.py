@@ -212,6 +212,9 @@ class TrainConfig(_Strict):
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
     )
+    shard_optimizer: Literal["auto", "on", "off"] = Field(
+        "auto", description="Each rank keeps and updates a part of the optimizer's state; auto: over NCCL."
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")
     hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")

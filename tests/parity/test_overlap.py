@@ -19,14 +19,18 @@ import allhands
 import mlx.core as mx, numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
 from allhands.data.loader import MicroBatch
+from allhands.distributed import shards
 from allhands.distributed.backend import connect
+from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
 from allhands.train.optimizers import KernelAdamW
 from allhands.train.step import TrainStep
 from allhands.trees import flatten
 
-overlap, ahead, poisoned, sole = json.loads(sys.argv[1])
+overlap, ahead, poisoned, sole, shard, clipped = json.loads(sys.argv[1])
 rank = int(os.environ["MLX_RANK"])
+# An array for each product and each norm, the latter not divided.
+leaves._ONE_MOST, shards._LEAST = 0, 4096
 shape = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "rms_norm_eps": 1e-5}
 mx.random.seed(2)
@@ -34,8 +38,8 @@ model = Model(ModelArgs.from_dict(shape))
 fuse(model, 40)
 model.train()
 group = connect("ring", 2, rank)
-step = TrainStep(model, KernelAdamW(learning_rate=1e-2), group, eager=False, compiled=True, max_grad_norm=1.0,
-                 bucket_bytes=20_000, overlap=overlap, non_finite="skip")
+step = TrainStep(model, KernelAdamW(learning_rate=1e-2), group, eager=False, compiled=True, max_grad_norm=clipped,
+                 bucket_bytes=20_000, overlap=overlap, non_finite="skip", shard=shard)
 
 def batch(number):
     ids = (np.arange(80).reshape(2, 40) * (2 * number + rank + 3) + number) % 96
@@ -55,19 +59,28 @@ for number, batches in enumerate(plan):
     found.append([result.loss_sum, result.num_targets, result.num_tokens, result.grad_norm, result.skipped])
     assert result.comm_s >= 0 and result.compute_s >= 0
     begun.append(step._prepared is not None and step._prepared.begun is not None)
+if shard:
+    assert step.shards is not None and set(step.shards.divided) == {True, False}
+    held = sum(a.size for i, s in step._graph._joined._state.items() for a in s.values())
+    step.gather(keep=True)
+    assert held < 0.6 * sum(a.size for name, a in flatten(step._optimizer.state) if name.endswith((".m", ".v")))
+state = [(name, array) for name, array in flatten(step._optimizer.state)]
+moments = hashlib.sha256(b"".join(np.array(v).tobytes() for _, v in state)).hexdigest()
 digest = hashlib.sha256(b"".join(np.array(v).tobytes() for _, v in flatten(model.parameters()))).hexdigest()
-print(json.dumps([found, digest, begun]), flush=True)
+print(json.dumps([found, [digest, moments, len(state)], begun]), flush=True)
 os._exit(0)
 """
 
 
 @cache
-def ran(overlap: bool, ahead: bool, poisoned: bool, sole: bool = False) -> Any:
-    """Losses, counts and norms of each step, the weights after the last, and after which steps an exchange was begun.
+def ran(
+    overlap: bool, ahead: bool, poisoned: bool, sole: bool = False, shard: bool = False, clipped: float | None = 1.0
+) -> Any:
+    """Losses, counts and norms of each step, weights and optimizer after the last, and when an exchange was begun.
 
     The same on both ranks. ``sole``: batches are told of which each rank has one.
     """
-    command = [sys.executable, "-c", PROGRAM, json.dumps([overlap, ahead, poisoned, sole])]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([overlap, ahead, poisoned, sole, shard, clipped])]
     done = run_ring([command] * 2, timeout=60)
     assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
     assert done[0].stdout == done[1].stdout
@@ -113,3 +126,27 @@ def test_an_exchange_that_was_begun_survives_an_update_that_is_left_out() -> Non
     assert begun == [False, False, True, False, True, False]
     assert [step[:3] for step in steps] == [step[:3] for step in expected]
     assert weights == reference
+
+
+@pytest.mark.parametrize(("overlap", "sole"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_ranks_that_keep_a_part_of_the_optimizer_train_the_same_model(
+    overlap: bool, sole: bool, poisoned: bool
+) -> None:
+    """Weights and optimizer bit by bit; the norm is summed in another order."""
+    steps, weights, _ = ran(overlap, True, poisoned, sole, True, None)
+    expected, reference, _ = ran(False, False, poisoned, clipped=None)
+    assert weights == reference
+    assert [step[:3] for step in steps] == [step[:3] for step in expected]
+    # Of the step that is left out only a loss need be NaN.
+    norms = [(step[3], other[3]) for step, other in zip(steps, expected, strict=True) if not other[4]]
+    assert [norm for norm, _ in norms] == pytest.approx([norm for _, norm in norms], rel=1e-5)
+    assert [bool(step[4]) for step in steps] == [bool(step[4]) for step in expected]
+
+
+def test_ranks_that_keep_a_part_of_the_optimizer_clip_by_the_norm_of_all() -> None:
+    steps, _, _ = ran(True, True, False, True, True)
+    expected, _, _ = ran(False, False, False)
+    assert min(step[3] for step in expected) > 1.0, "else nothing is clipped"
+    assert [step[:4] for step in steps] == [pytest.approx(step[:4], rel=1e-5) for step in expected]
+    assert steps != ran(True, True, False, True, True, None)[0]

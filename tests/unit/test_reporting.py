@@ -201,7 +201,17 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
     assert "chosen:" not in quiet
     _, text = trained(tiny_model, tiny_data, tmp_path / "verbose", log_level="verbose", micro_batch_tokens=300)
     lines = dict(line.removeprefix("chosen: ").split(": ", 1) for line in text.splitlines() if "chosen: " in line)
-    names = ["device", "matrix products", "backend", "micro-batches", "step", "blocks", "loss", "all-reduce"]
+    names = [
+        "device",
+        "matrix products",
+        "backend",
+        "micro-batches",
+        "step",
+        "blocks",
+        "loss",
+        "all-reduce",
+        "optimizer",
+    ]
     # Of each operation's form tests/unit/test_choices.py has more.
     assert [name for name in lines if " at " not in name] == names
     assert lines["blocks"] == "as the model's own"
@@ -209,4 +219,5 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
     assert lines["micro-batches"].startswith("at most 300 tokens (asked for)")
     assert lines["loss"] == "chunked over the vocabulary, at the trained tokens only"
     assert lines["all-reduce"] == "calls of about 32 MB"
+    assert lines["optimizer"] == "whole"
     assert re.search(r"shapes of micro-batches: [1-9]\d* computed, none of them compiled", text)

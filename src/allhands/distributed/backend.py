@@ -89,6 +89,14 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
     return MlxGroup(communicator.group, communicator.backend, stream)
 
 
+def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
+    """This rank's equal part of the sum over ranks of ``row``, of one dimension that the number of ranks divides."""
+    if isinstance(communicator, MlxGroup) and "sum_scatter" in CAPABILITIES[communicator.backend]:
+        return mx.distributed.sum_scatter(row, group=communicator.group, stream=communicator.stream)
+    each = row.size // communicator.size
+    return communicator.all_sum(row)[communicator.rank * each : (communicator.rank + 1) * each]
+
+
 def require(communicator: Communicator, operation: str) -> None:
     """Refuse at configuration time what would throw in the middle of a run.
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from allhands.distributed.backend import Communicator, on_stream
+from allhands.distributed.backend import Communicator, on_stream, sum_scatter
+from allhands.distributed.shards import Shards
 from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
@@ -47,7 +48,7 @@ def sum_over_ranks(
     if communicator.size == 1:
         return list(arrays), everything[0]
     sums: list[mx.array] = list(everything)
-    for bucket in _buckets(everything, bucket_bytes):
+    for bucket in _buckets(everything, range(len(everything)), bucket_bytes):
         total = communicator.all_sum(_end_to_end(everything, bucket)).reshape(-1)
         _take_apart(total, everything, bucket, sums)
     return sums[1:], sums[0]
@@ -58,15 +59,22 @@ class Begun:
     """Sums over ranks that are on their way.
 
     Attributes:
-        arrays: as :func:`sum_over_ranks` gives them.
-        computed: an array that is there once everything of this rank's is computed.
+        arrays: as :func:`sum_over_ranks` gives them; of what is divided this rank's part.
+        computed: arrays that are there once everything of this rank's is computed.
     """
 
     arrays: list[mx.array]
-    computed: mx.array
+    computed: list[mx.array]
 
 
-def begin_sums(communicator: Communicator, arrays: Sequence[mx.array], *, bucket_bytes: int, stream: Any) -> Begun:
+def begin_sums(
+    communicator: Communicator,
+    arrays: Sequence[mx.array],
+    *,
+    bucket_bytes: int,
+    stream: Any,
+    shards: Shards | None = None,
+) -> Begun:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
     The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
@@ -76,19 +84,58 @@ def begin_sums(communicator: Communicator, arrays: Sequence[mx.array], *, bucket
     Args:
         arrays: at least one.
         stream: of MLX, on which nothing else is computed.
+        shards: of ``arrays``: which of them are only wanted in part. Those go first.
     """
-    everything = list(reversed(arrays))
-    sums: list[mx.array] = list(everything)
-    computed = everything[-1]
-    for bucket in _buckets(everything, bucket_bytes):
-        mx.async_eval([everything[i] for i in bucket])
+    sums: list[mx.array] = list(arrays)
+    computed: list[mx.array] = []
+    order = range(len(arrays) - 1, -1, -1)
+    if shards is not None:
+        for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes):
+            mx.async_eval([arrays[i] for i in bucket])
+            with mx.stream(stream):
+                rows = [shards.padded(i, arrays[i]) for i in bucket]
+                # Each by itself: those that are divided are large, and to put them together would be to copy them.
+                totals = [sum_scatter(communicator, row) for row in rows]
+            mx.async_eval(totals)
+            computed = rows
+            for i, total in zip(bucket, totals, strict=True):
+                sums[i] = shards.shaped(i, total)
+        order = [i for i in order if not shards.divided[i]]
+    for bucket in _buckets(arrays, order, bucket_bytes):
+        mx.async_eval([arrays[i] for i in bucket])
         # Putting a bucket together is done there, too: that does not hold up the backward pass.
         with mx.stream(stream):
-            computed = _end_to_end(everything, bucket)
-            total = communicator.all_sum(computed).reshape(-1)
+            joined = _end_to_end(arrays, bucket)
+            total = communicator.all_sum(joined).reshape(-1)
         mx.async_eval(total)
-        _take_apart(total, everything, bucket, sums)
-    return Begun(sums[::-1], computed)
+        computed = [*computed[-1:], joined]
+        _take_apart(total, arrays, bucket, sums)
+    return Begun(sums, computed)
+
+
+def begin_wholes(
+    communicator: Communicator, parts: Sequence[mx.array], shards: Shards, *, bucket_bytes: int, stream: Any
+) -> list[mx.array]:
+    """Arrays of all ranks' parts, the first ones first, as a forward pass needs them; beside what is computed.
+
+    Args:
+        stream: of MLX, for the exchange; ``None``: everything is computed when this returns.
+    """
+    wholes = list(parts)
+    divided = [i for i in range(len(parts)) if shards.divided[i]]
+    for bucket in _buckets(parts, divided, max(bucket_bytes // communicator.size, 1)):
+        if stream is None:
+            mx.eval([parts[i] for i in bucket])
+            wholes_of = [shards.whole(i, communicator, parts[i]) for i in bucket]
+            mx.eval(wholes_of)
+        else:
+            mx.async_eval([parts[i] for i in bucket])
+            with mx.stream(stream):
+                wholes_of = [shards.whole(i, communicator, parts[i]) for i in bucket]
+            mx.async_eval(wholes_of)
+        for i, whole in zip(bucket, wholes_of, strict=True):
+            wholes[i] = whole
+    return wholes
 
 
 def begin_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
@@ -121,12 +168,13 @@ def barrier(communicator: Communicator) -> None:
     mx.eval(communicator.all_sum(mx.zeros((1,))))
 
 
-def _buckets(arrays: Sequence[mx.array], bucket_bytes: int) -> Iterator[list[int]]:
-    """Indices of ``arrays`` grouped by dtype, cut where a bucket is full; empty arrays are left out."""
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
+def _buckets(arrays: Sequence[mx.array], order: Sequence[int], bucket_bytes: int) -> Iterator[list[int]]:
+    """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out."""
+    for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         bucket: list[int] = []
         filled = 0
-        for index, array in enumerate(arrays):
+        for index in order:
+            array = arrays[index]
             if array.dtype != dtype or array.size == 0:
                 continue
             if bucket and filled + array.nbytes > bucket_bytes:

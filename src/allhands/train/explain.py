@@ -26,6 +26,7 @@ def choices(
     sizing: Sizing,
     *,
     compiled: bool,
+    divided: bool,
 ) -> list[str]:
     """One line for each thing that the options leave open, or that follows from the device."""
     found = {
@@ -37,6 +38,7 @@ def choices(
         "blocks": _blocks(model),
         "loss": _loss(model),
         "all-reduce": f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB",
+        "optimizer": _optimizer(communicator, divided),
     }
     return [f"chosen: {name}: {words}" for name, words in found.items()]
 
@@ -59,6 +61,12 @@ def kernel_choices(choices: Choices, model: Mapping[str, Any], accelerator: Acce
 def _kernel(problem: Problem, form: str, reason: str) -> str:
     sizes = "" if reason.startswith("measured") else f" at {problem}"
     return f"chosen: {problem.name}{sizes}: {form} ({reason})"
+
+
+def _optimizer(communicator: Communicator, divided: bool) -> str:
+    if divided:
+        return f"each rank keeps and updates about 1/{communicator.size} of its state"
+    return "on every rank whole" if communicator.size > 1 else "whole"
 
 
 def _products(accelerator: Accelerator) -> str:

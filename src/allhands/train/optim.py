@@ -119,9 +119,14 @@ def _named(name: str, peak: float, updates: int) -> Schedule:
     return peak
 
 
-def clip(grads: Any, max_norm: float | None) -> tuple[Any, mx.array]:
-    """Scale ``grads`` so that their global norm is at most ``max_norm``; also returns the norm before."""
-    norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for _, g in flatten(grads)), mx.zeros(())))
+def clip(grads: Any, max_norm: float | None, norm: mx.array | None = None) -> tuple[Any, mx.array]:
+    """Scale ``grads`` so that their global norm is at most ``max_norm``; also returns the norm before.
+
+    Args:
+        norm: where ``grads`` are a part of all.
+    """
+    if norm is None:
+        norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for _, g in flatten(grads)), mx.zeros(())))
     if max_norm is None:
         return grads, norm
     factor = mx.minimum(max_norm / (norm + 1e-6), 1.0)

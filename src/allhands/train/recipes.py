@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +47,7 @@ from allhands.monitor.samples import LOGS
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, start_trackers, tracker_names
 from allhands.train.callbacks import Callback
+from allhands.train.dividing import divides
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
@@ -54,7 +55,7 @@ from allhands.train.optim import has_schedule, make_optimizer
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
 from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.train.samples import Sampler
-from allhands.train.saving import SavePlan, Saver
+from allhands.train.saving import SaveKind, SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
 from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
@@ -185,7 +186,7 @@ class _Run:
         self._expect(sizing, windows)
         step = self._step(optimizer, state, compiled)
         sink.emit(self._started(total, state))
-        self._explain(sizing, compiled)
+        self._explain(sizing, step, compiled)
         if state.iteration >= total:
             self._say([f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"])
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
@@ -208,7 +209,7 @@ class _Run:
                 accelerator=self.ready.accelerator,
                 sink=sink,
                 callbacks=self.callbacks,
-                save=saver.save if saver else lambda state, kind: None,
+                save=partial(self._save, step, saver),
                 saved=saver.saved if saver else lambda wait: list[SavedReport | Warned | AllhandsError](),
                 beat=self.surroundings.beat,
                 stop_requested=self.surroundings.stop_requested,
@@ -223,6 +224,11 @@ class _Run:
             kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
             self._say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
+
+    def _save(self, step: TrainStep, saver: Saver | None, state: LoopState, kind: SaveKind) -> None:
+        step.gather(keep=saver is not None)
+        if saver is not None:
+            saver.save(state, kind)
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
         """What lets the model write, on rank 0."""
@@ -278,11 +284,16 @@ class _Run:
             first = state.iteration == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.iteration)
 
+        model, eager = self.ready.loaded.model, self.ready.accelerator.eager and config.compile != "on"
+        trained = sum(array.size for array in trained_weights(model).values())
         return TrainStep(
-            self.ready.loaded.model,
+            model,
             optimizer,
             self.ready.communicator,
-            eager=self.ready.accelerator.eager and config.compile != "on",
+            eager=eager,
+            shard=divides(
+                config, self.ready.communicator, trained=trained, eager=eager, wants_gradients=bool(self.callbacks)
+            ),
             compiled=compiled,
             max_grad_norm=config.max_grad_norm,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
@@ -316,7 +327,7 @@ class _Run:
         elif self.config.log_level == "verbose":
             self._say([f"expected: at most {format_bytes(expected)} of memory for this process"])
 
-    def _explain(self, sizing: Sizing, compiled: bool) -> None:
+    def _explain(self, sizing: Sizing, step: TrainStep, compiled: bool) -> None:
         """With --log-level verbose: what was chosen, and why."""
         if self.config.log_level != "verbose":
             return
@@ -326,9 +337,8 @@ class _Run:
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
         kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
         self._say(kernels)
-        self._say(
-            choices(self.config, ready.loaded.model, ready.accelerator, ready.communicator, sizing, compiled=compiled)
-        )
+        parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
+        self._say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
     @contextmanager
     def _saver(self, optimizer: Any) -> Generator[Saver | None, None, None]:

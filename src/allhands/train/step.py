@@ -17,7 +17,8 @@ from mlx.utils import tree_map
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator, MlxGroup, on_stream
-from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum, begin_sums, sum_over_ranks
+from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum, begin_sums, begin_wholes, sum_over_ranks
+from allhands.distributed.shards import Shards
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
@@ -31,6 +32,8 @@ from allhands.trees import flatten, number, numbers, unflatten
 # Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
 # remains of the exchange.
 _LOOK_EVERY = 64
+# Where among the sums of a step's numbers those of the gradients' squares are, where ranks have parts of them.
+_SQUARES = 4
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class TrainStep:
         beat: Callable[[str], None] = lambda phase: None,
         rehearse: Callable[[Literal["reduce", "update"]], object] = lambda point: None,
         overlap: bool | None = None,
+        shard: bool = False,
     ) -> None:
         """Prepare to train ``model``.
 
@@ -113,6 +117,8 @@ class TrainStep:
             rehearse: is asked before the exchange and the update whether to fail on purpose; "nan" spoils the gradient.
             overlap: whether gradients travel while others are computed; default: with NCCL. With the other back-ends
                 the host sends and receives, and a GPU that waits for it may be taken for dead.
+            shard: whether each rank keeps a part of the optimizer's state and updates it; see :attr:`shards`, and call
+                :meth:`gather` before the optimizer's state is read. Not where ``after_backward`` wants whole gradients.
         """
         self.eager = eager
         self._model = model
@@ -121,7 +127,10 @@ class TrainStep:
         self._dropout = dropout
         # Of the weights: by itself the optimizer would do it of the first gradients.
         initialise(optimizer, model)
-        self._graph = None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled)
+        over = communicator if shard and after_backward is None else None
+        self._graph = (
+            None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled, divided_over=over)
+        )
         if self._graph is None or self._graph.leaves is None:
             self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
         else:
@@ -147,6 +156,16 @@ class TrainStep:
         self._begun: Begun | None = None
         self._looks = 0
         self._exposed = 0.0
+
+    @property
+    def shards(self) -> Shards | None:
+        """What this rank keeps and updates, if not everything."""
+        return None if self._graph is None else self._graph.shards
+
+    def gather(self, *, keep: bool) -> None:
+        """Let the optimizer's state be read where ``keep`` is; called by all ranks together. See :attr:`shards`."""
+        if self._graph is not None:
+            self._graph.gather(self._communicator, keep=keep)
 
     def __call__(
         self,
@@ -179,6 +198,8 @@ class TrainStep:
         if self._overlap:
             begun = begun or self._begin([grad for _, grad in grads])
             sums = _named(grads, begun.arrays)
+            if self._graph is not None and self._graph.shards is not None:
+                mine.append(self._graph.squares(begun.arrays))
             totals = begin_sum(self._communicator, mine, stream=self._stream)
         else:
             sums, totals = self._reduce(grads, mine)
@@ -239,7 +260,10 @@ class TrainStep:
             self._beat("update")
         self._rehearse("update")
         begun = time.perf_counter()
-        norm = self._graph(sums, totals[0], totals[1])
+        if self._graph.shards is None:
+            norm = self._graph(sums, totals[0], totals[1])
+        else:
+            norm = self._graph(sums, totals[0], totals[1], squares=totals[_SQUARES], exchange=self._wholes)
         if waiting is not None:
             mx.async_eval(norm, totals, self._graph.arrays())
         # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
@@ -253,7 +277,7 @@ class TrainStep:
         waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
         return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
 
-    def _wait(self, computed: mx.array, totals: mx.array, timed: StepResult, begun: float) -> StepResult:
+    def _wait(self, computed: list[mx.array], totals: mx.array, timed: StepResult, begun: float) -> StepResult:
         """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
 
         Where the next pass was handed out in between, it is taken for the part of the time that it was when last seen.
@@ -298,7 +322,14 @@ class TrainStep:
 
     def _begin(self, grads: list[mx.array]) -> Begun:
         """Let gradients travel as they are computed."""
-        return begin_sums(self._communicator, grads, bucket_bytes=self._bucket_bytes, stream=self._stream)
+        size, stream = self._bucket_bytes, self._stream
+        return begin_sums(self._communicator, grads, bucket_bytes=size, stream=stream, shards=self.shards)
+
+    def _wholes(self, parts: list[mx.array]) -> list[mx.array]:
+        """All weights of what each rank has updated."""
+        assert self.shards is not None
+        size, stream = self._bucket_bytes, self._stream
+        return begin_wholes(self._communicator, parts, self.shards, bucket_bytes=size, stream=stream)
 
     def _tell_of(self, batch: MicroBatch) -> None:
         self._beat("first" if self._traced and batch.shape not in self.shapes else "compute")
@@ -344,6 +375,11 @@ class TrainStep:
         """Both summed over all ranks; the scalars as one array."""
         arrays = [grad for _, grad in grads]
         sums, totals = sum_over_ranks(self._communicator, arrays, scalars, bucket_bytes=self._bucket_bytes)
+        if (shards := self.shards) is not None:
+            # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
+            squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
+            totals = mx.concatenate([totals, squares.reshape(1)])
+            sums = [mx.contiguous(shards.part(i, whole)) for i, whole in enumerate(sums)]
         if self._graph is None or self._communicator.size > 1:
             self._beat("reduce")
             mx.eval(sums, totals)
@@ -380,7 +416,7 @@ _HINT = (
 
 def _filled(timed: StepResult, totals: mx.array, norm: mx.array) -> StepResult:
     """``timed`` with the numbers of the step: sums of loss, trained tokens, tokens and votes."""
-    loss_sum, num_targets, num_tokens, votes = numbers(totals)
+    loss_sum, num_targets, num_tokens, votes = numbers(totals)[:_SQUARES]
     return replace(
         timed,
         loss_sum=loss_sum,

@@ -6,7 +6,7 @@ and whether all numbers are finite is decided where they are, so that the host n
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from allhands.distributed.backend import Communicator
+from allhands.distributed.shards import Shards
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
@@ -30,16 +32,33 @@ _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 class GraphUpdate:
     """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not finite."""
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, max_norm: float | None, *, compiled: bool) -> None:
-        """Prepare; the optimizer's state may be new or restored."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        max_norm: float | None,
+        *,
+        compiled: bool,
+        divided_over: Communicator | None = None,
+    ) -> None:
+        """Prepare; the optimizer's state may be new or restored.
+
+        Args:
+            divided_over: ranks each of which keeps a part of the optimizer's state and updates it, where model and
+                optimizer allow that (see :attr:`shards`).
+        """
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
         initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
-        self._joined = (
-            _Joined(Leaves(model, apart=getattr(optimizer, "matrices_only", False)), optimizer) if joins else None
-        )
+        leaves = Leaves(model, apart=getattr(optimizer, "matrices_only", False)) if joins else None
+        self._shards: Shards | None = None
+        divides = divided_over is not None and divided_over.size > 1 and isinstance(optimizer, Optimizer)
+        if leaves is not None and divided_over is not None and divides:
+            shards = Shards(divided_over, [chunk.shape for chunk in leaves.chunks])
+            self._shards = shards if any(shards.divided) else None
+        self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
         # seconds.
         self._function: Any = mx.compile(self._compute) if compiled and not self._by_kernels() else self._compute
@@ -56,6 +75,11 @@ class GraphUpdate:
         """In what the gradients are to be, if not in the trained arrays themselves."""
         return None if self._joined is None else self._joined.leaves
 
+    @property
+    def shards(self) -> Shards | None:
+        """What each rank keeps and updates of :attr:`leaves`, if not everything."""
+        return self._shards
+
     def weights(self) -> list[mx.array]:
         """The arrays of :attr:`leaves` at present."""
         assert self._joined is not None
@@ -65,13 +89,31 @@ class GraphUpdate:
         """Gradients by the names of the trained arrays."""
         return list(sums) if self._joined is None else self._joined.leaves.named([array for _, array in sums])
 
-    def __call__(self, sums: list[tuple[str, mx.array]], loss: mx.array, num_targets: mx.array) -> mx.array:
+    def squares(self, gradients: Sequence[mx.array]) -> mx.array:
+        """The sum of squares of this rank's part of the sums; of what all have, only on the first."""
+        shards = self._shards
+        assert shards is not None
+        mine = [g for g, divided in zip(gradients, shards.divided, strict=True) if divided or shards.first]
+        return sum((_squares(gradient) for gradient in mine), mx.zeros(()))
+
+    def __call__(
+        self,
+        sums: list[tuple[str, mx.array]],
+        loss: mx.array,
+        num_targets: mx.array,
+        *,
+        squares: mx.array | None = None,
+        exchange: Callable[[list[mx.array]], list[mx.array]] | None = None,
+    ) -> mx.array:
         """Take the update of the global batch; nothing is waited for.
 
         Args:
-            sums: names and summed gradients; emptied, since what is held could not be written in place.
+            sums: names and summed gradients, of what is divided this rank's part; emptied, since what is held could not
+                be written in place.
             loss: summed.
             num_targets: by which everything is divided.
+            squares: of all sums, over all ranks, where :attr:`shards` divide them.
+            exchange: makes whole weights of this rank's parts there.
 
         Returns:
             The norm of the mean gradient before clipping.
@@ -79,21 +121,34 @@ class GraphUpdate:
         if (joined := self._joined) is not None:
             gradients = {str(i): array for i, (_, array) in enumerate(sums)}
             sums.clear()
-            weights, state = {str(i): array for i, array in enumerate(joined.weights())}, joined.state()
+            weights, state = {str(i): array for i, array in enumerate(joined.parts())}, joined.state()
             joined.forget()
-            new, state, norm = self._function(gradients, weights, state, loss, num_targets)
+            new, state, norm = self._function(gradients, weights, state, loss, num_targets, squares)
             del gradients, weights
+            wholes = list(new.values())
+            del new
+            if exchange is not None:
+                wholes = exchange(wholes)
             # The device begins while the views are made.
-            mx.async_eval(new, state, norm)
-            joined.put(list(new.values()), state)
+            mx.async_eval(wholes, state, norm)
+            joined.put(wholes, state)
             return norm
         gradients, weights = unflatten(sums), self._model.trainable_parameters()
         sums.clear()
-        new, state, norm = self._function(gradients, weights, self._optimizer.state, loss, num_targets)
+        new, state, norm = self._function(gradients, weights, self._optimizer.state, loss, num_targets, None)
         # The old arrays are now nobody's but the graph's, which writes the new ones in their place.
         self._model.update(new)
         self._optimizer.state = state
         return norm
+
+    def gather(self, communicator: Communicator, *, keep: bool) -> None:
+        """Put the optimizer's state together, so that it can be read; called by every rank.
+
+        Args:
+            keep: whether it is wanted on this rank: it is then in memory until the next update.
+        """
+        if self._joined is not None and self._shards is not None:
+            self._joined.gather(communicator, keep)
 
     def arrays(self) -> Any:
         """What an update has to wait for."""
@@ -102,21 +157,29 @@ class GraphUpdate:
         return [self._model.trainable_parameters(), self._optimizer.state]
 
     def _compute(
-        self, gradients: Any, weights: Any, state: Any, loss: mx.array, num_targets: mx.array
+        self,
+        gradients: Any,
+        weights: Any,
+        state: Any,
+        loss: mx.array,
+        num_targets: mx.array,
+        squares: mx.array | None,
     ) -> tuple[Any, Any, mx.array]:
         divisor = mx.maximum(num_targets, 1.0)
         optimizer = self._optimizer
         # Of a copy of the tree, which the optimizer changes.
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
             if isinstance(optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN:
-                norm = mx.sqrt(sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))) / divisor
+                if squares is None:
+                    squares = sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))
+                norm = mx.sqrt(squares) / divisor
                 finite = mx.isfinite(norm) & mx.isfinite(loss)
                 factor = 1.0 if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
                 new = optimizer.apply_where(finite, factor / divisor, gradients, weights)
                 return new, optimizer.state, norm
             # In float32, because a token count does not fit half precision.
             mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
-            mean, norm = clip(mean, self._max_norm)
+            mean, norm = clip(mean, self._max_norm, None if squares is None else mx.sqrt(squares) / divisor)
             finite = mx.isfinite(norm) & mx.isfinite(loss)
             new = optimizer.apply_gradients(mean, weights)
             return _chosen(finite, new, weights), _chosen(finite, optimizer.state, state), norm
@@ -154,7 +217,7 @@ def _adam_form(weights: Any) -> str:
 
 def _squares(gradient: mx.array) -> mx.array:
     """The sum of squares, in float32."""
-    if gradient.size % kernels.width(gradient.dtype) == 0:
+    if kernels.available() and gradient.size % kernels.width(gradient.dtype) == 0:
         return kernels.sum_of_squares(gradient)
     return mx.square(gradient.astype(mx.float32)).sum()
 
@@ -162,22 +225,35 @@ def _squares(gradient: mx.array) -> mx.array:
 class _Joined:
     """The arrays of :class:`Leaves` and the optimizer's for them; what model and optimizer hold are views of these."""
 
-    def __init__(self, leaves: Leaves, optimizer: optim.Optimizer) -> None:
+    def __init__(self, leaves: Leaves, optimizer: optim.Optimizer, shards: Shards | None = None) -> None:
         self.leaves = leaves
         self._optimizer = optimizer
+        self._shards = shards
         self._places = [place for chunk in leaves.chunks for place in chunk.places]
         self._homes = [self._home(place.name) for place in self._places]
         self._views: list[mx.array] = []
         self._weights: list[mx.array] = []
-        self._state: dict[str, Any] = {}
         weights = self._join([place.array for place in self._places])
         self._names = list(self._homes[0])
         self._shown = True
-        moments = {name: self._join([home[name] for home in self._homes]) for name in self._names}
-        state = {str(i): {name: moments[name][i] for name in self._names} for i in range(len(weights))}
+        state: dict[str, Any] = {}
+        homes = iter(self._homes)
+        for i, chunk in enumerate(leaves.chunks):
+            mine = [next(homes) for _ in chunk.places]
+            state[str(i)] = {name: self._kept(i, chunk.joined([h[name] for h in mine])) for name in self._names}
+            # One after the other, so that not everything is there twice; or whole, where a rank keeps a part.
+            mx.eval(state[str(i)])
+            for home in mine:
+                home.update(dict.fromkeys(self._names, _HIDDEN))
+        self._state: dict[str, Any] = {}
         # Views from the first step on: products may depend on where in memory their factors lie, in the last bits.
         self.put(weights, {**state, **self._others()})
         mx.eval(self._weights, self._state)
+
+    def _kept(self, index: int, whole: mx.array) -> mx.array:
+        """What this rank keeps of a chunk's array."""
+        # Contiguous: in memory of its own.
+        return whole if self._shards is None else mx.contiguous(self._shards.part(index, whole))
 
     def _home(self, name: str) -> dict[str, mx.array]:
         """The optimizer's arrays for one weight."""
@@ -204,6 +280,11 @@ class _Joined:
         if any(one is not other for one, other in zip(present, self._views, strict=True)):
             self._weights, self._views = self._join(present), present
         return self._weights
+
+    def parts(self) -> list[mx.array]:
+        """What this rank updates of :meth:`weights`."""
+        weights, shards = self.weights(), self._shards
+        return weights if shards is None else [shards.part(i, whole) for i, whole in enumerate(weights)]
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state with a chunk's number where names of weights would be."""
@@ -233,11 +314,31 @@ class _Joined:
 
     def _show(self) -> None:
         """Give the optimizer its arrays for each weight: thousands of views, for which a step has no time."""
+        if self._shards is None:
+            self._give({name: [self._state[str(i)][name] for i in range(len(self._weights))] for name in self._names})
+        elif not self._shown:
+            raise RuntimeError("this rank has a part of the optimizer's state: all ranks call gather() first")
+
+    def _give(self, moments: dict[str, list[mx.array]]) -> None:
         self._shown = True
-        for name in self._names:
-            moments = self.leaves.named([self._state[str(i)][name] for i in range(len(self._weights))])
-            for home, (_, array) in zip(self._homes, moments, strict=True):
+        for name, arrays in moments.items():
+            for home, (_, array) in zip(self._homes, self.leaves.named(arrays), strict=True):
                 home[name] = array
+
+    def gather(self, communicator: Communicator, keep: bool) -> None:
+        """See :meth:`GraphUpdate.gather`."""
+        assert self._shards is not None
+        moments: dict[str, list[mx.array]] = {name: [] for name in self._names}
+        for name in self._names:
+            for i in range(len(self._weights)):
+                whole = self._shards.whole(i, communicator, self._state[str(i)][name])
+                mx.eval(whole)
+                if keep:
+                    moments[name].append(whole)
+                # Otherwise it is gone before the next is made.
+                del whole
+        if keep:
+            self._give(moments)
 
     def _hide(self) -> None:
         """Take back views that are no longer true, which would keep what they are of."""

@@ -1,0 +1,64 @@
+"""Arrays of which each rank keeps an equal part: what belongs to an optimizer (ZeRO-1, arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from allhands.distributed.backend import Communicator
+
+# Numbers of a part are a multiple, so that kernels' vectors and rows fit.
+_ALIGNED = 64
+# What is smaller is everybody's: a call for it takes longer than what it saves.
+_LEAST = 1 << 16
+
+
+class Shards:
+    """The parts of some arrays, in the order of the ranks; small arrays stay whole, on every rank.
+
+    Where the ranks do not divide an array, zeros follow it.
+
+    Attributes:
+        divided: whether each array is.
+    """
+
+    def __init__(self, communicator: Communicator, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Of arrays of ``shapes``, whose last dimension is 64 if they have two."""
+        self._rank, self._size = communicator.rank, communicator.size
+        self._shapes = [tuple(shape) for shape in shapes]
+        self.divided = [math.prod(shape) >= _LEAST for shape in self._shapes]
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank: to count what all have once."""
+        return self._rank == 0
+
+    def _each(self, index: int) -> int:
+        """Numbers of a part."""
+        return -(-math.prod(self._shapes[index]) // (self._size * _ALIGNED)) * _ALIGNED
+
+    def padded(self, index: int, whole: mx.array) -> mx.array:
+        """An array as one row of which each rank has an equal part."""
+        row = whole.reshape(-1)
+        missing = self._size * self._each(index) - row.size
+        return mx.concatenate([row, mx.zeros((missing,), dtype=row.dtype)]) if missing else row
+
+    def part(self, index: int, whole: mx.array) -> mx.array:
+        """This rank's part of an array, of as many dimensions; all of it if it is not divided."""
+        if not self.divided[index]:
+            return whole
+        each = self._each(index)
+        return self.shaped(index, self.padded(index, whole)[self._rank * each : (self._rank + 1) * each])
+
+    def shaped(self, index: int, part: mx.array) -> mx.array:
+        """A part's numbers in its shape."""
+        return part.reshape(-1, *self._shapes[index][1:])
+
+    def whole(self, index: int, communicator: Communicator, part: mx.array) -> mx.array:
+        """An array of all ranks' parts, lazily; called by every rank."""
+        if not self.divided[index]:
+            return part
+        shape = self._shapes[index]
+        return communicator.all_gather(part.reshape(-1))[: math.prod(shape)].reshape(shape)

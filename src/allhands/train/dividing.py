@@ -1,0 +1,49 @@
+"""Whether each rank keeps, and updates, only a part of what the optimizer has."""
+
+from __future__ import annotations
+
+from allhands.config import TrainConfig
+from allhands.distributed.backend import Communicator
+from allhands.errors import ConfigError
+
+# Of MLX's those for which an array is no more than its numbers, so that any part of it can be updated by itself.
+_ELEMENTWISE = ("adam", "adamw", "sgd")
+# Trained numbers from which on the update takes a GPU longer than 0.5 ms.
+_WORTH_IT = 1 << 26
+
+
+def divides(
+    config: TrainConfig, communicator: Communicator, *, trained: int, eager: bool, wants_gradients: bool
+) -> bool:
+    """Whether ranks divide the optimizer's state among them.
+
+    Over NCCL that costs nothing, since a sum over ranks is made of its parts anyway. Over the other back-ends weights
+    travel besides, which only who has too little memory will want.
+
+    Args:
+        trained: numbers in all trained arrays.
+        eager: whether operations are computed when they are called.
+        wants_gradients: whether somebody looks at whole gradients.
+
+    Raises:
+        ConfigError: it is asked for and cannot be.
+    """
+    if communicator.size == 1 or config.shard_optimizer == "off":
+        return False
+    problems = {
+        f"{config.optimizer} updates an array as a whole": config.optimizer not in _ELEMENTWISE,
+        "a callback looks at whole gradients": wants_gradients,
+        "operations are computed one by one on this processor": eager,
+    }
+    found = next((problem for problem, here in problems.items() if here), None)
+    if config.shard_optimizer == "auto":
+        return found is None and worth_dividing(communicator, trained)
+    if found is not None:
+        hint = "add --compile on" if eager else f"leave it out, or take one of {', '.join(_ELEMENTWISE)}"
+        raise ConfigError(f"the optimizer cannot be divided: {found}", where="--shard-optimizer on", hint=hint)
+    return True
+
+
+def worth_dividing(communicator: Communicator, trained: int) -> bool:
+    """Whether ranks are faster if each updates a part of so many trained numbers."""
+    return communicator.size > 1 and communicator.backend == "nccl" and trained >= _WORTH_IT
