@@ -68,7 +68,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
         compiled=True,
         communicator=communicator,
         bucket_bytes=asked["bucket_bytes"],
-        shard=worth_dividing(communicator, trained) if asked["shard"] == "auto" else asked["shard"] == "on",
+        shard=worth_dividing(communicator, trained, False) if asked["shard"] == "auto" else asked["shard"] == "on",
         beat=lambda phase: worker.beat(phase, 0),
     )
     values = batch_of(asked["work"], asked["rows"], communicator.rank)

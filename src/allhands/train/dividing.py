@@ -13,7 +13,7 @@ _WORTH_IT = 1 << 26
 
 
 def divides(
-    config: TrainConfig, communicator: Communicator, *, trained: int, eager: bool, wants_gradients: bool
+    config: TrainConfig, communicator: Communicator, *, trained: int, masters: bool, eager: bool, wants_gradients: bool
 ) -> bool:
     """Whether ranks divide the optimizer's state among them.
 
@@ -22,6 +22,7 @@ def divides(
 
     Args:
         trained: numbers in all trained arrays.
+        masters: whether the optimizer has float32 copies of them.
         eager: whether operations are computed when they are called.
         wants_gradients: whether somebody looks at whole gradients.
 
@@ -37,13 +38,17 @@ def divides(
     }
     found = next((problem for problem, here in problems.items() if here), None)
     if config.shard_optimizer == "auto":
-        return found is None and worth_dividing(communicator, trained)
+        return found is None and worth_dividing(communicator, trained, masters)
     if found is not None:
         hint = "add --compile on" if eager else f"leave it out, or take one of {', '.join(_ELEMENTWISE)}"
         raise ConfigError(f"the optimizer cannot be divided: {found}", where="--shard-optimizer on", hint=hint)
     return True
 
 
-def worth_dividing(communicator: Communicator, trained: int) -> bool:
-    """Whether ranks are faster if each updates a part of so many trained numbers."""
-    return communicator.size > 1 and communicator.backend == "nccl" and trained >= _WORTH_IT
+def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> bool:
+    """Whether ranks are faster if each updates a part of so many trained numbers.
+
+    Without copies in float32 an update moves half as many bytes, and what a rank need not do takes no longer than what
+    its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).
+    """
+    return communicator.size > 1 and communicator.backend == "nccl" and masters and trained >= _WORTH_IT

@@ -292,7 +292,12 @@ class _Run:
             self.ready.communicator,
             eager=eager,
             shard=divides(
-                config, self.ready.communicator, trained=trained, eager=eager, wants_gradients=bool(self.callbacks)
+                config,
+                self.ready.communicator,
+                trained=trained,
+                masters=optimizer.masters,
+                eager=eager,
+                wants_gradients=bool(self.callbacks),
             ),
             compiled=compiled,
             max_grad_norm=config.max_grad_norm,
