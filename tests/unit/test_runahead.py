@@ -32,7 +32,7 @@ class Device:
 
 def made(memory: int = 600) -> tuple[Device, RunAhead]:
     device = Device()
-    return device, RunAhead(memory, device.set_limit, lambda: device.most)
+    return device, RunAhead(memory, set_limit=device.set_limit, peak=lambda: device.most)
 
 
 def test_in_the_first_step_nothing_runs_ahead_and_it_gives_the_limit() -> None:
@@ -82,3 +82,9 @@ def test_the_limit_is_given_back() -> None:
 )
 def test_the_limit_for_a_need(need: float, device: int, limit: float) -> None:
     assert limit_for(int(need * GB), device * GB) == pytest.approx(limit * GB, rel=1e-6)
+
+
+@pytest.mark.parametrize(("need", "memory", "limit"), [(20, 141, 40), (10, 141, 22.5), (20, 24, 20.4), (23, 24, 21.39)])
+def test_where_ranks_exchange_there_is_room_for_twice_the_need(need: float, memory: float, limit: float) -> None:
+    assert limit_for(int(need * GB), int(memory * GB), exchanging=True) == pytest.approx(limit * GB, abs=2)
+    assert limit_for(int(need * GB), int(memory * GB)) <= limit * GB

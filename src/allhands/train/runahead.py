@@ -19,14 +19,24 @@ _ENOUGH = 22_500_000_000
 _BELOW = 0.93
 # For what needs nearly as much as such a card has, or more.
 _LITTLE, _MORE = 1.1, 1.2
+# Where ranks exchange while they compute: a host at its limit waits for everything that was handed out, and with it
+# for what other ranks have not sent yet, which makes those wait in turn.
+_EXCHANGING, _EXCHANGING_MOST = 2.0, 0.85
 # Of the device's memory; the rest is others'.
 _MOST = 0.6
 
 
-def limit_for(need: int, device_bytes: int) -> int:
-    """The limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead."""
+def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
+    """The limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead.
+
+    Args:
+        exchanging: whether what other ranks send is waited for among what is handed out.
+    """
     roomy = max(_ENOUGH, _LITTLE * need) if need <= _CARD else _MORE * need
-    return int(max(_BELOW * need, min(roomy, _MOST * device_bytes)))
+    most = _MOST * device_bytes
+    if exchanging:
+        roomy, most = max(roomy, _EXCHANGING * need), _EXCHANGING_MOST * device_bytes
+    return int(max(_BELOW * need, min(roomy, most)))
 
 
 @dataclass
@@ -35,11 +45,13 @@ class RunAhead:
 
     Attributes:
         device_bytes: memory of the device.
+        exchanging: see :func:`limit_for`.
         set_limit: takes bytes, gives the limit before.
         peak: the most bytes in use so far.
     """
 
     device_bytes: int
+    exchanging: bool = False
     set_limit: Callable[[int], int] = mx.set_memory_limit
     peak: Callable[[], int] = mx.get_peak_memory
 
@@ -58,7 +70,7 @@ class RunAhead:
         """To be called after it, when everything has been computed."""
         if not self._measured and self._most:
             self._measured = True
-            self._set(limit_for(self.peak(), self.device_bytes))
+            self._set(limit_for(self.peak(), self.device_bytes, exchanging=self.exchanging))
 
     def close(self) -> None:
         """Give MLX its own limit back."""

@@ -145,10 +145,10 @@ class TrainStep:
         self._beat = beat
         self._rehearse = rehearse
         self._prepared: _Ahead | None = None
-        self._ahead = RunAhead(device_memory()) if kernels.available() else None
         if overlap is None:
             overlap = communicator.backend == "nccl"
         self._overlap = overlap and communicator.size > 1 and self._graph is not None
+        self._ahead = RunAhead(device_memory(), exchanging=self._overlap) if kernels.available() else None
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         self._stream: Any = (own or mx.new_stream(mx.default_device())) if self._overlap else None
