@@ -97,7 +97,7 @@ def begin_sums(
                 # Each by itself: those that are divided are large, and to put them together would be to copy them.
                 totals = [sum_scatter(communicator, row) for row in rows]
             mx.async_eval(totals)
-            computed = rows
+            computed = [arrays[bucket[-1]]]
             for i, total in zip(bucket, totals, strict=True):
                 sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
@@ -108,7 +108,8 @@ def begin_sums(
             joined = _end_to_end(arrays, bucket)
             total = communicator.all_sum(joined).reshape(-1)
         mx.async_eval(total)
-        computed = [*computed[-1:], joined]
+        # Not what was put together, which comes after the sums before it.
+        computed = [*computed[-1:], arrays[bucket[-1]]]
         _take_apart(total, arrays, bucket, sums)
     return Begun(sums, computed)
 
