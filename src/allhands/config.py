@@ -214,7 +214,7 @@ class TrainConfig(_Strict):
     )
     shard_optimizer: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Each rank keeps and updates a part of the optimizer's state; auto: NCCL with --master-weights.",
+        description="Each rank keeps and updates a part of the optimizer's state; auto: NCCL and float32 copies.",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")

@@ -39,6 +39,7 @@ _LAUNCH = "Start a program of your own on every rank, and keep it going."
 _CONTAINER = "Train as the program of a container image."
 _EXPORT = "Write a trained adapter for other programs."
 _IMPORT = "Take an adapter that another program has trained."
+_PLAN = "Tell what a training takes, and if more computers help."
 _ENV = "Show who has started this process, and what follows from it."
 
 
@@ -64,6 +65,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
 
     attach("train", _TRAIN_HELP, _add_train)
     attach("pretrain", _PRETRAIN_HELP, _add_pretrain)
+    attach("plan", _PLAN, _add_plan)
     attach("launch", _LAUNCH, _add_launch)
     for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
@@ -99,6 +101,12 @@ def _add_pretrain(app: typer.Typer) -> None:
     from allhands.pretrain_config import PretrainConfig
 
     app.command("pretrain", help=_PRETRAIN_HELP)(option_function(_pretrain, _PRETRAIN_HELP, PretrainConfig))
+
+
+def _add_plan(app: typer.Typer) -> None:
+    from allhands.cli.plan import SETTINGS, plan
+
+    app.command("plan", context_settings=SETTINGS)(plan)
 
 
 def _add_launch(app: typer.Typer) -> None:

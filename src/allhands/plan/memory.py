@@ -15,6 +15,7 @@ from typing import Any, Literal
 Method = Literal["lora", "dora", "full"]
 
 _FLOAT = 4  # bytes: a CPU computes in float32
+_HALF = 2
 _CHUNK_ROWS = 256  # of the loss
 # Values for each trained weight that an optimizer keeps.
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
@@ -65,6 +66,7 @@ class Work:
         optimizer: by name.
         recomputed: whether blocks' activations are computed again in place of being kept.
         accumulated: whether a batch is more than one micro-batch.
+        masters: whether the optimizer has float32 copies of weights in half precision.
     """
 
     method: Method
@@ -75,6 +77,7 @@ class Work:
     optimizer: str
     recomputed: bool = False
     accumulated: bool = False
+    masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Memory:
         weights: all of them.
         optimizer: what it keeps of each trained weight.
         backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
+        activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
     """
 
     weights: int
@@ -92,6 +96,8 @@ class Memory:
     backward: int
     loss: int
     update: int
+    activations: int = 0
+    logits: int = 0
 
     @property
     def arrays(self) -> int:
@@ -117,6 +123,34 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
         backward=int(values * held) + gradients,
         loss=int(values * forward) + chunk,
         update=int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes),
+        activations=int(values * held),
+        logits=chunk,
+    )
+
+
+def on_gpu(blocks: Blocks, work: Work) -> Memory:
+    """What a step takes on a GPU with nothing ahead, in half precision.
+
+    The multiples are those of three works on an H200 (``benchmarks/gpu.py``: 20.6, 14.3 and 9.9 GB); SwiGLU's output is
+    computed again, the loss has all logits at once.
+    """
+    values = work.tokens * _HALF
+    kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
+    layers = work.trained_layers
+    held = layers * blocks.dims + kept if work.recomputed else layers * kept
+    gradients = work.trained_bytes * (2 if work.accumulated else 1)
+    logits = work.tokens * blocks.vocabulary * _HALF
+    states = _STATES.get(work.optimizer, 2) * work.trained_bytes
+    if work.masters:  # copies and states in float32
+        states = 2 * (states + work.trained_bytes)
+    return Memory(
+        weights=work.weights_bytes,
+        optimizer=states,
+        backward=int(values * held) + gradients + logits,
+        loss=int(values * held) + logits,
+        update=work.trained_bytes,
+        activations=int(values * held),
+        logits=logits,
     )
 
 

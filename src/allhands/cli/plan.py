@@ -1,0 +1,198 @@
+"""``allhands plan``: will a training fit, how long will it take, and would more computers help?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.config import TrainConfig
+    from allhands.plan.outlook import Outlook
+
+# Everything that is not this command's own is an option of the training that is planned.
+SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def plan(
+    context: typer.Context,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x RTX 4090'.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
+    ] = None,
+    machines: Annotated[str | None, typer.Option("--machines", help="How many to look at. [1,2,4,8]")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
+    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0, help="Of one computer.")] = None,
+    watts: Annotated[float | None, typer.Option("--watts", min=0, help="Of one computer while it trains.")] = None,
+    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", min=0, help="Of its energy.")] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Tell what a training takes, and if more computers help.
+
+    Will it fit, how long will it take on one computer and on several, what does it cost, and what to do.
+
+    All other options are those of `allhands train` (with --shape or --tokenizer: `allhands pretrain`), and mean the
+    training that is planned. Six steps of it are trained here first, unless --device names other computers. With
+    --hosts, --hostfile or -n the link between those ranks is measured, too.
+    """
+    from allhands.cli.plan_facts import Asked, facts_of
+    from allhands.plan.chart import draw_chart
+    from allhands.plan.outlook import Prices, look_ahead
+
+    config = training_config(context.args)
+    asked = Asked(
+        device=device,
+        link=link,
+        machines=_numbers(machines),
+        once=once,
+        timeout_s=timeout_s,
+        prices=Prices(price_per_hour, watts, price_per_kwh),
+    )
+    job, notes = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
+    outlook = look_ahead(job)
+    written = draw_chart(outlook.advice, picture) if picture is not None else None
+    if as_json:
+        typer.echo(json.dumps({**outlook.as_json(), "notes": notes}, indent=1))
+        return
+    show(outlook, notes)
+    if written is not None:
+        typer.echo(f"chart: {written}")
+
+
+def training_config(words: Sequence[str]) -> TrainConfig:
+    """The training that options of ``allhands train`` or ``allhands pretrain`` describe.
+
+    Raises:
+        ConfigError: an option that neither has, or a value that cannot be.
+    """
+    from allhands.aliases import canonical_flag
+    from allhands.cli.options import option_function
+    from allhands.config import TrainConfig, build_config, read_yaml
+    from allhands.pretrain_config import PretrainConfig
+
+    flags: dict[str, Any] = {}
+    kind: type[TrainConfig] = PretrainConfig if {"--shape", "--tokenizer"} & set(words) else TrainConfig
+    for flag in ("-c", "--config"):
+        if kind is TrainConfig and flag in words[:-1]:
+            keys = read_yaml(words[list(words).index(flag) + 1]).keys()
+            kind = PretrainConfig if {"shape", "tokenizer"} & keys else TrainConfig
+    app = typer.Typer(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
+    app.command()(option_function(flags.update, "", kind))
+    app(args=list(words), prog_name="allhands plan", standalone_mode=False)
+    return build_config({"train": True, **flags}, flags.get("config"), kind)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")})) if text else ()
+    except ValueError:
+        found = (0,)
+    if found and not 1 <= found[0] <= found[-1] <= 1024:
+        raise ConfigError(f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4")
+    return found
+
+
+# --- for people ---------------------------------------------------------------------------------------
+
+
+def show(outlook: Outlook, notes: Sequence[str]) -> None:
+    """Print the tables and the advice."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for note in notes:
+        console.print(f"- {note}", markup=False)
+    console.print()
+    _show_time(console, outlook)
+    _show_memory(console, outlook)
+    advice = outlook.advice
+    console.print("Is distributing worth it?", style="bold")
+    for question in advice.path:
+        console.print(f"  {question.text} {question.answer} ({question.why})", markup=False)
+    console.print(f"  -> {advice.title}", markup=False, style="bold")
+    for reason in advice.reasons:
+        console.print(f"     {reason}", markup=False)
+
+
+def _show_time(console: Any, outlook: Outlook) -> None:
+    from allhands.formatting import format_duration
+
+    job, step = outlook.job, outlook.job.step
+    console.print(
+        f"{job.steps} steps; one of them on one computer: {_milliseconds(step.alone_s)}, of which "
+        f"{100 * step.serial_fraction:.0f} % gets no shorter with more",
+        markup=False,
+    )
+    heads = ["machines", "a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson"]
+    table = _table(heads)
+    for line in outlook.lines:
+        found, laws = line.prediction, outlook.laws[line.machines]
+        speed_up = outlook.lines[0].training_s / line.training_s
+        table.add_row(
+            str(line.machines),
+            _milliseconds(found.step_s),
+            f"{100 * found.exposed_s / found.step_s:.0f} %",
+            format_duration(line.training_s),
+            f"{speed_up:.2f}",
+            f"{100 * speed_up / line.machines:.0f} %",
+            f"{laws[0]:.2f}",
+            f"{laws[1]:.2f}",
+        )
+    console.print(table)
+    for line in outlook.lines:
+        costs = [] if line.kwh is None else [f"{line.kwh:.3g} kWh"]
+        costs += [] if line.money is None else [f"costs {line.money:.2f}"]
+        if costs:
+            console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
+    if len(outlook.lines) > 1:
+        console.print(f"Beyond {outlook.enough}, another machine saves less than 5 % of a step.", markup=False)
+        console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
+    console.print()
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def _table(heads: Sequence[str]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _show_memory(console: Any, outlook: Outlook) -> None:
+    from allhands.formatting import format_bytes
+
+    if not outlook.memory:
+        return
+    usable = outlook.job.usable_bytes
+    title = "Memory of a rank at its peak" + ("" if usable is None else f"; there are {format_bytes(usable)}")
+    console.print(title, markup=False)
+    kept = ("weights", "optimizer", "gradients", "activations", "logits")
+    table = _table(["machines: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])
+    words = {True: "yes", False: "no", None: "?"}
+    how: list[str] = []
+    for strategy, fits in zip(outlook.memory, outlook.fits, strict=True):
+        name = f"{strategy.ranks}: {strategy.name}"
+        parts = [format_bytes(strategy.parts[part]) for part in kept]
+        table.add_row(name, *parts, format_bytes(strategy.rank_bytes), words[fits])
+        if strategy.flags or not strategy.built:
+            how.append(f"{name}: {strategy.flags if strategy.built else 'not here, but by torchtitan or DeepSpeed'}")
+    console.print(table)
+    console.print("optim.: what the optimizer keeps; activ.: what the passes keep", markup=False)
+    for line in how:
+        console.print(line, markup=False)
+    console.print()

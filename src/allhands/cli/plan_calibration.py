@@ -1,0 +1,150 @@
+"""A short training on this computer, from which ``allhands plan`` takes its figures."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allhands.config import TrainConfig
+from allhands.errors import AllhandsError, ConfigError
+from allhands.metrics import RunStarted, TrainReport
+from allhands.metrics.events import decode_event
+
+_STEPS = 6  # of which the first does not count: it compiles, and fills caches
+# What belongs to the whole training, or to several computers.
+_DROPPED = (
+    *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
+    *("early_stopping_patience", "resume", "profile", "config", "max_restarts", "backend", "warmup_steps"),
+    *("resume_adapter_file", "sample_every"),
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What short runs have shown.
+
+    Attributes:
+        points: tokens and seconds of a step, for two sizes of batch.
+        exchanged: numbers that are trained.
+        total: parameters of the model.
+        examples: of the training data.
+        start_s: from the command to the first step.
+        peak_bytes: of the process (CPU) or of MLX's arrays (GPU), with the whole batch.
+        seconds: that all of it took.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    exchanged: int
+    total: int
+    examples: int
+    start_s: float
+    peak_bytes: int
+    seconds: float
+
+
+def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
+    """Train a few steps with the whole batch and with half of it, each in a process of its own.
+
+    Raises:
+        AllhandsError: it could not be trained; what the training said.
+    """
+    began = time.perf_counter()
+    sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
+    runs = [_run(config, size, timeout_s) for size in sizes]
+    first = runs[0]
+    return Calibration(
+        points=tuple(_point(run) for run in runs),
+        exchanged=first.started.trainable_params,
+        total=first.started.total_params,
+        examples=first.started.num_train_examples,
+        start_s=first.start_s,
+        peak_bytes=max(report.peak_memory_bytes[0] for report in first.reports),
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    started: RunStarted
+    reports: tuple[TrainReport, ...]
+    start_s: float
+
+
+def _point(run: _Run) -> tuple[float, float]:
+    """Tokens and seconds of a step: of all that count together, since batches differ in length."""
+    counted = run.reports[1:] or run.reports
+    tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in counted)
+    # The quickest, because a computer that does something else for a moment is slower, never quicker.
+    each = min(1.0 / report.tokens_per_s for report in counted)
+    return tokens, tokens * each
+
+
+def _run(config: TrainConfig, batch_size: int, timeout_s: float) -> _Run:
+    with tempfile.TemporaryDirectory(prefix="allhands-plan-") as folder:
+        place = Path(folder)
+        values = settings(config, batch_size, place / "run")
+        (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
+        began = time.time()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "allhands", config.VERB, "-c", str(place / "plan.yaml")],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            hint = "give more --timeout-s, or a smaller --batch-size; --no-calibrate estimates without a training"
+            message = f"{_STEPS} steps took longer than {timeout_s:g} s"
+            raise ConfigError(message, where="--timeout-s", hint=hint) from None
+        if done.returncode:
+            raise _failure(done.stderr, done.returncode)
+        events = [decode_event(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    started = next(event for event in events if isinstance(event, RunStarted))
+    reports = tuple(event for event in events if isinstance(event, TrainReport))
+    return _Run(started, reports, max(0.0, started.time - began))
+
+
+def settings(config: TrainConfig, batch_size: int, directory: Path) -> Mapping[str, Any]:
+    """The options of a short run: what is computed in a step is that of ``config``."""
+    values = {name: value for name, value in config.model_dump(mode="json").items() if name not in _DROPPED}
+    changed = {
+        "train": True,
+        "batch_size": batch_size,
+        "grad_accumulation_steps": 1,
+        "iters": _STEPS,
+        "adapter_path": str(directory),
+        "steps_per_report": 1,
+        "val_batches": 0,
+        "save_every": _STEPS,
+        "keep_last": 0,
+        "keep_best": False,
+        "sample_prompts": [],
+        "lr_schedule": None,
+    }
+    return {name: value for name, value in {**values, **changed}.items() if value is not None}
+
+
+def _failure(told: str, code: int) -> AllhandsError:
+    """The training's own error, as this command's."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    found = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    hint = next((line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)), None)
+    kinds = {kind.exit_code: kind for kind in _kinds(AllhandsError)}
+    message = found[-1] if found else (lines[-1] if lines else f"it ended with {code}")
+    return kinds.get(code, AllhandsError)(message, where=f"a training of {_STEPS} steps", hint=hint)
+
+
+def _kinds(of: type[AllhandsError]) -> list[type[AllhandsError]]:
+    return [of, *(kind for each in of.__subclasses__() for kind in _kinds(each))]
+
+
+_ERROR, _HINT = "allhands: error: ", "what to do: "

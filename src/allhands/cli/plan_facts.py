@@ -1,0 +1,376 @@
+"""What ``allhands plan`` stands on: the model's widths, a short training here, and the link."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from allhands.cli.plan_calibration import Calibration, calibrate
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError, ModelError
+from allhands.formatting import format_bytes, format_count, format_duration
+from allhands.plan.devices import Device, device_of
+from allhands.plan.links import Exchange, Measured, link_of
+from allhands.plan.memory import Blocks, Work, blocks_of, on_cpu, on_gpu
+from allhands.plan.outlook import Job, Prices
+from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
+from allhands.plan.speed import StepModel, fitted
+from allhands.pretrain_config import pretraining
+
+_BUCKETS = {"cpu": 32_000_000, "metal": 32_000_000, "cuda": 128_000_000}
+_MICRO_BATCH = {"cpu": 2048, "metal": 16384, "cuda": 16384}
+# Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
+_PROGRAM_BYTES = 260_000_000
+_DEFAULT_ITERS = 1000
+_BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
+_DEFAULT_LINK = "1GbE"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's own options; see :func:`allhands.cli.plan.plan`."""
+
+    device: str | None
+    link: str | None
+    machines: tuple[int, ...]
+    once: bool
+    timeout_s: float
+    prices: Prices
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What its files tell.
+
+    Attributes:
+        weights_bytes: as they are held in training.
+        bits: of quantised weights, 0 for dense ones.
+        word: bytes of a number of dense weights in memory.
+    """
+
+    config: dict[str, Any]
+    blocks: Blocks | None
+    weights_bytes: int
+    bits: int
+    word: int
+
+
+def facts_of(config: TrainConfig, asked: Asked, say: Callable[[str], object]) -> tuple[Job, list[str]]:
+    """Everything to plan with, and notes on where it is from.
+
+    Raises:
+        ConfigError: options contradict each other.
+        AllhandsError: the model or the data cannot be read, or the short training failed.
+    """
+    devices = _devices(asked.device)
+    _check(config, asked, devices)
+    kind = devices[0].kind if devices else _kind_here()
+    model = _model(config, kind)
+    notes: list[str] = []
+    measured: Calibration | None = None
+    if not devices:
+        say("training six steps with the whole batch, and with half of it ...")
+        measured = calibrate(_as_one_of(config, notes), asked.timeout_s)
+        notes.append(_told(measured))
+    step = _step(config, model, kind, measured, devices, notes)
+    link = _link(config, asked, len(devices), say, notes)
+    work = _work(config, model, kind, measured)
+    usable = min((each.usable_bytes for each in devices), default=0) or _usable_here(kind)
+    base = devices[0].flops if devices else 1.0
+    job = Job(
+        steps=_steps(config, measured),
+        start_s=measured.start_s if measured else 0.0,
+        step=step,
+        link=link,
+        speeds=tuple(each.flops / base for each in devices) or (1.0,),
+        numbers=asked.machines or _ranks(config),
+        usable_bytes=usable,
+        blocks=model.blocks,
+        work=work,
+        of=on_cpu if kind == "cpu" else on_gpu,
+        present_bytes=_PROGRAM_BYTES + model.weights_bytes if kind == "cpu" else 0,
+        present_arrays=model.weights_bytes if kind == "cpu" else 0,
+        quantised=model.bits > 0,
+        once=asked.once,
+        prices=_prices(asked, devices),
+    )
+    return job, notes
+
+
+def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
+    values = {
+        "--link": asked.link,
+        "--hosts": config.hosts,
+        "--hostfile": config.hostfile,
+        "-n": config.num_ranks > 1 and not config.hostfile,
+    }
+    given = [flag for flag, value in values.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")
+    if devices and given and given != ["--link"]:
+        hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
+        raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
+    if len(devices) > 1 and asked.machines:
+        raise ConfigError("the computers are named one by one", where="--machines", hint="leave it out")
+
+
+def _ranks(config: TrainConfig) -> tuple[int, ...]:
+    """Numbers of ranks up to those that are asked for; none if one is."""
+    if config.hosts or config.hostfile:
+        from allhands.cli.netbench import chosen_hosts
+
+        slots = sum(host.slots for host in chosen_hosts(config.hostfile, config.hosts, None))
+        return tuple(range(1, slots + 1))
+    return tuple(range(1, config.num_ranks + 1)) if config.num_ranks > 1 else ()
+
+
+def _as_one_of(config: TrainConfig, notes: list[str]) -> TrainConfig:
+    """With the cores that each of several processes of this computer will have."""
+    if config.num_ranks == 1 or config.hosts or config.hostfile or config.cores_per_rank:
+        return config
+    from allhands.blas import available_cores
+
+    cores = max(1, available_cores() // config.num_ranks)
+    notes.append(
+        f"each of {config.num_ranks} processes of this computer has {cores} of its cores: so has the one below"
+    )
+    return config.model_copy(update={"cores_per_rank": cores})
+
+
+def _devices(text: str | None) -> list[Device]:
+    """``M1 Pro 32GB, 2 x RTX 4090``; of one kind, because no training is of several."""
+    found: list[Device] = []
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        number, x, rest = part.strip().partition(" x ")
+        several = bool(x) and number.isdigit()
+        found += [device_of(rest if several else part)] * (int(number) if several else 1)
+    if text is not None and not found:
+        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
+    if len({each.kind for each in found}) > 1:
+        hint = "MLX has no back-end for both in one group: plan for one kind"
+        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
+    return found
+
+
+def _kind_here() -> str:
+    from allhands.accelerator import detect
+
+    return detect().kind
+
+
+def _usable_here(kind: str) -> int:
+    import psutil
+
+    if kind == "cpu":
+        return psutil.virtual_memory().available
+    from allhands.accelerator import device_memory
+
+    return int((0.75 if kind == "metal" else 0.94) * device_memory())
+
+
+# --- the model ----------------------------------------------------------------------------------------
+
+
+def _model(config: TrainConfig, kind: str) -> _Model:
+    fresh = pretraining(config)
+    if fresh is not None:
+        return _fresh(fresh, kind)
+    from allhands.model.sources import resolve
+
+    place = resolve(config.model)
+    values = _read_config(place)
+    quantised = values.get("quantization") or values.get("quantization_config") or {}
+    bits = int(quantised.get("bits", 0)) if isinstance(quantised, dict) else 0
+    size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    half = str(values.get("torch_dtype") or values.get("dtype") or "") in ("bfloat16", "float16")
+    # A CPU computes in float32, in which weights are held there.
+    word = 2 if half and kind != "cpu" else 4
+    if not bits and half and kind == "cpu":
+        size *= 2
+    return _Model(values, blocks_of(values), size, bits, word)
+
+
+def _fresh(fresh: Any, kind: str) -> _Model:
+    from allhands.model.shapes import count, find_shape
+
+    shape = find_shape(fresh.shape, fresh.numbers())
+    experts = shape.experts or 0
+    blocks = None
+    if not experts:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        blocks = Blocks(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary)
+    half = fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu")
+    word = 2 if half else 4
+    return _Model({"tie_word_embeddings": shape.tied}, blocks, word * count(shape).total, 0, word)
+
+
+def _read_config(place: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"its config.json cannot be read: {error}", where=str(place)) from None
+    if not isinstance(values, dict):
+        raise ModelError("its config.json is no object", where=str(place))
+    return values
+
+
+# --- a step -------------------------------------------------------------------------------------------
+
+
+def _trained_layers(config: TrainConfig, blocks: Blocks) -> int:
+    full = config.fine_tune_type == "full" and config.num_layers is None
+    asked = config.num_layers if config.num_layers is not None else 16
+    return blocks.layers if full or asked < 0 else min(asked, blocks.layers)
+
+
+def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -> int:
+    """Numbers that are trained."""
+    if measured is not None:
+        return measured.exchanged
+    if model.blocks is None:
+        hint = "let it be trained for six steps: leave --device out"
+        raise ConfigError("this model is not built of equal blocks: nothing can be estimated", hint=hint)
+    blocks, layers = model.blocks, _trained_layers(config, model.blocks)
+    if config.fine_tune_type == "full":
+        if layers == blocks.layers:
+            return all_weights(blocks, tied=bool(model.config.get("tie_word_embeddings", False)))
+        return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
+    return adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
+
+
+def _word_of_gradients(config: TrainConfig, model: _Model) -> int:
+    return model.word if config.fine_tune_type == "full" else 4
+
+
+def _step(
+    config: TrainConfig,
+    model: _Model,
+    kind: str,
+    measured: Calibration | None,
+    devices: list[Device],
+    notes: list[str],
+) -> StepModel:
+    rows = config.batch_size * config.grad_accumulation_steps
+    if measured is not None:
+        serial_s, token_s = fitted(measured.points)
+        tokens = measured.points[0][0] * config.grad_accumulation_steps
+    else:
+        trained, where = _trained(config, model, None), devices[0]
+        assert model.blocks is not None, "the line before has said so"
+        layers = _trained_layers(config, model.blocks)
+        flops = flops_per_token(model.blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint)
+        tokens = float(rows * config.max_seq_length)
+        # The update moves some thirty bytes of each trained number.
+        serial_s = 0.002 + trained * 30.0 / _BANDWIDTH[where.kind]
+        token_s = where.seconds(flops)
+        notes.append(
+            f"{where.name}: estimated from what its maker says it can do, for rows of {config.max_seq_length} tokens: "
+            "good within a factor of 1.5, not better; a short training there tells (allhands plan on that computer)"
+        )
+    word = _word_of_gradients(config, model)
+    bucket = int(config.bucket_mb * 1e6) if config.bucket_mb else _BUCKETS[kind]
+    gradient = _trained(config, model, measured) * word
+    return StepModel(serial_s, tokens, token_s, rows, gradient, bucket, overlapped=kind == "cuda")
+
+
+def _steps(config: TrainConfig, measured: Calibration | None) -> int:
+    """Optimizer updates."""
+    each = config.grad_accumulation_steps
+    if config.iters:
+        return math.ceil(config.iters / each)
+    if config.epochs and measured is not None:
+        return math.ceil(config.epochs * math.ceil(measured.examples / config.batch_size) / each)
+    if config.epochs:
+        hint = "give --iters: how many examples there are is only known when they have been read"
+        raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
+    return math.ceil(_DEFAULT_ITERS / each)
+
+
+def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None) -> Work | None:
+    if model.blocks is None:
+        return None
+    share = config.batch_size * config.max_seq_length
+    if measured is not None and not config.packing:
+        # Rows are as long as they are, not as long as they may be.
+        share = min(share, int(1.15 * measured.points[0][0]))
+    most = config.micro_batch_tokens or _MICRO_BATCH[kind]
+    trained = _trained(config, model, measured)
+    masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
+    return Work(
+        method=config.fine_tune_type,
+        tokens=max(min(config.max_seq_length, share), min(most, share)),
+        trained_layers=_trained_layers(config, model.blocks),
+        weights_bytes=model.weights_bytes + (0 if config.fine_tune_type == "full" else 4 * trained),
+        trained_bytes=trained * _word_of_gradients(config, model),
+        optimizer=config.optimizer,
+        recomputed=config.grad_checkpoint,
+        accumulated=share > most,
+        masters=masters,
+    )
+
+
+def _prices(asked: Asked, devices: list[Device]) -> Prices:
+    if asked.prices.watts is None and asked.prices.per_kwh is not None and devices:
+        return replace(asked.prices, watts=sum(each.watts for each in devices) / len(devices))
+    if asked.prices.watts is None and asked.prices.per_kwh is not None:
+        hint = "say how much a computer takes while it trains: --watts 60"
+        raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
+    return asked.prices
+
+
+# --- the link -----------------------------------------------------------------------------------------
+
+
+def _link(
+    config: TrainConfig, asked: Asked, devices: int, say: Callable[[str], object], notes: list[str]
+) -> Exchange | None:
+    if config.hosts or config.hostfile or config.num_ranks > 1:
+        return _measured_link(config, say, notes)
+    if asked.link:
+        found = link_of(asked.link)
+    elif devices > 1 or (asked.machines and asked.machines != (1,)):
+        found = link_of(_DEFAULT_LINK)
+        notes.append(f"no --link is given: {_DEFAULT_LINK} is taken for it")
+    else:
+        return None
+    notes.append(
+        f"link {found.name}: {format_bytes(found.bytes_per_s)}/s, {1e3 * found.latency_s:.2g} ms ({found.source})"
+    )
+    return found
+
+
+def _measured_link(config: TrainConfig, say: Callable[[str], object], notes: list[str]) -> Exchange:
+    from allhands.cli.netbench import chosen_hosts
+    from allhands.cluster.netbench import BenchOptions, measure
+    from allhands.errors import DistributedError
+
+    alone = not (config.hostfile or config.hosts)
+    chosen = chosen_hosts(config.hostfile, config.hosts, config.num_ranks if alone else None)
+    say("measuring the link ...")
+    options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
+    found = measure(chosen, config.backend, options)
+    if found.whole is None:
+        why = "; ".join(str(failure) for failure in found.failures) or "no group came together"
+        raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
+    whole = found.whole
+    times = tuple((timing.num_bytes, timing.median_s) for timing in whole.timings)
+    notes.append(
+        f"link as measured over {whole.backend} between {whole.num_ranks} ranks: "
+        f"{format_bytes(whole.bytes_per_s)}/s of all-reduces, {1e3 * whole.latency_s:.2g} ms"
+    )
+    return Measured(whole.num_ranks, times, name=whole.backend)
+
+
+def _told(measured: Calibration) -> str:
+    speed = measured.points[0][0] / measured.points[0][1]
+    return (
+        f"measured here: {speed:,.0f} tokens/s with {format_count(measured.exchanged)} of "
+        f"{format_count(measured.total)} parameters trained, {format_bytes(measured.peak_bytes)} at the peak, "
+        f"{format_duration(measured.start_s)} to the start"
+    )

@@ -1,0 +1,166 @@
+"""Whether to distribute a training, as a chart of questions: the path that is taken, and what it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal[
+    "one machine", "data parallel", "accumulate", "faster link", "smaller", "divide the optimizer", "framework"
+]
+
+HOUR_S = 3600.0
+# Of a step on two computers: beyond the first an exchange is felt, beyond the second it eats what two save.
+_FELT, _EATEN = 0.2, 0.5
+_WORTH = 1.3  # of a speed-up
+_SETUP_S = 4 * HOUR_S  # what it may take to make several computers ready for the first time
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the chart asks for; times in seconds.
+
+    Attributes:
+        again: whether such a training is needed more than once.
+        alone_s: of the whole training on one computer.
+        fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
+        fits_divided: whether it fits if the optimizer's state is divided.
+        machines: that there are, or could be.
+        speed_up: on all of them; ``exposed`` the part of a step on them that is waiting for the exchange.
+        accumulated_speed_up: if four batches' gradients are exchanged as one.
+        enough: computers beyond which another saves less than 5 %.
+    """
+
+    again: bool
+    alone_s: float
+    fits_one: bool
+    fits_smaller: str
+    fits_divided: bool
+    machines: int
+    speed_up: float
+    exposed: float
+    accumulated_speed_up: float
+    enough: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A station of the chart, and what was found there."""
+
+    text: str
+    answer: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Where the path leads.
+
+    Attributes:
+        path: questions in the order in which they were asked.
+        title: what to do, in a few words; ``reasons`` why, a sentence each.
+    """
+
+    path: tuple[Question, ...]
+    outcome: Outcome
+    title: str
+    reasons: tuple[str, ...]
+
+
+AGAIN = "Is it needed more than once?"
+LONG = "Does it take an hour or more on one machine?"
+FITS = "Does it fit one machine?"
+SMALLER = "Does it fit with flags that save memory?"
+MORE = "Are there other machines?"
+DIVIDED = "Does it fit with the optimizer divided?"
+FAST = "Is the link fast enough?"
+LARGER = "Would larger batches pay?"
+
+
+class _Walk:
+    """The questions that were asked so far."""
+
+    def __init__(self) -> None:
+        self._path: list[Question] = []
+
+    def ask(self, text: str, yes: bool, why: str) -> bool:
+        self._path.append(Question(text, "yes" if yes else "no", why))
+        return yes
+
+    def end(self, outcome: Outcome, title: str, *reasons: str) -> Advice:
+        return Advice(tuple(self._path), outcome, title, reasons)
+
+
+def advise(at: Situation) -> Advice:
+    """Follow the chart."""
+    walk = _Walk()
+    saved = max(0.0, at.alone_s * (1 - 1 / max(at.speed_up, 1e-9)))
+    again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once")
+    if not again and at.fits_one and saved < _SETUP_S:
+        return walk.end(
+            "one machine",
+            "stay on one machine, and let it run",
+            f"a single training would be done {saved / HOUR_S:.1f} h sooner: setting up may take as long",
+        )
+    long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {at.alone_s / HOUR_S:.1f} h")
+    if not long and at.fits_one:
+        return walk.end(
+            "one machine",
+            "stay on one machine",
+            "it is done within the hour: what several computers would save is not felt, and they must be set up",
+        )
+    if not walk.ask(FITS, at.fits_one, "as it is asked for"):
+        return _too_large(at, walk)
+    if not walk.ask(MORE, at.machines > 1, f"{at.machines}"):
+        return walk.end("one machine", "stay on one machine", "there is no other to help")
+    if walk.ask(FAST, at.exposed < _FELT, f"{100 * at.exposed:.0f} % of a step would be waiting for it"):
+        return walk.end("data parallel", "plain data parallel", *_beyond(at))
+    if at.speed_up >= _WORTH and at.exposed < _EATEN:
+        return walk.end(
+            "data parallel",
+            "plain data parallel, knowing that the link takes its part",
+            f"{100 * at.exposed:.0f} % of each step is waiting; a faster link would give it back",
+            *_beyond(at),
+        )
+    if walk.ask(LARGER, at.accumulated_speed_up >= _WORTH, f"{at.accumulated_speed_up:.2f} times with four in one"):
+        return walk.end(
+            "accumulate",
+            "larger batches, or accumulate gradients over several",
+            "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size",
+            "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
+        )
+    return walk.end(
+        "faster link",
+        "stay on one machine until the link is faster",
+        f"on {at.machines} machines the training would be {at.speed_up:.2f} times as fast: the link eats the rest",
+        "a cable in place of wifi, Thunderbolt in place of Ethernet; or LoRA, whose gradients are small",
+        "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
+    )
+
+
+def _too_large(at: Situation, walk: _Walk) -> Advice:
+    if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
+        return walk.end("smaller", f"one machine, with {at.fits_smaller}", "it computes the same in less memory")
+    several = walk.ask(MORE, at.machines > 1, f"{at.machines}")
+    if several and walk.ask(DIVIDED, at.fits_divided, f"over {at.machines} machines"):
+        return walk.end(
+            "divide the optimizer",
+            "data parallel with the optimizer divided",
+            "each rank keeps a part of the optimizer's state: --shard-optimizer on",
+        )
+    return walk.end(
+        "framework",
+        "a framework that divides the model itself",
+        "weights, tensors or layers must be spread over devices: torchtitan or DeepSpeed (ZeRO-3) on NVIDIA GPUs; "
+        "SageMaker or Vertex AI where you have none of your own",
+        "or a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)",
+        "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
+    )
+
+
+def _beyond(at: Situation) -> Sequence[str]:
+    told = [f"{at.speed_up:.2f} times as fast on {at.machines} machines"]
+    if at.enough < at.machines:
+        told.append(f"beyond {at.enough} another machine saves less than 5 %")
+    return told

@@ -1,0 +1,100 @@
+"""Computers by description: memory, and how fast a training of known size would be there, roughly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from allhands.errors import ConfigError
+
+# Of the products that a GPU could compute a training does about so much; a guess, good within a factor of 1.5.
+_USED = {"cuda": 0.45, "metal": 0.35}
+# Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels about a GB.
+_USABLE = {"cuda": 0.94, "metal": 0.75}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A computer that is not at hand.
+
+    Attributes:
+        kind: "metal" or "cuda".
+        memory_bytes: of the GPU, or all of a Mac's.
+        flops: products and sums a second in half precision, at best.
+        watts: while it trains.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    flops: float
+    watts: float
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(_USABLE[self.kind] * self.memory_bytes)
+
+    def seconds(self, flops: float) -> float:
+        """A guess of how long so many products and sums take."""
+        return flops / (_USED[self.kind] * self.flops)
+
+
+# TFLOP/s in half precision, summed in single, dense: the makers' figures (for Apple by cores and clock); usual memory
+# in GB; watts.
+_METAL = {
+    "m1": (2.6, 8, 20),
+    "m1 pro": (5.2, 16, 40),
+    "m1 max": (10.4, 32, 60),
+    "m1 ultra": (20.8, 64, 110),
+    "m2": (3.6, 8, 22),
+    "m2 pro": (6.8, 16, 45),
+    "m2 max": (13.6, 32, 70),
+    "m2 ultra": (27.2, 64, 130),
+    "m3": (3.5, 8, 22),
+    "m3 pro": (6.4, 18, 45),
+    "m3 max": (14.1, 36, 75),
+    "m3 ultra": (28.2, 96, 160),
+    "m4": (4.3, 16, 25),
+    "m4 pro": (8.6, 24, 50),
+    "m4 max": (17.2, 36, 80),
+    "m5": (8.0, 16, 28),
+}
+_CUDA = {
+    "rtx 3060": (25, 12, 170),
+    "rtx 3080": (60, 10, 320),
+    "rtx 3090": (71, 24, 350),
+    "rtx 4060": (30, 8, 115),
+    "rtx 4070": (58, 12, 200),
+    "rtx 4080": (97, 16, 320),
+    "rtx 4090": (165, 24, 450),
+    "rtx 5090": (209, 32, 575),
+    "t4": (65, 16, 70),
+    "l4": (121, 24, 72),
+    "l40s": (362, 48, 350),
+    "a10g": (70, 24, 150),
+    "a100": (312, 40, 400),
+    "h100": (989, 80, 700),
+    "h200": (989, 141, 700),
+    "b200": (2250, 180, 1000),
+}
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*gi?b\s*$", re.I)
+
+
+def device_of(text: str) -> Device:
+    """The computer of a description such as ``M1 Pro 32GB``, ``RTX 4090`` or ``A100 80GB``.
+
+    Raises:
+        ConfigError: it is none that is known.
+    """
+    memory = _MEMORY.search(text)
+    words = (text[: memory.start()] if memory else text).lower().replace("apple", "").replace("nvidia", "")
+    words = " ".join(words.replace("geforce", "").split())
+    if words and words[0].isdigit():
+        words = f"rtx {words}"
+    for kind, table in (("metal", _METAL), ("cuda", _CUDA)):
+        if words in table:
+            teraflops, usual, watts = table[words]
+            gigabytes = float(memory[1]) if memory else float(usual)
+            return Device(text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts))
+    hint = f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'"
+    raise ConfigError(f"{text!r} is not a computer that is known", where="--device", hint=hint)

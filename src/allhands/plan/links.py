@@ -1,0 +1,127 @@
+"""How long an exchange of gradients takes over a link: by its name, by its numbers, or as it was measured."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from allhands.errors import ConfigError
+
+_GUESSED = "typical of its kind, not measured"
+
+
+class Exchange(Protocol):
+    """What can tell the time of an all-reduce."""
+
+    def seconds(self, num_bytes: float, ranks: int) -> float:
+        """Of one call with so many bytes, over so many ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between neighbours of a ring, in which all ranks are alike.
+
+    Attributes:
+        bytes_per_s: in each direction, as programs see it.
+        latency_s: of one message.
+        source: where the figures are from.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str = _GUESSED
+
+    def seconds(self, num_bytes: float, ranks: int) -> float:
+        """By the ring algorithm: each rank sends and gets 2 (n - 1) parts, each an n-th of all."""
+        if ranks < 2:
+            return 0.0
+        return 2 * (ranks - 1) * (self.latency_s + num_bytes / ranks / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All-reduces as they were measured between some ranks.
+
+    Attributes:
+        ranks: so many.
+        times: pairs of bytes and seconds, ascending.
+    """
+
+    ranks: int
+    times: tuple[tuple[int, float], ...]
+    name: str = "as measured"
+    source: str = "measured"
+
+    def seconds(self, num_bytes: float, ranks: int) -> float:
+        """Linear between what was measured; for other numbers of ranks scaled as a ring would be."""
+        if ranks < 2:
+            return 0.0
+        latency = self.times[0][1] * (ranks - 1) / (self.ranks - 1)
+        beyond = max(0.0, self._at(num_bytes) - self.times[0][1])
+        factor = ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
+        return latency + beyond * factor
+
+    def _at(self, num_bytes: float) -> float:
+        smallest, largest = self.times[0], self.times[-1]
+        if num_bytes <= smallest[0]:
+            return smallest[1]
+        for (low, low_s), (high, high_s) in zip(self.times, self.times[1:], strict=False):
+            if num_bytes <= high:
+                return low_s + (num_bytes - low) / (high - low) * (high_s - low_s)
+        return largest[1] * num_bytes / largest[0]
+
+
+def _of(name: str, gigabits: float, latency_us: float) -> Link:
+    return Link(name, gigabits * 1e9 / 8, latency_us * 1e-6)
+
+
+# What TCP sockets get of them, which for Thunderbolt is far from what the cable can do.
+_LINKS = {
+    link.name: link
+    for link in (
+        _of("thunderbolt4", 18.0, 60),
+        _of("thunderbolt5", 35.0, 60),
+        _of("10GbE", 9.4, 50),
+        _of("2.5GbE", 2.35, 100),
+        _of("1GbE", 0.94, 150),
+        _of("100MbE", 0.094, 300),
+        _of("wifi", 0.3, 3000),
+        _of("wifi6", 0.6, 2500),
+        _of("wifi7", 1.5, 2000),
+        _of("infiniband", 180.0, 5),
+        _of("nvlink", 1600.0, 5),
+        _of("pcie", 160.0, 8),
+    )
+}
+_ALIASES = {"tb4": "thunderbolt4", "tb5": "thunderbolt5", "thunderbolt": "thunderbolt4", "wi-fi": "wifi"}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(bit/s|bps|b/s|bit|be)(?:\s*[,+]\s*(\d+(?:\.\d+)?)\s*(ms|us))?", re.I)
+
+
+def link_of(text: str) -> Link:
+    """The link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``, with a delay: ``100Mbit/s,5ms``).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    asked = text.strip()
+    key = _ALIASES.get(asked.lower(), asked).lower()
+    for name, link in _LINKS.items():
+        if name.lower() == key:
+            return link
+    if (match := _RATE.fullmatch(asked)) and match[3].lower() != "be":
+        rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
+        delay = float(match[4]) * (1e-3 if match[5].lower() == "ms" else 1e-6) if match[4] else 150e-6
+        if rate > 0:
+            return Link(asked, rate / 8, delay, "as described")
+    near = difflib.get_close_matches(key, [name.lower() for name in _LINKS], n=1, cutoff=0.5)
+    known = ", ".join(_LINKS)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"{text!r} is not a link that is known",
+        where="--link",
+        hint=f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms",
+    )

@@ -1,0 +1,142 @@
+"""How long a step takes on any number of computers, from how long it takes on one: Amdahl's law and its neighbours.
+
+A step is a part that does not get shorter (the update, the program itself), a part that is divided among the ranks (the
+passes), and the exchange. On one computer only the first two are there, and two batch sizes tell them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from allhands.plan.links import Exchange
+
+_WORTH = 0.05  # what another computer must save of a step's time
+_MOST = 1024
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A step of the training that is planned.
+
+    Attributes:
+        serial_s: of each step, however many compute it.
+        tokens: of a global batch, on the average.
+        token_s: of one token on a computer of speed 1.
+        rows: of a global batch, which cannot be cut further.
+        gradient_bytes: that ranks exchange.
+        bucket_bytes: of one call, at most.
+        overlapped: whether the exchange goes on beside the passes, but for one call.
+    """
+
+    serial_s: float
+    tokens: float
+    token_s: float
+    rows: int
+    gradient_bytes: int
+    bucket_bytes: int
+    overlapped: bool = False
+
+    @property
+    def alone_s(self) -> float:
+        """Of a step on one computer."""
+        return self.serial_s + self.tokens * self.token_s
+
+    @property
+    def serial_fraction(self) -> float:
+        """Amdahl's."""
+        return self.serial_s / self.alone_s
+
+    def times(self, factor: float) -> StepModel:
+        """With ``factor`` as many rows in a batch."""
+        return replace(self, tokens=self.tokens * factor, rows=round(self.rows * factor))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on some computers.
+
+    Attributes:
+        compute_s: of the rank that takes longest.
+        exchange_s: of the exchange, all of it; ``exposed_s`` what is waited for.
+        speed_up: against one computer with the same batch.
+        scaled: tokens in the time of one computer's, if each has a batch of its own (Gustafson).
+    """
+
+    ranks: int
+    step_s: float
+    compute_s: float
+    exchange_s: float
+    exposed_s: float
+    speed_up: float
+    scaled: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.speed_up / self.ranks
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """``(serial_s, token_s)`` of the line through ``(tokens, seconds)`` of steps; neither is below 0."""
+    if len({tokens for tokens, _ in points}) < 2:
+        tokens, seconds = points[0]
+        return 0.0, seconds / tokens
+    n = len(points)
+    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    if slope <= 0:  # more is not slower: all of it is overhead, as far as can be seen
+        return mean_y, 0.0
+    return max(0.0, mean_y - slope * mean_x), min(slope, min(y / x for x, y in points))
+
+
+def exchange_s(model: StepModel, link: Exchange, ranks: int) -> float:
+    """Of all gradients, call by call."""
+    whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
+    return whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
+
+
+def predict(model: StepModel, link: Exchange, speeds: Sequence[float]) -> Prediction:
+    """A step on computers of these speeds, 1 being that of the one that was measured.
+
+    Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for.
+    """
+    ranks = len(speeds)
+    shares = [model.rows * speed / sum(speeds) for speed in speeds]
+    largest = max(min(model.rows, math.ceil(share - 1e-9)) / speed for share, speed in zip(shares, speeds, strict=True))
+    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two.
+    even = sum(shares) / sum(speeds)
+    compute = model.tokens * model.token_s * (even + largest) / 2 / model.rows
+    exchange = exchange_s(model, link, ranks)
+    exposed = exchange
+    if model.overlapped:
+        last = link.seconds(min(model.bucket_bytes, model.gradient_bytes), ranks)
+        exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
+    step = model.serial_s + compute + exposed
+    own = model.serial_s + model.tokens * model.token_s + exposed
+    alone = model.alone_s / max(speeds)
+    return Prediction(ranks, step, compute, exchange, exposed, alone / step, sum(speeds) * model.alone_s / own)
+
+
+def amdahl(serial_fraction: float, ranks: int) -> float:
+    """The speed-up of so many computers if nothing had to be exchanged (Amdahl 1967)."""
+    return 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
+
+
+def gustafson(serial_fraction: float, ranks: int) -> float:
+    """How many times the work so many computers do in the same time, if nothing had to be exchanged (1988)."""
+    return ranks - serial_fraction * (ranks - 1)
+
+
+def enough(model: StepModel, link: Exchange) -> int:
+    """The number of computers beyond which another saves less than 5 % of a step's time."""
+    before = predict(model, link, [1.0])
+    for ranks in range(2, min(_MOST, model.rows) + 1):
+        now = predict(model, link, [1.0] * ranks)
+        if now.step_s > (1.0 - _WORTH) * before.step_s:
+            # Rows that do not divide evenly may hide what one more would save.
+            further = predict(model, link, [1.0] * min(ranks + 1, model.rows))
+            if further.step_s > (1.0 - _WORTH) ** 2 * before.step_s:
+                return ranks - 1
+        before = now
+    return min(_MOST, model.rows)

@@ -1,0 +1,288 @@
+"""What is planned: links, devices, times, memory and the chart, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tiny import run_allhands
+
+from allhands.errors import ConfigError
+from allhands.plan import advice as chart
+from allhands.plan.advice import Situation, advise
+from allhands.plan.chart import draw_chart
+from allhands.plan.devices import device_of
+from allhands.plan.links import Link, Measured, link_of
+from allhands.plan.memory import Blocks, Work, on_cpu, on_gpu
+from allhands.plan.outlook import Job, Prices, look_ahead
+from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
+from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
+from allhands.plan.strategies import strategies
+
+# A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
+STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
+FREE = Link("free", float("inf"), 0.0)
+LLAMA = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
+SMOL = Blocks(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
+
+
+# --- links and devices --------------------------------------------------------------------------------
+
+
+def test_a_ring_sends_each_part_twice_but_for_one() -> None:
+    link = Link("a", 100e6, 0.001)
+    # Two ranks: 40 MB there and 40 MB back, in two rounds.
+    assert link.seconds(80_000_000, 2) == pytest.approx(2 * (0.001 + 0.4))
+    assert link.seconds(80_000_000, 4) == pytest.approx(6 * (0.001 + 0.2))
+    assert link.seconds(80_000_000, 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "latency"),
+    [
+        ("10gbe", 9.4e9 / 8, 50e-6),
+        ("Wi-Fi", 0.3e9 / 8, 3e-3),
+        ("tb4", 18e9 / 8, 60e-6),
+        ("400Mbit/s", 50e6, 150e-6),
+        ("100Mbit/s,5ms", 12.5e6, 5e-3),
+        ("1.5 Gbps, 20us", 187.5e6, 20e-6),
+    ],
+)
+def test_links_by_name_and_by_rate(text: str, rate: float, latency: float) -> None:
+    link = link_of(text)
+    assert (link.bytes_per_s, link.latency_s) == pytest.approx((rate, latency))
+
+
+@pytest.mark.parametrize("text", ["", "thunderbold4", "0Mbit/s", "10", "fast", "3GbE"])
+def test_what_is_no_link(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        link_of(text)
+    assert caught.value.where == "--link"
+    assert "10GbE" in str(caught.value.hint)
+    assert ("did you mean thunderbolt4" in str(caught.value.hint)) == (text == "thunderbold4")
+
+
+def test_measured_times_are_kept_between_and_scaled_beyond() -> None:
+    found = Measured(2, ((1000, 0.001), (1_000_000, 0.011), (4_000_000, 0.041)))
+    assert found.seconds(500, 2) == 0.001
+    assert found.seconds(2_500_000, 2) == pytest.approx(0.026)
+    assert found.seconds(8_000_000, 2) == pytest.approx(0.082)
+    # Three times the rounds; each link carries 3/4 in place of 1/2 of it, twice.
+    assert found.seconds(1_000_000, 4) == pytest.approx(0.003 + 0.010 * 1.5)
+
+
+def test_devices_by_description() -> None:
+    mac, card = device_of("Apple M1 Pro 32GB"), device_of("NVIDIA GeForce RTX 4090")
+    assert (mac.kind, mac.memory_bytes, mac.usable_bytes) == ("metal", 32_000_000_000, 24_000_000_000)
+    assert (card.kind, card.memory_bytes, device_of("4090 24 GB").flops) == ("cuda", 24_000_000_000, card.flops)
+    assert device_of("M1 Max").seconds(1e12) == pytest.approx(device_of("M1 Pro").seconds(1e12) / 2)
+    for text in ("", "M9", "32GB", "RTX"):
+        with pytest.raises(ConfigError):
+            device_of(text)
+
+
+# --- time ---------------------------------------------------------------------------------------------
+
+
+def test_two_sizes_of_batch_tell_what_does_not_get_shorter() -> None:
+    assert fitted([(800, 1.0), (400, 0.55)]) == pytest.approx((0.1, 0.9 / 800))
+    assert fitted([(800, 1.0)]) == pytest.approx((0.0, 1 / 800))
+    # Noise does not make anything negative.
+    assert fitted([(800, 1.0), (400, 0.4)])[0] == 0.0
+    assert fitted([(800, 1.0), (400, 1.1)]) == (pytest.approx(1.05), 0.0)
+
+
+def test_without_an_exchange_it_is_amdahls_law() -> None:
+    for ranks in (1, 2, 4, 8):
+        found = predict(STEP, FREE, [1.0] * ranks)
+        assert found.speed_up == pytest.approx(amdahl(0.1, ranks))
+        assert found.scaled == pytest.approx(ranks)
+    assert amdahl(0.1, 4) == pytest.approx(1 / (0.1 + 0.225))
+    assert gustafson(0.1, 4) == pytest.approx(3.7)
+
+
+def test_an_exchange_is_waited_for_call_by_call() -> None:
+    link = Link("a", 100e6, 0.001)
+    found = predict(STEP, link, [1.0, 1.0])
+    calls = 2 * link.seconds(32_000_000, 2) + link.seconds(16_000_000, 2)
+    assert found.exchange_s == found.exposed_s == pytest.approx(calls)
+    assert found.step_s == pytest.approx(0.1 + 0.45 + calls)
+    beside = predict(replace(STEP, overlapped=True), link, [1.0, 1.0])
+    assert beside.exposed_s == pytest.approx(max(link.seconds(32_000_000, 2), calls - 0.225))
+
+
+def test_unequal_computers_get_unequal_shares() -> None:
+    even, uneven = predict(STEP, FREE, [1.0, 1.0]), predict(STEP, FREE, [1.0, 0.5])
+    assert even.compute_s == pytest.approx(0.45)
+    # 5.33 rows and 2.67: six and three, which take 6/8 of the time alone, and 0.9 s by 1.5 if tokens are cut finely.
+    assert uneven.compute_s == pytest.approx((0.6 + 0.675) / 2)
+    assert 1.0 < uneven.speed_up < even.speed_up
+    # More ranks than rows: one row is what each that has any computes.
+    assert predict(STEP, FREE, [1.0] * 16).compute_s == pytest.approx((0.9 / 16 + 0.9 / 8) / 2)
+
+
+def test_where_another_computer_saves_little() -> None:
+    assert enough(STEP, Link("slow", 1e6, 0.0)) == 1
+    many = replace(STEP, rows=5040)
+    found = enough(many, FREE)
+    save = [1 - (0.1 + 0.9 / (n + 1)) / (0.1 + 0.9 / n) for n in range(1, 40)]
+    assert found == next(n for n, part in enumerate(save, 1) if part < 0.05)
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_a_known_model() -> None:
+    # Llama 3.2 1B: 1,235,814,400 parameters, of which 67,584 are norms.
+    assert all_weights(LLAMA, tied=True) == 1_235_814_400 - 33 * 2048
+    # Rank 8 on all linear layers of one block: 8 x the sum of their inputs and outputs.
+    inputs_and_outputs = 2 * 4096 + 2 * 2560 + 2 * 10240 + 10240
+    assert adapter_weights(LLAMA, 2, 8, None) == 2 * 8 * inputs_and_outputs
+    assert adapter_weights(LLAMA, 1, 8, ["self_attn.q_proj"]) == 8 * 4096
+    # Everybody's 6 N for full training; 4 N and the factors where the weights are frozen.
+    weights = all_weights(LLAMA, tied=True)
+    assert flops_per_token(LLAMA, "full", 16, recomputed=False) == 6 * weights
+    assert flops_per_token(LLAMA, "lora", 16, recomputed=False) == 4 * weights
+    assert flops_per_token(LLAMA, "lora", 8, recomputed=False) < 4 * weights
+
+
+@pytest.mark.parametrize(
+    ("blocks", "work", "gigabytes"),
+    [
+        (LLAMA, Work("full", 8192, 16, 2_471_645_608, 2_471_645_608, "adamw"), 20.6),
+        (LLAMA, Work("lora", 8192, 16, 2_494_000_000, 22_544_384, "adamw"), 14.3),
+        (SMOL, Work("full", 16384, 30, 269_030_016, 269_030_016, "adamw"), 9.9),
+    ],
+)
+def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: Blocks, work: Work, gigabytes: float) -> None:
+    """Of benchmarks/gpu.py's works on an H200: the peak of MLX's memory in the first step."""
+    assert on_gpu(blocks, work).arrays / 1e9 == pytest.approx(gigabytes, rel=0.05)
+
+
+def test_each_way_saves_what_it_divides() -> None:
+    work = Work("full", 8192, 16, 2_500_000_000, 2_500_000_000, "adamw", masters=True)
+    found = {s.name: s for s in strategies(work, LLAMA, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
+    plain, divided = found["data parallel"], found["optimizer divided"]
+    assert plain.parts["optimizer"] == 6 * 2_500_000_000
+    assert divided.parts["optimizer"] == plain.parts["optimizer"] // 4
+    assert plain.rank_bytes - divided.rank_bytes == plain.parts["optimizer"] - divided.parts["optimizer"]
+    assert found["checkpointing"].parts["activations"] < 0.2 * found["as it is"].parts["activations"]
+    assert plain.parts["activations"] == pytest.approx(found["as it is"].parts["activations"] / 4, rel=0.01)
+    assert found["parameters sharded"].parts["weights"] < 0.4 * plain.parts["weights"]
+    assert {name for name, s in found.items() if not s.built} == {
+        "parameters sharded",
+        "tensors sharded",
+        "pipeline of layers",
+    }
+    small = list(strategies(work, LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
+    assert [s.ranks for s in small] == [1, 1, 1]
+
+
+# --- advice -------------------------------------------------------------------------------------------
+
+FINE = Situation(
+    again=True,
+    alone_s=36_000,
+    fits_one=True,
+    fits_smaller="--grad-checkpoint",
+    fits_divided=True,
+    machines=2,
+    speed_up=1.9,
+    exposed=0.05,
+    accumulated_speed_up=1.95,
+    enough=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome", "asked"),
+    [
+        ({}, "data parallel", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE, chart.FAST]),
+        ({"alone_s": 3000}, "one machine", [chart.AGAIN, chart.LONG]),
+        ({"again": False, "alone_s": 20_000}, "one machine", [chart.AGAIN]),
+        ({"again": False, "alone_s": 200_000}, "data parallel", None),
+        ({"machines": 1, "speed_up": 1.0}, "one machine", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE]),
+        ({"exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
+        ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 1.5}, "accumulate", None),
+        ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 0.9}, "faster link", None),
+        ({"fits_one": False}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
+        ({"fits_one": False, "alone_s": 60}, "smaller", None),
+        ({"fits_one": False, "fits_smaller": ""}, "divide the optimizer", None),
+        ({"fits_one": False, "fits_smaller": "", "fits_divided": False}, "framework", None),
+        ({"fits_one": False, "fits_smaller": "", "machines": 1}, "framework", None),
+    ],
+)
+def test_the_chart(changed: dict[str, object], outcome: str, asked: list[str] | None, tmp_path: Path) -> None:
+    found = advise(replace(FINE, **changed))  # type: ignore[arg-type]
+    assert found.outcome == outcome
+    if asked is not None:
+        assert [question.text for question in found.path] == asked
+    picture = draw_chart(found, tmp_path / "chart.png")
+    with Image.open(picture) as image:
+        blue = sum(count for count, colour in image.convert("RGB").getcolors(1 << 20) if colour == (0, 114, 178))
+    assert blue > 1000, "the path stands out"
+
+
+def job(**changed: object) -> Job:
+    work = Work("full", 800, 16, 2_500_000_000, 2_500_000_000, "adamw")
+    values: dict[str, object] = {
+        **{"steps": 36_000, "start_s": 5.0, "step": STEP, "link": link_of("10GbE"), "speeds": (1.0,)},
+        **{"numbers": (1, 2, 4), "usable_bytes": 40_000_000_000, "blocks": LLAMA, "work": work, "of": on_cpu},
+        "prices": Prices(2.0, 100.0, 0.5),
+    }
+    return Job(**{**values, **changed})  # type: ignore[arg-type]
+
+
+def test_all_of_it_together() -> None:
+    found = look_ahead(job())
+    assert [line.machines for line in found.lines] == [1, 2, 4]
+    assert found.lines[0].training_s == pytest.approx(36_005)
+    assert found.lines[0].kwh == pytest.approx(36_005 / 3600 * 0.1)
+    assert found.lines[0].money == pytest.approx(36_005 / 3600 * (2.0 + 0.05))
+    assert found.advice.outcome == "data parallel"
+    assert json.loads(json.dumps(found.as_json()))["machines"][1]["prediction"]["efficiency"] < 1.0
+    poor = look_ahead(job(usable_bytes=1_000_000))
+    assert (poor.advice.outcome, set(poor.fits)) == ("framework", {False})
+    assert look_ahead(job(link=None, numbers=())).lines[-1].machines == 1
+    assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
+
+
+# --- the command --------------------------------------------------------------------------------------
+
+
+def test_computers_by_description() -> None:
+    words = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d", "--iters", "200000")
+    done = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [line["machines"] for line in found["machines"]] == [1, 2]
+    assert found["steps"] == 200_000
+    assert found["usable_bytes"] == 24_000_000_000
+    assert "good within a factor" in found["notes"][0]
+    shown = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words)
+    assert "Is distributing worth it?" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "M1 Pro", "--link", "10GbE", "--hosts", "a,b"], "exclude each other"),
+        (["--device", "M1 Pro", "--hosts", "a,b"], "only described"),
+        (["--device", "M1 Pro, RTX 4090"], "cannot train together"),
+        (["--device", "M1 Pro, M2", "--machines", "4"], "one by one"),
+        (["--device", "M1 Pro", "--machines", "0,x"], "--machines"),
+        (["--device", "M1 Pro", "--price-per-kwh", "0.3", "--epochs", "2"], "number of steps"),
+        (["--device", "M1 Pro", "--picture", "chart.gif"], "cannot draw"),
+        (["--device", " , "], "no computer is named"),
+    ],
+)
+def test_wrong_options(words: list[str], told: str) -> None:
+    shape = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d")
+    done = run_allhands("plan", *words, *shape)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
