@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import run_allhands
+from namespaces import namespaces
+from tiny import run_allhands, write_tokenizer
 
 from allhands.metrics import read_metrics
 
@@ -21,8 +22,6 @@ TRAINING = (*SHAPE, "--block-size", "256", "--batch-size", "16", "--packing", "-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import write_tokenizer
-
     folder = tmp_path_factory.mktemp("plan")
     write_tokenizer(folder / "tokenizer")
     (folder / "texts").mkdir()
@@ -35,23 +34,46 @@ def words_of(place: Path) -> list[str]:
     return ["--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), *TRAINING]
 
 
-def seconds_of_a_step(place: Path, ranks: int) -> float:
+def seconds_of_a_step(place: Path, name: str, *where: str) -> float:
     """The median of steps of a real run, after the first ones."""
-    run = place / f"run-{ranks}"
-    more = ("--iters", "24", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "24")
+    run = place / f"run-{name}"
+    more = ("--iters", "20", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "20")
     done = run_allhands(
-        "pretrain", *words_of(place), *more, "-n", str(ranks), "--cores-per-rank", "1", "--adapter-path", str(run)
+        "pretrain", *words_of(place), *more, *where, "--cores-per-rank", "1", "--adapter-path", str(run), timeout=200
     )
     assert done.returncode == 0, done.stderr
     return statistics.median(report.step_time_s for report in read_metrics(run).train[4:])
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_steps_take_as_long_as_planned(place: Path) -> None:
-    done = run_allhands("plan", *words_of(place), "--iters", "1000", "-n", "2", "--json")
+def planned(place: Path, *where: str) -> dict[str, Any]:
+    done = run_allhands("plan", *words_of(place), "--iters", "1000", *where, "--json", timeout=200)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    for line, ranks in zip(found["machines"], (1, 2), strict=True):
-        assert line["machines"] == ranks
-        assert line["prediction"]["step_s"] == pytest.approx(seconds_of_a_step(place, ranks), rel=0.15)
+    assert [line["machines"] for line in found["machines"]] == [1, 2]
+    return found
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_steps_of_processes_take_as_long_as_planned(place: Path) -> None:
+    found = planned(place, "-n", "2")
     assert "each of 2 processes of this computer has" in found["notes"][0]
+    for line, ranks in zip(found["machines"], ("1", "2"), strict=True):
+        really = seconds_of_a_step(place, ranks, "-n", ranks)
+        assert line["prediction"]["step_s"] == pytest.approx(really, rel=0.15)
+    # Of the short training's own peak.
+    assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["peak_bytes"], rel=0.1)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+@pytest.mark.parametrize(("rate", "delay"), [("100mbit", "5ms"), ("1gbit", "1ms"), ("10gbit", "0ms")])
+def test_steps_of_computers_take_as_long_as_planned(place: Path, tmp_path: Path, rate: str, delay: str) -> None:
+    """Two computers, with a cable that is as slow as asked for; the delay where this kernel can make one."""
+    with namespaces(2, tmp_path) as cluster:
+        for name in cluster.names:
+            cluster.slow(name, rate, delay)
+        hosts = ("--hostfile", str(cluster.hostfile(tmp_path / "hosts.txt")))
+        found = planned(place, *hosts, "--cores-per-rank", "1")
+        really = seconds_of_a_step(place, f"hosts-{rate}", *hosts)
+    assert found["machines"][1]["prediction"]["step_s"] == pytest.approx(really, rel=0.15)
+    # 12 MB of gradients do not get through a slow cable unseen.
+    assert (found["machines"][1]["prediction"]["exposed_s"] > 0.5) == (rate == "100mbit")

@@ -61,6 +61,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.explain": 3,
     "allhands.train.expecting": 3,
     "allhands.train.choosing": 3,
+    "allhands.train.dividing": 3,
     "allhands.train.operations": 3,
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,

@@ -11,12 +11,15 @@ from PIL import Image
 from tiny import run_allhands
 
 from allhands.errors import ConfigError
+from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport
+from allhands.metrics.events import encode_event
 from allhands.plan import advice as chart
 from allhands.plan.advice import Situation, advise
 from allhands.plan.chart import draw_chart
 from allhands.plan.devices import device_of
 from allhands.plan.links import Link, Measured, link_of
 from allhands.plan.memory import Blocks, Work, on_cpu, on_gpu
+from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import Job, Prices, look_ahead
 from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
 from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
@@ -286,3 +289,58 @@ def test_wrong_options(words: list[str], told: str) -> None:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- afterwards ---------------------------------------------------------------------------------------
+
+
+def history(ranks: int = 2, **parts: float) -> RunHistory:
+    """A run whose steps of 1 s go into the parts named, and for the rest into computing."""
+    started = {
+        **{"name": "run", "model": "m", "method": "lora", "num_ranks": ranks, "backend": "ring", "batch_size": 8},
+        **{"total_steps": 50, "trainable_params": 1, "total_params": 2, "num_train_examples": 9},
+        **{"cores_per_rank": None, "versions": {}, "time": 0.0},
+    }
+    made = RunHistory("run", RunStarted(**started))  # type: ignore[arg-type]
+    rest = parts.pop("rest", 0.0)
+    values = {"comm_s": 0.0, "data_wait_s": 0.0, **parts}
+    for number in range(1, 6):
+        report = {
+            **{"step": 10 * number, "loss": 2.0, "learning_rate": 1e-4, "grad_norm": 1.0, "tokens_per_s": 100.0},
+            **{"trained_tokens_per_s": 90.0, "trained_tokens": 900, "step_time_s": 1.0, "epoch": 0.1, **values},
+            **{"elapsed_s": 10.0 * number, "peak_memory_bytes": (1,), "compute_s": 1.0 - rest - sum(values.values())},
+        }
+        made.train.append(TrainReport(**report))  # type: ignore[arg-type]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "seen"),
+    [
+        (history(), []),
+        (history(comm_s=0.3), ["30 % of a step was waiting for other ranks"]),
+        (history(1, comm_s=0.3), []),
+        (history(data_wait_s=0.1), ["10 % of a step was waiting for data"]),
+        (history(rest=0.4), ["40 % of a step is the same on every rank, however many there are"]),
+        (history(1, rest=0.4), []),
+        (replace(history(), restarts=[(1, 1.0)] * 3), ["it was started again 3 times"]),
+        (replace(history(16), ended=RunEnded(50, "finished", 200_000.0)), ["16 ranks computed for 2.3 days"]),
+        (replace(history(comm_s=0.3), train=[]), []),
+    ],
+)
+def test_signs_of_a_run(made: RunHistory, seen: list[str]) -> None:
+    assert [sign.seen for sign in signs_of(made)] == seen
+    assert all(sign.advice for sign in signs_of(made))
+
+
+def test_a_run_is_judged_by_its_files(tmp_path: Path) -> None:
+    made = history(comm_s=0.5)
+    assert made.started is not None
+    lines = [encode_event(event) for event in (made.started, *made.train)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    done = run_allhands("plan", "--after", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("50 % of a step was waiting for other ranks\n  what to do: ")
+    assert json.loads(run_allhands("plan", "--after", str(tmp_path), "--json").stdout)[0]["seen"].startswith("50 %")
+    none = run_allhands("plan", "--after", str(tmp_path / "none"))
+    assert (none.returncode, "Traceback" in none.stderr) == (3, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,9 @@ def plan(
     link: Annotated[
         str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
     ] = None,
+    after: Annotated[
+        Path | None, typer.Option("--after", metavar="RUN", help="Only tell what a run shows: has it outgrown this?")
+    ] = None,
     machines: Annotated[str | None, typer.Option("--machines", help="How many to look at. [1,2,4,8]")] = None,
     once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
@@ -48,6 +52,8 @@ def plan(
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
+    if after is not None:
+        return show_signs(after, as_json=as_json)
     config = training_config(context.args)
     asked = Asked(
         device=device,
@@ -57,15 +63,17 @@ def plan(
         timeout_s=timeout_s,
         prices=Prices(price_per_hour, watts, price_per_kwh),
     )
-    job, notes = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
+    job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
     written = draw_chart(outlook.advice, picture) if picture is not None else None
     if as_json:
-        typer.echo(json.dumps({**outlook.as_json(), "notes": notes}, indent=1))
-        return
+        shown = None if measured is None else asdict(measured)
+        typer.echo(json.dumps({**outlook.as_json(), "notes": notes, "measured": shown}, indent=1))
+        return None
     show(outlook, notes)
     if written is not None:
         typer.echo(f"chart: {written}")
+    return None
 
 
 def training_config(words: Sequence[str]) -> TrainConfig:
@@ -99,6 +107,32 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if found and not 1 <= found[0] <= found[-1] <= 1024:
         raise ConfigError(f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4")
     return found
+
+
+def show_signs(run: Path, *, as_json: bool) -> None:
+    """Print what a run shows of the way in which it was computed.
+
+    Raises:
+        DataError: there is no run.
+    """
+    from allhands.errors import DataError
+    from allhands.metrics import read_metrics
+    from allhands.monitor import read_samples
+    from allhands.plan.outgrown import signs_of
+
+    history = read_metrics(run)
+    try:
+        samples = read_samples(run if run.is_dir() else run.parent)
+    except DataError:  # it was not watched
+        samples = []
+    found = signs_of(history, samples)
+    if as_json:
+        typer.echo(json.dumps([asdict(sign) for sign in found], indent=1))
+        return
+    if not found:
+        typer.echo(f"{history.name}: no sign that it has outgrown this way of training")
+    for sign in found:
+        typer.echo(f"{sign.seen}\n  what to do: {sign.advice}")
 
 
 # --- for people ---------------------------------------------------------------------------------------

@@ -59,8 +59,10 @@ class _Model:
     word: int
 
 
-def facts_of(config: TrainConfig, asked: Asked, say: Callable[[str], object]) -> tuple[Job, list[str]]:
-    """Everything to plan with, and notes on where it is from.
+def facts_of(
+    config: TrainConfig, asked: Asked, say: Callable[[str], object]
+) -> tuple[Job, list[str], Calibration | None]:
+    """Everything to plan with, notes on where it is from, and what a short training here has shown.
 
     Raises:
         ConfigError: options contradict each other.
@@ -98,7 +100,7 @@ def facts_of(config: TrainConfig, asked: Asked, say: Callable[[str], object]) ->
         once=asked.once,
         prices=_prices(asked, devices),
     )
-    return job, notes
+    return job, notes, measured
 
 
 def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
@@ -197,9 +199,14 @@ def _model(config: TrainConfig, kind: str) -> _Model:
 
 
 def _fresh(fresh: Any, kind: str) -> _Model:
-    from allhands.model.shapes import count, find_shape
+    from allhands.model.shapes import count, find_shape, rows_for
 
-    shape = find_shape(fresh.shape, fresh.numbers())
+    numbers = fresh.numbers()
+    if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
+        from tokenizers import Tokenizer
+
+        numbers = {"vocabulary": rows_for(Tokenizer.from_file(str(file)).get_vocab_size()), **numbers}
+    shape = find_shape(fresh.shape, numbers)
     experts = shape.experts or 0
     blocks = None
     if not experts:

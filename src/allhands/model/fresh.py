@@ -20,13 +20,11 @@ from allhands.errors import ConfigError
 from allhands.model.balance import balance_experts
 from allhands.model.load import Json, LoadedModel, LoadedTokenizer
 from allhands.model.pretraining import build_model, portable_tensors
-from allhands.model.shapes import Shape, TokenIds, find_shape, model_config
+from allhands.model.shapes import Shape, TokenIds, find_shape, model_config, rows_for
 from allhands.pretrain_config import PretrainConfig
 from allhands.staging import publish, staging
 
 MARK = "allhands.json"  # in it, so that nobody else's directory is taken for it
-# The embedding's rows, so that products with it have whole tiles.
-_ROWS = 64
 _ROW = 1024  # tokens
 
 
@@ -98,7 +96,7 @@ def _named_shape(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
             where="--vocabulary",
             hint=f"leave it out, or give at least {needed}",
         )
-    numbers = {"vocabulary": -(-needed // _ROWS) * _ROWS, **config.numbers()}
+    numbers = {"vocabulary": rows_for(needed), **config.numbers()}
     return find_shape(config.shape, numbers)
 
 

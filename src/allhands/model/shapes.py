@@ -153,6 +153,11 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _REQUIRED = ("layers", "dims", "mlp_dims", "heads", "vocabulary", "block_size")
 
 
+def rows_for(tokens: int) -> int:
+    """Rows of the embedding for a tokenizer with so many tokens: up to a multiple of 64, for the products' sake."""
+    return -(-tokens // 64) * 64
+
+
 def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
     """The shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of the name's.
 

@@ -1,0 +1,93 @@
+"""Signs that a run has outgrown the way in which it was computed, and what goes on from there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allhands.metrics import RunHistory
+from allhands.monitor.samples import Sample
+
+# Parts of a step from which on something is worth changing.
+_EXCHANGE, _DATA, _REST = 0.2, 0.05, 0.25
+_FULL = 0.9  # of a GPU's memory
+_RESTARTS = 3
+_MANY = 8  # ranks, from which on plain data parallel is rarely the best way
+_DAY_S = 86_400.0
+_LEAST = 3  # reports; of fewer nothing follows
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something that was seen, in numbers, and what to do about it."""
+
+    seen: str
+    advice: str
+
+
+def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
+    """What the metrics of a run, and the monitor's samples, show; empty if all is well."""
+    reports = history.train[1:] if len(history.train) > _LEAST else history.train  # the first has the start in it
+    started = history.started
+    if started is None or len(history.train) < _LEAST:
+        return []
+    step = statistics.mean(report.step_time_s for report in reports)
+    parts = {
+        "exchange": statistics.mean(report.comm_s for report in reports) / step,
+        "data": statistics.mean(report.data_wait_s for report in reports) / step,
+    }
+    compute = statistics.mean(report.compute_s for report in reports) / step
+    rest = max(0.0, 1.0 - compute - sum(parts.values())) if compute else 0.0
+    ranks = started.num_ranks
+    found: list[Sign] = []
+    if ranks > 1 and parts["exchange"] > _EXCHANGE:
+        found.append(
+            Sign(
+                f"{100 * parts['exchange']:.0f} % of a step was waiting for other ranks",
+                "a faster link, a larger batch or accumulation; unequal computers want --rank-weights. Where nothing "
+                "of it helps: tensors and parameters sharded over NVLink or InfiniBand, by torchtitan or DeepSpeed",
+            )
+        )
+    if parts["data"] > _DATA:
+        found.append(
+            Sign(
+                f"{100 * parts['data']:.0f} % of a step was waiting for data",
+                "a disk of its own for the token store, or longer rows: nothing else should take a processor's time",
+            )
+        )
+    if ranks > 1 and rest > _REST:
+        found.append(
+            Sign(
+                f"{100 * rest:.0f} % of a step is the same on every rank, however many there are",
+                "a larger batch; --shard-optimizer on divides the update",
+            )
+        )
+    full = [
+        s for s in samples if s.gpu_used_bytes and s.gpu_total_bytes and s.gpu_used_bytes > _FULL * s.gpu_total_bytes
+    ]
+    if full:
+        most = max(s.gpu_used_bytes / s.gpu_total_bytes for s in full if s.gpu_used_bytes and s.gpu_total_bytes)
+        found.append(
+            Sign(
+                f"{100 * most:.0f} % of a GPU's memory was in use",
+                "--grad-checkpoint, --shard-optimizer on, fewer --micro-batch-tokens; what is larger needs its "
+                "parameters sharded: torchtitan, DeepSpeed (ZeRO-3)",
+            )
+        )
+    if len(history.restarts) >= _RESTARTS:
+        found.append(
+            Sign(
+                f"it was started again {len(history.restarts)} times",
+                "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
+            )
+        )
+    total = history.ended.total_time_s if history.ended else history.train[-1].elapsed_s
+    if ranks > _MANY and total > _DAY_S:
+        found.append(
+            Sign(
+                f"{ranks} ranks computed for {total / _DAY_S:.1f} days",
+                "at this size sharding parameters, tensors and layers together pays: torchtitan, DeepSpeed, Megatron",
+            )
+        )
+    return found
