@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     import yaml
 
 
+# What --report-to knows, and the package that each needs.
+TRACKERS: dict[str, str] = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -200,7 +210,9 @@ class TrainConfig(_Strict):
     chat_feature: str | None = Field(None, description="Column with the messages.")
     text_feature: str | None = Field(None, description="Column with the text.")
     trust_remote_code: bool = Field(False, description="Allow a model repository's own Python code.")
-    report_to: str | None = Field(None, description="Also report to wandb, swanlab or both (comma-separated).")
+    report_to: str | None = Field(
+        None, description="Also report to tensorboard, wandb, mlflow, trackio, swanlab (comma-separated)."
+    )
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: str | None = Field(None, description="YAML file with these options; flags win over it.")
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
@@ -288,8 +300,8 @@ class TrainConfig(_Strict):
     @classmethod
     def _known_reporters(cls, value: str | None) -> str | None:
         for name in (value or "").split(","):
-            if name.strip().lower() not in ("", "wandb", "swanlab"):
-                raise ValueError(f"{name.strip()!r} is not known: wandb or swanlab")
+            if name.strip() and name.strip().lower() not in TRACKERS:
+                raise ValueError(f"{name.strip()!r} is not known: {', '.join(TRACKERS)}")
         return value
 
     @model_validator(mode="after")

@@ -1,4 +1,7 @@
-"""Sends a run's numbers to wandb or swanlab, under the names that mlx_lm gives them."""
+"""Sends a run's numbers to trackers through their own libraries, under the names that mlx_lm gives them.
+
+Numbers go through a thread of their own: a tracker that is slow or down never keeps the training waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ import importlib
 import importlib.util
 import logging
 import os
+import queue
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from allhands.config import TRACKERS
 from allhands.errors import ConfigError
 from allhands.metrics import Event, RunEnded, TrainReport, ValidReport
 
@@ -20,8 +28,13 @@ _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_ID)?$", re.IGNO
 _SECRET_LENGTH = 8
 
 
+# What waits for a tracker that does not take it; older numbers are left out then.
+_WAITING = 10_000
+_PATIENCE_S = 20.0  # at the end, for what is left
+
+
 class Tracker(Protocol):
-    """What is used of ``wandb``'s run and of the module ``swanlab``."""
+    """What is used of a tracker: ``wandb``'s run is one, the others are made alike."""
 
     def log(self, data: dict[str, Any], *, step: int) -> Any: ...
 
@@ -31,28 +44,51 @@ class Tracker(Protocol):
 class TrackerSink:
     """A sink of training and validation reports; an error of the service is warned about once and ends nothing."""
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
+    def __init__(self, name: str, tracker: Tracker, *, patience_s: float = _PATIENCE_S) -> None:
+        """``patience_s``: how long :meth:`close` waits for a service that takes no numbers, or takes them slowly."""
         self._name = name
         self._tracker = tracker
+        self._patience_s = patience_s
         self._warned = False
+        self._waiting: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_WAITING)
+        # A daemon: what hangs in somebody else's client does not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"allhands-{name}", daemon=True)
+        self._thread.start()
 
     def emit(self, event: Event) -> None:
         if values := tracked_values(event):
             try:
-                self._tracker.log(values, step=getattr(event, "step", 0))
-            except Exception as error:  # somebody else's client, and the network behind it
-                self._warn(error)
+                self._waiting.put_nowait((values, getattr(event, "step", 0)))
+            except queue.Full:
+                self._warn("it is too slow")
 
     def close(self) -> None:
+        end = time.monotonic() + self._patience_s
         try:
-            self._tracker.finish()
-        except Exception as error:
-            self._warn(error)
+            self._waiting.put(None, timeout=self._patience_s)
+        except queue.Full:
+            self._warn("it is too slow")
+            return
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(f"it does not answer, {self._waiting.qsize()} reports are left")
 
-    def _warn(self, error: Exception) -> None:
+    def _work(self) -> None:
+        while (one := self._waiting.get()) is not None:
+            values, step = one
+            self._try(lambda values=values, step=step: self._tracker.log(values, step=step))
+        self._try(self._tracker.finish)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # somebody else's client, and the network behind it
+            self._warn(str(error))
+
+    def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(str(error)))
+            _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
 
 
 def tracked_values(event: Event) -> dict[str, float]:
@@ -94,9 +130,10 @@ def require_trackers(names: Sequence[str]) -> None:
         ConfigError: it is not installed.
     """
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        package = TRACKERS[name]
+        if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{name} is not installed", where="--report-to", hint=f"pip install {name}, or leave --report-to out"
+                f"{package} is not installed", where="--report-to", hint=f"pip install {package}, or leave {name} out"
             )
 
 
@@ -112,17 +149,86 @@ def start_trackers(
 
 
 def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker:
-    module: Any = importlib.import_module(name)
+    module: Any = importlib.import_module(TRACKERS[name])
     try:
-        if name == "wandb":
-            return module.init(project=project, name=directory.name, dir=str(directory), config=dict(config))
-        log_directory = str(directory / "swanlog")
-        module.init(project=project, experiment_name=directory.name, logdir=log_directory, config=dict(config))
-        return module
+        return _STARTERS[name](module, project, directory, dict(config))
     except Exception as error:  # their own classes, unknown here
         first = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"{name} cannot be started: {first}",
-            where="--report-to",
-            hint=f"log in first ({name} login), or leave --report-to out",
-        ) from None
+        hint = f"log in first ({name} login), or leave --report-to out"
+        if name not in ("wandb", "swanlab"):
+            hint = f"see what {name} says of it, or leave it out of --report-to"
+        raise ConfigError(f"{name} cannot be started: {first}", where="--report-to", hint=hint) from None
+
+
+def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    return module.init(project=project, name=directory.name, dir=str(directory), config=config)
+
+
+def _swanlab(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    module.init(project=project, experiment_name=directory.name, logdir=str(directory / "swanlog"), config=config)
+    return module
+
+
+def _trackio(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    return module.init(project=project or _PROJECT, name=directory.name, config=config)
+
+
+@dataclass(frozen=True)
+class _TensorBoard:
+    """A writer of event files as a :class:`Tracker`."""
+
+    writer: Any
+
+    def log(self, data: dict[str, Any], *, step: int) -> None:
+        for name, value in data.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def _tensorboard(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    writer = module.SummaryWriter(logdir=str(directory / "tensorboard"))
+    writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in config.items()))
+    return _TensorBoard(writer)
+
+
+@dataclass(frozen=True)
+class _MlFlow:
+    """MLflow's client for one run as a :class:`Tracker`; its fluent functions would be for one thread each."""
+
+    client: Any
+    run_id: str
+
+    def log(self, data: dict[str, Any], *, step: int) -> None:
+        for name, value in data.items():
+            self.client.log_metric(self.run_id, name, value, step=step)
+
+    def finish(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
+def _mlflow(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    place: str | None = None
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        place = (directory / "mlruns").resolve().as_uri()
+        module.set_tracking_uri(f"sqlite:///{(directory / 'mlflow.db').resolve()}")
+    client, name = module.MlflowClient(), project or _PROJECT
+    known = client.get_experiment_by_name(name)
+    experiment = client.create_experiment(name, artifact_location=place) if known is None else known.experiment_id
+    run = client.create_run(experiment, run_name=directory.name)
+    for key, value in config.items():
+        client.log_param(run.info.run_id, key, str(value)[:_LONGEST_PARAMETER])
+    return _MlFlow(client, run.info.run_id)
+
+
+_LONGEST_PARAMETER = 500  # which every store of MLflow takes
+_PROJECT = "allhands"
+_STARTERS: dict[str, Callable[[Any, str | None, Path, dict[str, Any]], Tracker]] = {
+    "wandb": _wandb,
+    "swanlab": _swanlab,
+    "trackio": _trackio,
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+}

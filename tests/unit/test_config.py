@@ -256,7 +256,7 @@ def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
         ({"lr_schedule": "cosine_decay"}, "--lr-schedule", "needs arguments"),
         ({"clear_cache_threshold": "2 parsecs"}, "--clear-cache-threshold", "not a size"),
         ({"clear_cache_threshold": -1}, "--clear-cache-threshold", "greater than or equal to 0"),
-        ({"report_to": "wandb,mlflow"}, "--report-to", "'mlflow' is not known"),
+        ({"report_to": "wandb,comet"}, "--report-to", "'comet' is not known"),
         ({"num_ranks": 0}, "--num-ranks", "greater than or equal to 1"),
         ({"backend": "gloo"}, "--backend", "'ring'"),
         ({"hf_dataset": '{"train_split": "a"}'}, "--hf-dataset", "path"),

@@ -1,13 +1,15 @@
-"""Numbers for wandb and swanlab, through stand-ins for the two packages; and what ``verbose`` tells."""
+"""Numbers for trackers, through stand-ins for their packages; and what ``verbose`` tells."""
 
 from __future__ import annotations
 
 import io
 import re
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,9 +124,116 @@ def test_a_failing_service_is_warned_about_once_and_ends_nothing(caplog: pytest.
     sink = TrackerSink("wandb", Service(fails=True))
     for _ in range(3):
         sink.emit(TRAIN)
+    sink.close()
     assert [record.getMessage() for record in caplog.records] == [
         "wandb takes no numbers (the network is down); the run goes on"
     ]
+
+
+def test_a_service_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    never = threading.Event()
+
+    class Hangs(Service):
+        def log(self, data: dict[str, Any], step: int) -> None:
+            never.wait(30)
+
+    sink = TrackerSink("wandb", Hangs(), patience_s=0.2)
+    begun = time.monotonic()
+    for _ in range(3):
+        sink.emit(TRAIN)
+    assert time.monotonic() - begun < 0.1
+    sink.close()
+    assert time.monotonic() - begun < 2
+    assert "wandb takes no numbers (it does not answer, 3 reports are left); the run goes on" in caplog.text
+    never.set()
+
+
+def test_tensorboard_gets_files_beside_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Through a stand-in; with the real package where it is installed."""
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, logdir: str) -> None:
+            assert logdir == str(tmp_path / "tensorboard")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def add_text(self, name: str, text: str) -> None:
+            assert (name, text) == ("config", "    seed: 3")
+
+        def flush(self) -> None:
+            pass
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    module = ModuleType("tensorboardX")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    (sink,) = start_trackers(["tensorboard"], None, tmp_path, {"seed": 3})
+    sink.emit(TRAIN)
+    sink.close()
+    assert written[0] == ("train_loss", 2.5, 10)
+    assert [name for name, _, _ in written[-2:]] == ["grad_norm", "closed"]
+
+
+def test_the_real_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (sink,) = start_trackers(["tensorboard"], None, tmp_path, {"seed": 3})
+    sink.emit(TRAIN)
+    sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(10, 2.5)]
+
+
+def test_mlflow_and_trackio_get_runs_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    told: list[tuple[Any, ...]] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> None:
+            told.append(("look", name))
+
+        def create_experiment(self, name: str, artifact_location: str) -> str:
+            told.append(("experiment", name, artifact_location))
+            return "7"
+
+        def create_run(self, experiment: str, run_name: str) -> Any:
+            told.append(("run", experiment, run_name))
+            return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+
+        def log_param(self, run: str, name: str, value: str) -> None:
+            told.append(("parameter", run, name, value))
+
+        def log_metric(self, run: str, name: str, value: float, step: int) -> None:
+            told.append(("metric", run, name, value, step))
+
+        def set_terminated(self, run: str) -> None:
+            told.append(("end", run))
+
+    mlflow, trackio, service = ModuleType("mlflow"), ModuleType("trackio"), Service()
+    mlflow.MlflowClient = Client  # type: ignore[attr-defined]
+    mlflow.set_tracking_uri = lambda uri: told.append(("store", uri))  # type: ignore[attr-defined]
+    trackio.init = service.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for sink in start_trackers(["mlflow", "trackio"], None, tmp_path, {"seed": 3}):
+        sink.emit(TRAIN)
+        sink.close()
+    assert told[:5] == [
+        ("store", f"sqlite:///{tmp_path}/mlflow.db"),
+        ("look", "allhands"),
+        ("experiment", "allhands", f"file://{tmp_path}/mlruns"),
+        ("run", "7", tmp_path.name),
+        ("parameter", "r1", "seed", "3"),
+    ]
+    assert ("metric", "r1", "train_loss", 2.5, 10) in told
+    assert told[-1] == ("end", "r1")
+    assert service.started == {"project": "allhands", "name": tmp_path.name, "config": {"seed": 3}}
+    assert (service.logged[0][0], service.finished) == (10, 1)
 
 
 def test_a_service_that_refuses_is_explained(services: dict[str, Service], tmp_path: Path) -> None:
@@ -151,7 +260,9 @@ def test_a_services_message_is_told_without_keys(
         start_trackers(["wandb"], None, tmp_path, {})
     assert caught.value.message == "wandb cannot be started: wandb.example has no user for *** or ***"
     services["wandb"].log = lambda *_, **__: refuse()  # type: ignore[method-assign]
-    TrackerSink("wandb", services["wandb"]).emit(TRAIN)
+    sink = TrackerSink("wandb", services["wandb"])
+    sink.emit(TRAIN)
+    sink.close()
     assert "no user for *** or ***" in caplog.text
     assert "abcdefgh" not in caplog.text
 
