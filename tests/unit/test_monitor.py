@@ -362,6 +362,19 @@ def test_the_table_has_a_row_a_process() -> None:
     assert gone[-3:] == ["-", "-", "-"]
 
 
+def test_traffic_is_told_once_for_each_computer() -> None:
+    """It is that of the whole computer, so rows of the same one would only repeat it."""
+    other = replace(SAMPLE, rank=2, host="there", pid=12)
+    firsts = [DIRECTOR, SAMPLE, replace(SAMPLE, rank=1, pid=11), other]
+    lasts = [replace(one, time=1002.0, net={"eth0": (9100, 5100)}) for one in firsts]
+    lines = [line for line in shown(Board([*firsts, *lasts]), 1003.0) if line]
+    told = {" ".join(line[:2]): " ".join(line[-4:]) for line in lines if line[0] in ("orchestrator", "rank")}
+    assert told["orchestrator here"].endswith("125% - -")
+    assert told["rank 0"].endswith("2.0 kB 1.0 kB")
+    assert told["rank 1"].endswith("125% - -")
+    assert told["rank 2"].endswith("2.0 kB 1.0 kB")
+
+
 def test_the_table_fits_a_narrow_terminal_and_names_gpus_and_estimates() -> None:
     sample = replace(SAMPLE, gpu_used_bytes=7 * 10**9, gpu_total_bytes=80 * 10**9, gpu_load=0.93, estimated_bytes=10**9)
     board = Board([DIRECTOR, sample])

@@ -220,7 +220,7 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
 def _columns(rows: Sequence[Row], now: float, gone: set[tuple[str, int]]) -> dict[str, list[str]]:
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
     lives = [row.state(now, gone) == "lives" for row in rows]
-    rates = [_net(row) if live else (_NONE, _NONE) for row, live in zip(rows, lives, strict=True)]
+    rates = _rates(rows, lives)
     columns: dict[str, list[str]] = {"process": [row.last.name for row in rows]}
     if len({row.last.host for row in rows}) > 1:
         columns["host"] = [row.last.host for row in rows]
@@ -270,6 +270,17 @@ def _of_gpus(rows: Sequence[Row]) -> dict[str, list[str]]:
         "GPU\nmemory": [_bytes(row.last.gpu_used_bytes) for row in rows],
         "GPU\nload": [_NONE if load is None else f"{load:.0%}" for load in loads],
     }
+
+
+def _rates(rows: Sequence[Row], lives: Sequence[bool]) -> list[tuple[str, str]]:
+    """Traffic, which is that of a whole computer: once for each, in the row of a rank if one lives there."""
+    speakers: dict[str, int] = {}
+    for place, (row, live) in enumerate(zip(rows, lives, strict=True)):
+        before = speakers.get(row.last.host)
+        if live and (before is None or (rows[before].last.role != "rank" and row.last.role == "rank")):
+            speakers[row.last.host] = place
+    told = set(speakers.values())
+    return [_net(row) if place in told else (_NONE, _NONE) for place, row in enumerate(rows)]
 
 
 def _net(row: Row) -> tuple[str, str]:
