@@ -49,6 +49,13 @@ def test_validation_that_rises_while_training_falls_is_overfitting() -> None:
     assert "(-67%)" in found.text or "(-66%)" in found.text
 
 
+def test_validation_that_rises_while_training_stands_still_may_be_overfitting() -> None:
+    (found,) = judged(lambda step: 4 - 2 * min(step, 100) / 100, valley(100, 0.5), noise=0.0)
+    assert (found.kind, found.level) == ("overfitting", "warning")
+    assert found.text.startswith("Perhaps overfitting: validation loss was lowest at step 100 (2.000)")
+    assert "no clear fall: training loss went from 2.000 to 2.000" in found.text
+
+
 @pytest.mark.parametrize("bottom", [260, 280])
 def test_one_or_two_rising_validations_are_a_first_sign_only(bottom: int) -> None:
     found = [one for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 8)) if one.kind == "overfitting"]
@@ -91,6 +98,14 @@ def test_a_loss_hardly_below_its_start_is_underfitting() -> None:
     (found,) = judged(lambda step: 4 - 0.04 * step / 300, lambda step: 4.0)
     assert (found.kind, found.level) == ("underfitting", "warning")
     assert "hardly below its start" in found.text
+
+
+def test_a_quick_fall_before_the_first_report_counts() -> None:
+    level = curve(lambda step: 3.0, steps=300, every=50, first=50, noise=0.001)
+    valid = Curve.of([(step, 4.0 if step == 0 else 3.0) for step in range(0, 301, 50)])
+    assert [one.kind for one in judge(level, valid)] == ["fitting"]
+    quick = Curve.of([(step, 3.0 if step > 5 else 4.0) for step in range(5, 305, 5)])
+    assert [one.kind for one in judge(quick, Curve.of([]))] == ["validation"]
 
 
 def test_a_training_loss_that_rises_diverges() -> None:

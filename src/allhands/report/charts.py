@@ -28,7 +28,7 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. ``colour`` counts from 0; ``faint`` ones are drawn with the line before them, and not named.
+    """One curve, ``width`` pixels wide. ``colour`` counts from 0; ``faint`` ones go with the line before, unnamed.
 
     A height of ``None`` is a gap: it was there, and is no finite number.
     """
@@ -40,6 +40,7 @@ class Line:
     dashed: bool = False
     points: bool = False
     faint: bool = False
+    width: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Chart:
                 "dashed": line.dashed,
                 "points": line.points,
                 "faint": line.faint,
+                "width": line.width,
             }
             for line in self.lines
         ]
@@ -241,7 +243,7 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
         marks: list[tuple[float, int]] = []
         stars: list[tuple[float, float, int]] = []
         for colour, (label, run) in enumerate(zip(labels, runs, strict=True)):
-            lines += _loss_lines(label, colour, run, axis)
+            lines += _loss_lines(label, colour, run, axis, _width(colour, len(runs)))
             tokens = _tokens_at(run)
             marks += [(axis.of(step, tokens(step), seconds), colour) for step, seconds in run.restarts]
             known = [one for one in run.valid if math.isfinite(one.loss)]
@@ -255,19 +257,25 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
             yield made
 
 
-def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis) -> Iterator[Line]:
+def _width(place: int, count: int) -> float:
+    """The earlier of several runs wider, below the later ones, so that equal curves stay visible."""
+    return round(2 + min(2.2, 4 / count) * (count - 1 - place), 2)
+
+
+def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis, width: float) -> Iterator[Line]:
     x = tuple(axis.of(one.step, one.trained_tokens, one.elapsed_s) for one in run.train)
     losses = [one.loss for one in run.train]
     y = _finite(losses)
     if len(y) >= _SMOOTH_FROM and None not in y:
         smoothed = tuple(map(float, smooth(np.array(losses))))
-        yield Line(f"{label}: training, smoothed", colour, x, smoothed)
-        yield Line(f"{label}: training", colour, x, y, faint=True)
+        yield Line(f"{label}: training, smoothed", colour, x, smoothed, width=width)
+        yield Line(f"{label}: training", colour, x, y, faint=True, width=1.0)
     else:
-        yield Line(f"{label}: training", colour, x, y)
+        yield Line(f"{label}: training", colour, x, y, width=width)
     tokens = _tokens_at(run)
     x = tuple(axis.of(one.step, tokens(one.step), one.elapsed_s) for one in run.valid)
-    yield Line(f"{label}: validation", colour, x, _finite([one.loss for one in run.valid]), dashed=True, points=True)
+    y = _finite([one.loss for one in run.valid])
+    yield Line(f"{label}: validation", colour, x, y, dashed=True, points=True, width=width)
 
 
 def _tokens_at(run: RunHistory) -> Callable[[float], float]:
@@ -286,7 +294,13 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
     ]
     for key, title, y_label, unit, value in kinds:
         lines = [
-            Line(label, colour, tuple(float(one.step) for one in run.train), _finite([*map(value, run.train)]))
+            Line(
+                label,
+                colour,
+                tuple(float(one.step) for one in run.train),
+                _finite([*map(value, run.train)]),
+                width=_width(colour, len(runs)),
+            )
             for colour, (label, run) in enumerate(zip(labels, runs, strict=True))
         ]
         marks = [(float(step), colour) for colour, run in enumerate(runs) for step, _ in run.restarts]

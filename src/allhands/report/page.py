@@ -155,28 +155,35 @@ def _phase(name: str) -> str:
 
 
 def _needs(label: str, run: RunFacts) -> Grid | None:
-    """The highest memory of each process, beside what was expected."""
+    """The highest memory of each process; that of ranks in training beside what was expected of it."""
     if not run.rows:
         return None
     rows: list[tuple[str, ...]] = []
     for row in run.rows:
         expected = row.last.estimated_bytes
-        measured = row.peak_rss_bytes
-        share = f"{measured / expected:.0%}" if expected else _NONE
+        trained = _in_training(run, row.last.rank)
+        share = f"{trained / expected:.0%}" if expected and trained else _NONE
         rows.append(
             (
                 row.last.name,
                 row.last.host,
                 form.format_bytes(expected) if expected else _NONE,
-                form.format_bytes(measured),
+                form.format_bytes(trained) if trained else _NONE,
                 share,
+                form.format_bytes(row.peak_rss_bytes),
                 form.format_bytes(row.peak_pss_bytes),
                 form.format_bytes(row.peak_mlx_bytes) if row.peak_mlx_bytes else _NONE,
             )
         )
-    rows.append(("together", "", _NONE, _NONE, _NONE, form.format_bytes(run.together_bytes), _NONE))
-    head = ("process", "computer", "expected", "measured (resident)", "of expected", "proportional", "MLX's arrays")
-    return Grid(f"highest memory of the processes of {label}", head, tuple(rows))
+    rows.append(("together", "", _NONE, _NONE, _NONE, _NONE, form.format_bytes(run.together_bytes), _NONE))
+    told = "expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays"
+    return Grid(f"highest memory of the processes of {label}", ("process", "computer", *told), tuple(rows))
+
+
+def _in_training(run: RunFacts, rank: int | None) -> int:
+    """The highest resident memory that a rank has reported, before what is written and drawn at the end."""
+    peaks = (one.peak_rss_bytes for one in run.history.train)
+    return 0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
 
 
 def _events(label: str, run: RunFacts) -> Grid | None:
@@ -188,19 +195,24 @@ def _events(label: str, run: RunFacts) -> Grid | None:
         text = (
             f"attempt {start.attempt}, {place}, {start.num_ranks} rank{'s' * (start.num_ranks > 1)} ({start.backend})"
         )
-        rows.append((start.time, (_moment(start.time, begun), "start", _NONE, f"{text}{_from(start.resumed_from)}")))
+        rows.append(
+            (
+                start.time,
+                (_after(start.time, begun), "start", _NONE, f"{text}{_from(start.resumed_from)}", _moment(start.time)),
+            )
+        )
     for event in run.journal:
         where = ", ".join(f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None)
         text = str(event.get("message", ""))
         if (error := str(event.get("error") or "")) and error not in text:
             text += f": {error}"
         time = float(event["time"])
-        rows.append((time, (_moment(time, begun), str(event["kind"]), where or _NONE, text)))
+        rows.append((time, (_after(time, begun), str(event["kind"]), where or _NONE, text, _moment(time))))
     if len(rows) < 2:
         return None
     rows.sort(key=lambda row: row[0])
     left = f" (the last {_MOST_EVENTS} of {len(rows)})" if len(rows) > _MOST_EVENTS else ""
-    head = ("time", "what", "where", "in words")
+    head = ("after", "what", "where", "in words", "time (UTC)")
     return Grid(f"{label}{left}", head, tuple(cells for _, cells in rows[-_MOST_EVENTS:]))
 
 
@@ -208,15 +220,17 @@ def _from(checkpoint: str | None) -> str:
     return f", resumed from {checkpoint}" if checkpoint else ""
 
 
-def _moment(time: float, begun: float | None) -> str:
+def _moment(time: float) -> str:
     try:
-        text = f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
         return _NONE
+
+
+def _after(time: float, begun: float | None) -> str:
     if begun is None:
-        return text
-    sign = "+" if time >= begun else "-"
-    return f"{text} ({sign}{form.format_duration(abs(time - begun))})"
+        return _NONE
+    return f"{'+' if time >= begun else '-'}{form.format_duration(abs(time - begun))}"
 
 
 def _columns(

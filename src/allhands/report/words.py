@@ -172,15 +172,14 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         advice = "That is not overfitting: the run diverges. Lower the learning rate, or clip gradients."
         yield Judgement("diverging", "bad", f"Diverging: {numbers}, {rose}. {advice}")
     elif count >= RISING:
-        yield Judgement(
-            "overfitting", "note", f"{numbers[0].upper()}{numbers[1:]}, while training loss has hardly changed."
-        )
+        seen = "" if falling is None else f": training loss went from {falling.first:.3f} to {falling.last:.3f}"
+        text = f"Perhaps overfitting: {numbers}, while training loss shows no clear fall{seen}. The weights of step "
+        yield Judgement("overfitting", "warning", f"{text}{after.steps[0]:.0f} are the better ones.")
 
 
 def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
     """Hardly anything was learnt; or both curves still fall over the last third."""
-    edge = max(1, len(train) // 10)
-    first, last = float(np.mean(train.losses[:edge])), float(np.mean(train.losses[-edge:]))
+    first, last = float(train.losses[0]), float(np.mean(train.losses[-max(1, len(train) // 10) :]))
     change = (last - first) / max(abs(first), 1e-12)
     lowest = float(np.min(train.losses))
     if change > HARDLY:
@@ -188,7 +187,9 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         text = f"Diverging: training loss rose from {first:.3f} to {last:.3f} ({change:+.0%}), lowest {lowest:.3f}."
         yield Judgement("diverging", "bad", f"{text} {advice}")
         return
-    if change > -HARDLY:
+    # A first report over many steps may lie behind the fall, which validation saw from step 0 on.
+    seen = len(valid) > 1 and float(valid.losses[-1]) < (1 - HARDLY) * float(valid.losses[0])
+    if change > -HARDLY and not seen:
         text = f"Underfitting: training loss is hardly below its start: {first:.3f} at first, {last:.3f} at the end"
         advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
         yield Judgement("underfitting", "warning", f"{text} ({change:+.1%}). {advice}")

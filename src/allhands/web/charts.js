@@ -112,7 +112,7 @@ var allhandsCharts = (function () {
       return {
         label: line.label,
         stroke: function () { return colour(line.colour); },
-        width: line.faint ? 1 : 2,
+        width: line.width,
         alpha: line.faint ? 0.45 : 1,
         dash: line.dashed ? [6, 4] : undefined,
         points: { show: line.points, size: 7, fill: function () { return theme("background"); }, width: 2 },
@@ -216,7 +216,7 @@ var allhandsCharts = (function () {
     var tables = chart.lines.map(function (line) { return [line.x, line.y]; });
     var u = new uPlot(options, uPlot.join(tables), host);
     legend(u, chart, list);
-    host.after(readout, list);
+    host.after(list, readout);
     keys(u, host, readout);
     new ResizeObserver(function () {
       if (host.clientWidth && host.clientWidth !== u.width) {
