@@ -172,9 +172,9 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         advice = "That is not overfitting: the run diverges. Lower the learning rate, or clip gradients."
         yield Judgement("diverging", "bad", f"Diverging: {numbers}, {rose}. {advice}")
     elif count >= RISING:
-        seen = "" if falling is None else f": training loss went from {falling.first:.3f} to {falling.last:.3f}"
+        seen = "" if falling is None else f": it went from {falling.first:.3f} to {falling.last:.3f}"
         text = f"Perhaps overfitting: {numbers}, while training loss shows no clear fall{seen}. The weights of step "
-        yield Judgement("overfitting", "warning", f"{text}{after.steps[0]:.0f} are the better ones.")
+        yield Judgement("overfitting", "note", f"{text}{after.steps[0]:.0f} are the better ones.")
 
 
 def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
