@@ -126,12 +126,16 @@ def test_numbers_that_are_none_are_said_first() -> None:
     assert [one.level for one in found[:2]] == ["bad", "bad"]
     assert "training loss is not a finite number in 5 of 20 reports, first at step 80" in found[0].text
     assert "validation loss is not a finite number in 1 of 2 reports, first at step 50" in found[1].text
-    assert [one.kind for one in judge(Curve.of([(1, float("nan"))]), Curve.of([]))] == ["numbers", "short"]
+    assert [one.kind for one in judge(Curve.of([(1, float("nan"))]), Curve.of([]))] == [
+        "numbers",
+        "short",
+        "validation",
+    ]
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "no training report"), (1, "1 training report "), (3, "3 training")])
 def test_of_a_few_reports_nothing_is_judged(count: int, words: str) -> None:
-    (found,) = judge(Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([]))
+    (found,) = judge(Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([(0, 4.0)]))
     assert found.kind == "short"
     assert words in found.text
 

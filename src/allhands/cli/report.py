@@ -36,6 +36,7 @@ def report(
     from allhands.cluster.journal import read_events
     from allhands.files import make_directory, write_whole
     from allhands.report import make_page, read_facts, to_html, to_markdown
+    from allhands.report.markdown import one_line
 
     target = out or _usual(runs)
     if target.suffix.lower() not in (".html", ".htm"):
@@ -49,9 +50,11 @@ def report(
     # It holds what is in private files of the run: prompts, answers, names of directories.
     make_directory(target.parent, private=True)
     for file, text in texts.items():
-        write_whole(file, lambda draft, text=text: draft.write_text(text, encoding="utf-8"), private=True)
+        write_whole(
+            file, lambda draft, text=text: draft.write_text(text, encoding="utf-8", errors="replace"), private=True
+        )
     for part in page.runs:
-        print(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}")
+        print(one_line(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}"))
         for one in part.judgements:
             print(f"  {one.text}")
     print(f"report: {target}\nas Markdown: {beside}")

@@ -110,8 +110,6 @@ def _amiss(history: RunHistory) -> Iterator[str]:
         yield f"{METRICS_FILE} does not say how the run began: model, ranks and number of steps are not known."
     if not history.train and history.started:
         yield "There is no report of training yet."
-    if history.train and not history.valid:
-        yield "There was no validation."
 
 
 def _status(facts: RunFacts, directory: Path, board: Board, now: float) -> tuple[Status, str]:

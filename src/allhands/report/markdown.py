@@ -63,5 +63,10 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text on one line that Markdown and the HTML in it leave as it is."""
-    return _SPECIAL.sub(r"\\\1", html.escape(" ".join(text.split()), quote=False))
+    """Text on one line that Markdown, the HTML in it and a terminal leave as it is."""
+    return _SPECIAL.sub(r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def one_line(text: str) -> str:
+    """Text without what a terminal would take for orders."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -103,11 +103,11 @@ def judge(train: Curve, valid: Curve) -> list[Judgement]:
     """
     found = list(_numbers(train, valid))
     train, valid = train.finite(), valid.finite()
+    missing = [] if len(valid) else [Judgement("validation", "note", _NO_VALIDATION)]
     if len(train) < FEW:
-        return [*found, Judgement("short", "note", _too_short(len(train)))]
+        return [*found, Judgement("short", "note", _too_short(len(train))), *missing]
     over = list(_overfitting(train, valid))
     learnt = [] if over else list(_underfitting(train, valid))
-    missing = [] if len(valid) else [Judgement("validation", "note", _NO_VALIDATION)]
     found += [*over, *learnt, *missing]
     if not found:
         found.append(_fitting(train, valid))
