@@ -222,6 +222,21 @@ def test_memory_expected_and_measured_and_phases_of_each_rank(tmp_path: Path) ->
     assert ("computers", "mac: rank 0; studio: rank 1") in machines.rows
 
 
+def test_a_rank_that_is_started_again_leaves_a_gap(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "adapters")
+    write_samples(run, ranks=1, count=4)
+    file = run / "logs" / "monitor-rank-0.jsonl"
+    first = file.read_text().splitlines()
+    again = [json.dumps(json.loads(line) | {"pid": 7, "time": BEGAN + 10 + n}) for n, line in enumerate(first)]
+    file.write_text("\n".join([*first, *again]) + "\n")
+    page = page_of(run)
+    chart = next(chart for section in page.sections for chart in section.charts if chart.key == "memory-0")
+    held = [250e6 + 10e6 * place for place in range(4)]
+    assert chart.lines[0].x == (0, 1, 2, 3, 6.5, 10, 11, 12, 13)
+    assert chart.lines[0].y == (*held, None, *held)
+    assert [row[0] for row in chart.table.rows] == ["0", "1", "2", "3", "10", "11", "12", "13"]
+
+
 def test_restarts_and_what_the_supervisor_saw(tmp_path: Path) -> None:
     run = write_run(tmp_path / "adapters", steps=30, ended=None)
     whole = (run / "metrics.jsonl").read_text().splitlines()

@@ -96,6 +96,8 @@ class Chart:
 
 def shown(value: float | None, unit: Unit) -> str:
     """A height as a person reads it."""
+    if value is None and unit == "bytes":
+        return _NONE  # nothing was there
     if value is None or math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -192,6 +194,7 @@ def _table(title: str, axis: str, unit: Unit, lines: Sequence[Line], *, whole: b
     rows = tuple(
         (_place(x, whole=whole), *(shown(known[x], unit) if x in known else _NONE for known in heights)) for x in places
     )
+    rows = tuple(row for row in rows if set(row[1:]) != {_NONE})
     return Grid(caption, (axis, *(line.label for line in raw)), rows)
 
 
@@ -333,15 +336,27 @@ def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart | N
     unit, unit_s = time_unit(samples[-1].time - began)
     lines: list[Line] = []
     for colour, group in enumerate(_groups(samples)):
-        x = tuple((one.time - began) / unit_s for one in group)
-        living = [None if one.ended else float(one.pss_bytes) for one in group]
-        lines.append(Line(group[0].name, colour, x, tuple(living)))
-        known = [one for one in group if one.mlx_active_bytes is not None]
-        x = tuple((one.time - began) / unit_s for one in known)
-        used = tuple(float(one.mlx_active_bytes or 0) for one in known)
-        lines.append(Line(f"{group[0].name}: MLX's arrays", colour, x, used, dashed=True))
+        x, y = _lived([(one.pid, (one.time - began) / unit_s, one.pss_bytes) for one in group])
+        lines.append(Line(group[0].name, colour, x, y))
+        known = [(one.pid, (one.time - began) / unit_s, one.mlx_active_bytes) for one in group]
+        x, y = _lived([(pid, x, held) for pid, x, held in known if held is not None])
+        lines.append(Line(f"{group[0].name}: MLX's arrays", colour, x, y, dashed=True))
     axes = (f"time since the start ({unit})", "memory")
     return chart(key, f"Memory of the processes of {label}", axes, "bytes", lines)
+
+
+def _lived(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Places and heights of (process, place, height), with a gap from one process to the next of the same rank."""
+    x: list[float] = []
+    y: list[float | None] = []
+    for place, (pid, now, held) in enumerate(points):
+        before = points[place - 1]
+        if place and before[0] != pid:
+            x.append((before[1] + now) / 2)
+            y.append(None)
+        x.append(now)
+        y.append(float(held))
+    return tuple(x), tuple(y)
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
