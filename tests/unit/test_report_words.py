@@ -49,6 +49,14 @@ def test_validation_that_rises_while_training_falls_is_overfitting() -> None:
     assert "(-67%)" in found.text or "(-66%)" in found.text
 
 
+def test_validation_that_goes_up_and_down_after_its_best_is_not_overfitting() -> None:
+    train = Curve.of([(step, 4 - 3 * step / 100) for step in range(5, 105, 5)])
+    scattered = [(0, 4.0), (20, 2.0), (40, 2.3), (60, 2.05), (80, 2.25), (100, 2.06)]
+    assert "overfitting" not in {one.kind for one in judge(train, Curve.of(scattered))}
+    steady = [(0, 4.0), (20, 2.0), (40, 2.1), (60, 2.2), (80, 2.28), (100, 2.4)]
+    assert [one.kind for one in judge(train, Curve.of(steady))] == ["overfitting"]
+
+
 def test_validation_that_rises_while_training_stands_still_may_be_overfitting() -> None:
     (found,) = judged(lambda step: 4 - 2 * min(step, 100) / 100, valley(100, 0.5), noise=0.0)
     assert (found.kind, found.level) == ("overfitting", "note")
