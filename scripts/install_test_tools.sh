@@ -1,5 +1,5 @@
 #!/bin/sh
-# What some tests need besides Python: sshd, ip and iptables for several computers (network namespaces), and Slurm.
+# What some tests need besides Python: sshd, ip and iptables for several computers (network namespaces), Slurm, and Chromium.
 # On Debian and Ubuntu as root they are installed, and no service of theirs is started; elsewhere those tests are
 # skipped with a reason.
 set -eu
@@ -16,6 +16,7 @@ need munged munge
 need slurmctld slurmctld
 need slurmd slurmd
 need srun slurm-client
+need chromium chromium
 # Slurm's PMIx asks for the library by the name that only this package has.
 ls /usr/lib/*/pmix*/lib/libpmix.so >/dev/null 2>&1 || missing="$missing libpmix-dev"
 [ -n "$missing" ] || exit 0

@@ -106,7 +106,7 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
     figure.suptitle(title, fontsize=15, fontweight="bold", color="#222222", wrap=True)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     times = np.concatenate([times for curve in curves for times in (curve.train[1], curve.valid[1])])
-    unit, unit_s = _time_unit(float(times.max()))
+    unit, unit_s = time_unit(float(times.max()))
     panels = (by_step, 0, 1.0), (by_time, 1, unit_s)
     for axes, column, scale in panels:
         for curve in curves:
@@ -274,7 +274,8 @@ def _labels(runs: Sequence[RunHistory]) -> list[str]:
     return labels
 
 
-def _time_unit(longest_s: float) -> tuple[str, float]:
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit in which times up to ``longest_s`` are told, and its seconds."""
     if longest_s < 180:
         return "seconds", 1.0
     return ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
@@ -328,6 +329,11 @@ def _rows(runs: Sequence[RunHistory], caption: str) -> Table:
     for place, label in enumerate(_labels(runs)):
         table.add_row(Text(label), *(measures[measure][place] for measure in shown))
     return table
+
+
+def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The names of the runs, and each measure of :func:`times_markdown` with its figure of each run."""
+    return _labels(runs), _measures(runs)
 
 
 def times_markdown(runs: Sequence[RunHistory]) -> str:

@@ -41,6 +41,7 @@ LAYERS: dict[str, int] = {
     "allhands.plan": 1,
     "allhands.plots": 1,
     "allhands.histograms": 1,
+    "allhands.report": 1,
     "allhands.reporting": 1,
     "allhands.distributed.mesh": 1,
     "allhands.trees": 2,

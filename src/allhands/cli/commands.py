@@ -40,6 +40,7 @@ _CONTAINER = "Train as the program of a container image."
 _EXPORT = "Write a trained adapter for other programs."
 _IMPORT = "Take an adapter that another program has trained."
 _PLAN = "Tell what a training takes, and if more computers help."
+_REPORT = "Write a page about a run, or several compared."
 _ENV = "Show who has started this process, and what follows from it."
 
 
@@ -69,6 +70,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     attach("launch", _LAUNCH, _add_launch)
     for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
+    attach("report", _REPORT, _add_report)
     attach("export", _EXPORT, _add_export)
     attach("import", _IMPORT, _add_import)
     attach("container", _CONTAINER, _add_container)
@@ -113,6 +115,12 @@ def _add_launch(app: typer.Typer) -> None:
     from allhands.cli.launch import SETTINGS, launch
 
     app.command("launch", context_settings=SETTINGS)(launch)
+
+
+def _add_report(app: typer.Typer) -> None:
+    from allhands.cli.report import report
+
+    app.command("report")(report)
 
 
 def _add_export(app: typer.Typer) -> None:

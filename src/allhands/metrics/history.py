@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,9 @@ from allhands.metrics.sinks import METRICS_FILE
 class RunHistory:
     """A run as its file tells it, in order of steps, without what a restart made obsolete.
 
-    ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first.
+    ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first,
+    ``starts`` every start of it, ``warned`` what was warned of in any of them. ``torn`` counts lines of the file that
+    are no whole JSON.
     """
 
     name: str
@@ -41,6 +44,9 @@ class RunHistory:
     sampled: list[Sampled] = field(default_factory=list)
     restarts: list[tuple[int, float]] = field(default_factory=list)
     ended: RunEnded | None = None
+    starts: list[RunStarted] = field(default_factory=list)
+    warned: list[Warned] = field(default_factory=list)
+    torn: int = 0
 
 
 def read_metrics(path: Path | str) -> RunHistory:
@@ -63,10 +69,21 @@ def read_metrics(path: Path | str) -> RunHistory:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=hint) from error
-    events = [event for line in text.split("\n") if (event := decode_event(line)) is not None]
+    lines = text.split("\n")
+    events = [event for line in lines if (event := decode_event(line)) is not None]
     if not events:
         raise DataError("this file holds no training metrics", where=str(file), hint=hint)
-    return _replay(events, name=file.resolve().parent.name)
+    history = _replay(events, name=file.resolve().parent.name)
+    history.torn = sum(_is_torn(line) for line in lines)
+    return history
+
+
+def _is_torn(line: str) -> bool:
+    try:
+        json.loads(line or "{}")
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _replay(events: Iterable[Event], name: str) -> RunHistory:
@@ -80,13 +97,17 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
             before_s = max([event.elapsed_s, *times])
             goes_on = event.step > 0 or event.attempt > 1
             history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
+            history.starts = [*(history.starts if goes_on else []), event]
+            history.warned = history.warned if goes_on else []
             history.name, history.started, history.ended = event.name or name, event, None
         elif isinstance(event, RunEnded):
             history.ended = replace(event, total_time_s=event.total_time_s + before_s)
         elif isinstance(event, ValidReport):
             # One that is repeated after a restart tells nothing new, and is not "best" again.
             kept.setdefault(_key(event), _later(event, before_s))
-        elif not isinstance(event, Warned | Logged):
+        elif isinstance(event, Warned):
+            history.warned.append(event)
+        elif not isinstance(event, Logged):
             # Twice only where the line of the start between them is lost: what was trained later is in the weights.
             kept[_key(event)] = _later(event, before_s)
     entries = sorted(kept.values(), key=lambda entry: entry.step)
@@ -102,8 +123,8 @@ _Key: TypeAlias = tuple[type[StepReport], int, str | None]
 
 
 def _key(event: StepReport) -> _Key:
-    """What there is only one of; of files, several may be saved at one step."""
-    return type(event), event.step, getattr(event, "path", None)
+    """What there is only one of; of files and of texts there may be several at one step."""
+    return type(event), event.step, getattr(event, "path", None) or getattr(event, "prompt", None)
 
 
 def _later(event: StepReport, seconds: float) -> StepReport:

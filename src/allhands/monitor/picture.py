@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 _RANKS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DIRECTORS = ("#4D4D4D", "#8C8C8C", "#B3B3B3", "#CFCFCF")
 # In the order of a step, in none of the ranks' colours: computing is green, waiting for others purple.
-_PHASES = {
+PHASES = {
     "start": ("starting", "#D9D9D9"),
     "first": ("first step", "#B8E0B0"),
     "load": ("data wait", "#F0E442"),
@@ -185,11 +185,11 @@ def _draw_phases(axes: Axes, strips: Sequence[_Track], place: Any) -> None:
         starts = np.where(same, np.roll(ends, 1), starts)
         below = np.full(len(ends), row - 0.4)
         whole = np.array([sum(one.values()) or 1.0 for one in spent])
-        for phase in (*_PHASES, *sorted({name for one in spent for name in one} - _PHASES.keys())):
+        for phase in (*PHASES, *sorted({name for one in spent for name in one} - PHASES.keys())):
             heights = np.array([one.get(phase, 0.0) for one in spent]) / whole * 0.8
             if heights.any():
                 seen.add(phase)
-                colour = _PHASES.get(phase, (phase, "#000000"))[1]
+                colour = PHASES.get(phase, (phase, "#000000"))[1]
                 axes.bar(place(starts), heights, place(ends) - place(starts), below, align="edge", color=colour, lw=0)
             below = below + heights
     axes.set_yticks(range(len(strips)), [track.name for track in reversed(strips)])
@@ -197,7 +197,7 @@ def _draw_phases(axes: Axes, strips: Sequence[_Track], place: Any) -> None:
         label.set_color(track.colour)
     axes.set_ylim(-0.6, len(strips) - 0.4)
     axes.grid(False)
-    handles = [Patch(color=colour, label=label) for name, (label, colour) in _PHASES.items() if name in seen]
+    handles = [Patch(color=colour, label=label) for name, (label, colour) in PHASES.items() if name in seen]
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), handlelength=1.2)

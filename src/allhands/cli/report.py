@@ -1,0 +1,94 @@
+"""``allhands report``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from allhands.errors import ConfigError
+
+Runs = Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files; the first is compared with.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        help="HTML file to write, and Markdown beside it. [RUN/report.html; of several runs: report.html]",
+    ),
+]
+
+
+def report(
+    runs: Runs,
+    out: Out = None,
+    title: Annotated[str | None, typer.Option("--title", help="Title of the page.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
+) -> None:
+    """Write a page about a run, or several compared.
+
+    One HTML file that needs no network, and the same words and tables as Markdown: curves, what they say of
+    overfitting and underfitting, speed, memory, restarts, machines, data, samples and configuration.
+    """
+    from allhands.cluster.journal import read_events
+    from allhands.files import make_directory, write_whole
+    from allhands.report import make_page, read_facts, to_html, to_markdown
+    from allhands.report.markdown import one_line
+
+    target = out or _usual(runs)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{target} is no name of an HTML file", where="--out", hint="choose one that ends in .html")
+    beside = target.with_suffix(".md")
+    for file in (target, beside):
+        _require_room(file, force=force)
+    found = [read_facts(run, _journal(run, read_events)) for run in runs]
+    page = make_page(found, title=title, now=time.time())
+    texts = {target: to_html(page), beside: to_markdown(page)}
+    # It holds what is in private files of the run: prompts, answers, names of directories.
+    make_directory(target.parent, private=True)
+    for file, text in texts.items():
+        write_whole(
+            file, lambda draft, text=text: draft.write_text(text, encoding="utf-8", errors="replace"), private=True
+        )
+    for part in page.runs:
+        print(one_line(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}"))
+        for one in part.judgements:
+            print(f"  {one.text}")
+    print(f"report: {target}\nas Markdown: {beside}")
+
+
+def _usual(runs: list[Path]) -> Path:
+    """Within the run if it is one; of several in this directory."""
+    if len(runs) > 1:
+        return Path("report.html")
+    return (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
+
+
+def _journal(run: Path, read: Callable[[Path], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the supervisor wrote beside the metrics, or among the logs."""
+    if not run.is_dir():
+        run = run.parent
+    return read(run) or read(run / "logs")
+
+
+def _require_room(file: Path, *, force: bool) -> None:
+    """Refuse to write over anything but an earlier report, unless asked to."""
+    if file.is_dir():
+        raise ConfigError("there is a directory of that name", where=str(file), hint="choose another file: --out")
+    if force or not file.exists():
+        return
+    from allhands.report import html, markdown
+
+    try:
+        with file.open("rb") as stream:
+            begin = stream.read(4096)
+    except OSError as error:
+        raise ConfigError(
+            f"a file is there that cannot be read: {error.strerror}", where=str(file), hint="choose another: --out"
+        ) from None
+    if html.MARK.encode() not in begin and markdown.MARK.encode() not in begin:
+        hint = "choose another file with --out, or add --force to replace it"
+        raise ConfigError("a file is there already that is no report", where=str(file), hint=hint)

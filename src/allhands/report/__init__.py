@@ -1,0 +1,19 @@
+"""A run, or several, on one page: read, judged, and written as HTML that stands alone and as Markdown."""
+
+from allhands.report.facts import Answers, RunFacts, read_facts
+from allhands.report.html import to_html
+from allhands.report.markdown import to_markdown
+from allhands.report.page import Page, make_page
+from allhands.report.words import Judgement, judge
+
+__all__ = [
+    "Answers",
+    "Judgement",
+    "Page",
+    "RunFacts",
+    "judge",
+    "make_page",
+    "read_facts",
+    "to_html",
+    "to_markdown",
+]

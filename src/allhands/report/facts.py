@@ -1,0 +1,195 @@
+"""What a run's directory tells: its curves, the samples of its processes, its options, answers, and what is amiss."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from allhands.checkpoints import BEST, checkpoints_in
+from allhands.errors import AllhandsError, DataError
+from allhands.formatting import format_duration
+from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
+from allhands.monitor import Board, Row, Sample, read_samples
+
+Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "without an end"]
+
+_CONFIG = "adapter_config.json"
+_PREPARED = "report.json"
+_MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
+_FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What ``allhands compare --out`` wrote: answers to the same prompts without and with the adapter."""
+
+    file: str
+    prompts: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass
+class RunFacts:
+    """All that is known of one run.
+
+    Attributes:
+        path: as it was given.
+        status: how it ended, or whether it goes on; ``reason`` says more, in words.
+        journal: the supervisor's events, in their order.
+        rows: the processes with their highest memory; ``samples`` are all looks at them.
+        config: the options that the run was given, by name; empty if not known.
+        prepared: the report of ``allhands data prepare`` on the data, if it is there.
+        notes: what is missing, torn or damaged, in words.
+    """
+
+    path: Path
+    history: RunHistory
+    status: Status = "without an end"
+    reason: str = ""
+    journal: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Sample] = ()
+    rows: Sequence[Row] = ()
+    together_bytes: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    prepared: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    answers: Sequence[Answers] = ()
+    notes: list[str] = field(default_factory=list[str])
+
+
+def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> RunFacts:
+    """Read all that a run has left; what is damaged or missing becomes a note.
+
+    Args:
+        path: the run's directory, or its ``metrics.jsonl``.
+        journal: what the supervisor wrote down, as ``allhands.cluster.journal.read_events`` returns it.
+        now: Unix time in seconds, by which it is told whether the run goes on.
+
+    Raises:
+        DataError: it is no run: there are neither metrics nor a supervisor's events.
+    """
+    now = time.time() if now is None else now
+    directory = path if path.is_dir() else path.parent
+    notes: list[str] = []
+    try:
+        history = read_metrics(path)
+    except DataError as error:
+        if not journal or not path.is_dir():
+            raise
+        history = RunHistory(path.resolve().name)
+        notes.append(f"There are no metrics ({error.message}): the run ended before its first step.")
+    facts = RunFacts(path, history, journal=journal, notes=notes)
+    facts.samples = _samples(directory, notes)
+    board = Board(facts.samples)
+    facts.rows, facts.together_bytes = board.rows(), board.peak_together_bytes
+    facts.config = _config(directory, notes)
+    facts.prepared = _prepared(facts.config)
+    facts.answers = tuple(_answers(directory))
+    facts.status, facts.reason = _status(facts, directory, board, now)
+    notes += _amiss(history)
+    return facts
+
+
+def _samples(directory: Path, notes: list[str]) -> list[Sample]:
+    try:
+        return read_samples(directory)
+    except DataError:
+        notes.append("No process has left samples of its memory and phases.")
+        return []
+
+
+def _amiss(history: RunHistory) -> Iterator[str]:
+    if history.torn:
+        lines = "1 line" if history.torn == 1 else f"{history.torn} lines"
+        yield f"{lines} of {METRICS_FILE} cannot be read: a kill or a full disk tore it. The rest is shown."
+    if history.started is None and history.train:
+        yield f"{METRICS_FILE} does not say how the run began: model, ranks and number of steps are not known."
+    if not history.train and history.started:
+        yield "There is no report of training yet."
+
+
+def _status(facts: RunFacts, directory: Path, board: Board, now: float) -> tuple[Status, str]:
+    """How the run ended, and the supervisor's last word on it."""
+    words = {"failed", "given up", "fault"}
+    last = next((one for one in reversed(facts.journal) if one.get("kind") in words), None)
+    told = _told(last) if last is not None else ""
+    if (ended := facts.history.ended) is not None:
+        return ended.reason, told if ended.reason == "failed" else ""
+    final = facts.journal[-1].get("kind") if facts.journal else None
+    if final in ("failed", "given up"):
+        return "failed", told
+    written = directory / METRICS_FILE if facts.path.is_dir() else facts.path
+    try:
+        age = now - written.stat().st_mtime
+    except OSError:
+        age = float("inf")
+    if (facts.samples and not board.over(now)) or (not facts.samples and age < _FRESH_S):
+        return "going on", "it goes on: what follows is what there is so far"
+    silent = f" {format_duration(age)} ago" if age < float("inf") else ""
+    return "without an end", f"its file has no end: it was killed, or lost its computer; last written{silent}"
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    places = [f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None]
+    text = str(event.get("message", ""))
+    detail = str(event.get("error") or "")
+    more = f": {detail}" if detail and detail not in text else ""
+    where = f" ({', '.join(places)})" if places else ""
+    return f"{text}{more}{where}"
+
+
+# --- files of JSON -----------------------------------------------------------------------------------
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none that can be read."""
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            return {}
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
+    """The options, from beside the weights, or from a checkpoint."""
+    places = [directory, directory / BEST]
+    try:
+        places += checkpoints_in(directory)
+    except AllhandsError as error:
+        notes.append(f"Its checkpoints cannot be read: {error.message}.")
+    for place in places:
+        if found := _object(place / _CONFIG):
+            return found
+        if found := _object(place / "state.json").get("config"):
+            return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    notes.append("Its options are not known: there is no adapter_config.json and no checkpoint.")
+    return {}
+
+
+def _prepared(config: Mapping[str, Any]) -> dict[str, Any]:
+    data = config.get("data")
+    found = _object(Path(data) / _PREPARED) if isinstance(data, str) and data else {}
+    return found if "rows_read" in found else {}
+
+
+def _answers(directory: Path) -> Iterator[Answers]:
+    for file in sorted(directory.glob("*.json")):
+        if file.name == _CONFIG:
+            continue
+        content = _object(file)
+        columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]
+        if columns[0] and len({len(column) for column in columns}) == 1:
+            yield Answers(file.name, columns[0], columns[1], columns[2])
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        return ()
+    texts = [text for text in cast("list[object]", value) if isinstance(text, str)]
+    return tuple(texts)

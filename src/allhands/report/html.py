@@ -1,0 +1,80 @@
+"""A report as one file of HTML that needs nothing else: style, script and chart library are in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from importlib.resources import files
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from allhands.report.charts import Bars
+from allhands.report.page import Page
+
+MARK = '<meta name="generator" content="allhands report">'
+# Of what a bar consists; each has a colour of its own in report.css.
+_PARTS = (
+    "starting",
+    "first step",
+    "data wait",
+    "compute",
+    "reduce",
+    "update",
+    "update and rest",
+    "validate",
+    "save",
+    "end",
+)
+
+
+def to_html(page: Page) -> str:
+    """The page as HTML. What comes from a run is escaped; a policy in the file lets no script but ours run."""
+    style = _asset("uplot/uPlot.min.css") + _asset("report.css")
+    licence = f"/*! uPlot\n{_asset('uplot/LICENSE')}\n*/\n"
+    script = licence + _asset("uplot/uPlot.iife.min.js") + "\n" + _asset("charts.js")
+    charts = {chart.key: chart.to_json() for section in page.sections for chart in section.charts}
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(bar_parts=_bar_parts, part_class=_part_class)  # pyright: ignore[reportArgumentType]
+    # Markup is ours: the files of the package, and JSON that holds no character of HTML.
+    return environment.from_string(_asset("report.html.j2")).render(
+        page=page,
+        mark=Markup(MARK),
+        policy=f"default-src 'none'; img-src data:; style-src {_sum(style)}; script-src {_sum(script)}",
+        style=Markup(style),
+        script=Markup(script),
+        charts=Markup(in_script(charts)),
+    )
+
+
+def in_script(value: object) -> str:
+    """JSON for a script element: nothing in it ends the element or begins a comment."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _asset(name: str) -> str:
+    return files("allhands").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
+
+
+def _sum(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _part_class(name: str) -> str:
+    return f"part-{re.sub('[^a-z]', '-', name)}" if name in _PARTS else "part-other"
+
+
+def _bar_parts(bars: Bars, row: int) -> list[tuple[str, str, str, str]]:
+    """Of a row of bars each part's name, class, place and width in percent."""
+    parts = bars.rows[row][1]
+    whole = sum(seconds for _, seconds in parts) or 1.0
+    placed: list[tuple[str, str, str, str]] = []
+    place = 0.0
+    for name, seconds in parts:
+        share = 100 * seconds / whole
+        placed.append((name, _part_class(name), f"{place:.3f}", f"{share:.3f}"))
+        place += share
+    return placed

@@ -1,0 +1,72 @@
+"""A report as Markdown: its words and tables; curves as tables, because Markdown draws none."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+
+from allhands.report.charts import Grid
+from allhands.report.page import Page, RunPart, Section
+
+MARK = "<!-- allhands report -->"
+_SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
+
+
+def to_markdown(page: Page) -> str:
+    """The page as Markdown. What comes from a run is text, whatever it looks like."""
+    return "\n".join([MARK, *_lines(page)]) + "\n"
+
+
+def _lines(page: Page) -> Iterator[str]:
+    yield f"# {plain(page.title)}\n"
+    for run in page.runs:
+        yield from _run(run)
+    for section in page.sections:
+        yield from _section(section)
+    yield f"Made by `allhands report`{f' on {page.made}' if page.made else ''}."
+
+
+def _run(run: RunPart) -> Iterator[str]:
+    reason = f": {plain(run.reason)}" if run.reason else ""
+    yield f"## {plain(run.label)}: {run.status}\n"
+    if reason:
+        yield f"{reason[2:]}\n"
+    yield from (f"- **{one.level}**: {plain(one.text)}" for one in run.judgements)
+    yield from (f"- {plain(note)}" for note in run.notes)
+    yield ""
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"## {plain(section.title)}\n"
+    for chart in section.charts:
+        yield f"**{plain(chart.title)}.** {plain(chart.described)}\n"
+        if chart.key in ("loss-steps",):
+            yield from _grid(chart.table)
+    for bars in section.bars:
+        yield f"**{plain(bars.title)}.** {plain(bars.described)}\n"
+        yield from _grid(bars.table)
+    for grid in section.grids:
+        yield f"**{plain(grid.caption)}**\n"
+        yield from _grid(grid)
+
+
+def _grid(grid: Grid) -> Iterator[str]:
+    yield _row(grid.head)
+    yield "| --- |" + " ---: |" * (len(grid.head) - 1)
+    yield from map(_row, grid.rows)
+    yield ""
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(map(plain, cells))} |"
+
+
+def plain(text: str) -> str:
+    """Text on one line that Markdown, the HTML in it and a terminal leave as it is."""
+    return _SPECIAL.sub(r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def one_line(text: str) -> str:
+    """Text without what a terminal would take for orders."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,0 +1,375 @@
+"""What stands on a report, in the order of its sections; HTML and Markdown are two ways to write it down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from allhands import formatting as form
+from allhands.metrics import Sampled
+from allhands.monitor.picture import PHASES
+from allhands.plots import times_of
+from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
+from allhands.report.facts import RunFacts
+from allhands.report.words import Curve, Judgement, judge, judge_time
+
+_NONE = "–"
+_MOST_EVENTS = 100
+_MOST_SAMPLES = 8  # of a prompt
+_DATA = (
+    "data",
+    "hf_dataset",
+    "train_on",
+    "mask_prompt",
+    "max_seq_length",
+    "packing",
+    "isolate_documents",
+    "val_batches",
+    "test_batches",
+)
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """What is said of one run at the top."""
+
+    label: str
+    path: str
+    colour: int
+    status: str
+    reason: str
+    judgements: tuple[Judgement, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page: charts and bars, then tables; ``told`` stands above them."""
+
+    key: str
+    title: str
+    told: str = ""
+    charts: tuple[Chart, ...] = ()
+    bars: tuple[Bars, ...] = ()
+    grids: tuple[Grid, ...] = ()
+    folded: bool = False  # whether the tables are long, and shown when asked for
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    made: str
+    runs: tuple[RunPart, ...]
+    sections: tuple[Section, ...]
+
+
+def make_page(runs: Sequence[RunFacts], *, title: str | None = None, now: float | None = None) -> Page:
+    """Put a report of one run or several together.
+
+    Args:
+        runs: at least one; the first is what others are compared with.
+        title: above it all; default: the names of the runs.
+        now: Unix time in seconds at which it is made; default: not said.
+    """
+    labels, measures = times_of([run.history for run in runs])
+    parts = tuple(_part(label, place, run) for place, (label, run) in enumerate(zip(labels, runs, strict=True)))
+    sections = [
+        section for section in _sections(labels, measures, runs) if section.charts or section.bars or section.grids
+    ]
+    made = "" if now is None else f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC"
+    return Page(title or " and ".join(labels), made, parts, tuple(sections))
+
+
+def _part(label: str, colour: int, run: RunFacts) -> RunPart:
+    history = run.history
+    found = judge(
+        Curve.of([(one.step, one.loss) for one in history.train]),
+        Curve.of([(one.step, one.loss) for one in history.valid]),
+    )
+    known = [one for one in history.train if one.compute_s > 0]
+    if known:
+        parts = [(one.step_time_s, one.data_wait_s, one.comm_s) for one in known]
+        found += judge_time(*(sum(column) / len(known) for column in zip(*parts, strict=True)))
+    notes = list(run.notes)
+    if skipped := history.skipped:
+        steps = ", ".join(str(one.step) for one in skipped[:10]) + ("…" if len(skipped) > 10 else "")
+        notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}.")
+    notes += [f"Warning at step {one.step}: {one.message}" for one in history.warned]
+    return RunPart(label, str(run.path), colour, run.status, run.reason, tuple(found), tuple(notes))
+
+
+def _sections(
+    labels: Sequence[str], measures: Sequence[tuple[str, list[str]]], runs: Sequence[RunFacts]
+) -> Iterator[Section]:
+    histories = [run.history for run in runs]
+    many = len(runs) > 1
+    caption = "speed-up: tokens/s relative to the first run; medians over the reports" if many else "figures of the run"
+    kept = [(name, cells) for name, cells in measures if many or name != "speed-up"]
+    times = Grid(caption, ("", *labels), tuple((name, *cells) for name, cells in kept))
+    yield Section("times", "Side by side" if many else "In figures", grids=(times,))
+    yield Section("loss", "Loss", _LOSS, charts=tuple(loss_charts(labels, histories)))
+    charts = {one.key: one for one in step_charts(labels, histories)}
+    yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))
+    bars = [step_parts(labels, histories)]
+    bars += [phase_bars(label, run.samples, _phase) for label, run in zip(labels, runs, strict=True)]
+    speed = _some(charts, "throughput", "step-time")
+    yield Section("time", "Speed and phases", charts=speed, bars=tuple(one for one in bars if one))
+    memory = [
+        process_memory(f"memory-{place}", label, run.samples)
+        for place, (label, run) in enumerate(zip(labels, runs, strict=True))
+    ]
+    drawn = (*_some(charts, "rank-memory"), *(one for one in memory if one))
+    needs = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _needs(label, run)))
+    yield Section("memory", "Memory", charts=drawn, grids=needs)
+    events = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _events(label, run)))
+    yield Section("restarts", "Starts, faults and restarts", grids=events)
+    yield Section("machines", "Model and machines", grids=(_machines(labels, runs),))
+    yield Section("data", "Data", grids=(_data(labels, runs),))
+    samples = [grid for label, run in zip(labels, runs, strict=True) if (grid := _samples(label, run.history.sampled))]
+    yield Section("samples", "Samples", "What the model wrote while it learnt.", grids=tuple(samples))
+    yield Section("answers", "Answers before and after", grids=tuple(_answers(labels, runs)))
+    yield Section("options", "Configuration", grids=tuple(_options(labels, runs)), folded=True)
+
+
+_LOSS = (
+    "Solid: training; dashed, with points: validation; a star: the best validation; a dotted line over the whole "
+    "height: a restart. Drag over a chart to look closer, double-click to see all; with the keyboard, arrow keys read "
+    "the values."
+)
+
+
+def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
+    return tuple(charts[key] for key in keys if key in charts)
+
+
+def _phase(name: str) -> str:
+    return PHASES.get(name, (name, ""))[0]
+
+
+# --- tables ------------------------------------------------------------------------------------------
+
+
+def _needs(label: str, run: RunFacts) -> Grid | None:
+    """The highest memory of each process; that of ranks in training beside what was expected of it."""
+    if not run.rows:
+        return None
+    rows: list[tuple[str, ...]] = []
+    for row in run.rows:
+        expected = row.last.estimated_bytes
+        trained = _in_training(run, row.last.rank)
+        share = f"{trained / expected:.0%}" if expected and trained else _NONE
+        rows.append(
+            (
+                row.last.name,
+                row.last.host,
+                form.format_bytes(expected) if expected else _NONE,
+                form.format_bytes(trained) if trained else _NONE,
+                share,
+                form.format_bytes(row.peak_rss_bytes),
+                form.format_bytes(row.peak_pss_bytes),
+                form.format_bytes(row.peak_mlx_bytes) if row.peak_mlx_bytes else _NONE,
+            )
+        )
+    rows.append(("together", "", _NONE, _NONE, _NONE, _NONE, form.format_bytes(run.together_bytes), _NONE))
+    told = "expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays"
+    return Grid(f"highest memory of the processes of {label}", ("process", "computer", *told), tuple(rows))
+
+
+def _in_training(run: RunFacts, rank: int | None) -> int:
+    """The highest resident memory that a rank has reported, before what is written and drawn at the end."""
+    peaks = (one.peak_rss_bytes for one in run.history.train)
+    return 0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
+
+
+def _events(label: str, run: RunFacts) -> Grid | None:
+    """Starts as the run wrote them down, and the supervisor's events."""
+    begun = run.history.starts[0].time if run.history.starts else None
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for start in run.history.starts:
+        place = f"from step {start.step}" if start.step else "from the beginning"
+        text = (
+            f"attempt {start.attempt}, {place}, {start.num_ranks} rank{'s' * (start.num_ranks > 1)} ({start.backend})"
+        )
+        rows.append(
+            (
+                start.time,
+                (_after(start.time, begun), "start", _NONE, f"{text}{_from(start.resumed_from)}", _moment(start.time)),
+            )
+        )
+    for event in run.journal:
+        where = ", ".join(f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None)
+        text = str(event.get("message", ""))
+        if (error := str(event.get("error") or "")) and error not in text:
+            text += f": {error}"
+        time = float(event["time"])
+        rows.append((time, (_after(time, begun), str(event["kind"]), where or _NONE, text, _moment(time))))
+    if len(rows) < 2:
+        return None
+    rows.sort(key=lambda row: row[0])
+    left = f" (the last {_MOST_EVENTS} of {len(rows)})" if len(rows) > _MOST_EVENTS else ""
+    head = ("after", "what", "where", "in words", "time (UTC)")
+    return Grid(f"{label}{left}", head, tuple(cells for _, cells in rows[-_MOST_EVENTS:]))
+
+
+def _from(checkpoint: str | None) -> str:
+    return f", resumed from {checkpoint}" if checkpoint else ""
+
+
+def _moment(time: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return _NONE
+
+
+def _after(time: float, begun: float | None) -> str:
+    if begun is None:
+        return _NONE
+    return f"{'+' if time >= begun else '-'}{form.format_duration(abs(time - begun))}"
+
+
+def _columns(
+    caption: str, labels: Sequence[str], rows: Sequence[tuple[str, Callable[[RunFacts], str]]], runs: Sequence[RunFacts]
+) -> Grid:
+    """One column a run; rows of which nothing is known are left out."""
+    cells = [(name, *(tell(run) or _NONE for run in runs)) for name, tell in rows]
+    return Grid(caption, ("", *labels), tuple(row for row in cells if set(row[1:]) != {_NONE}))
+
+
+def _machines(labels: Sequence[str], runs: Sequence[RunFacts]) -> Grid:
+    def started(tell: Callable[[Any], object]) -> Callable[[RunFacts], str]:
+        def text(run: RunFacts) -> str:
+            value = tell(run.history.started) if run.history.started else None
+            return "" if value in (None, 0) else str(value)
+
+        return text
+
+    def versions(run: RunFacts) -> str:
+        known = run.history.started.versions if run.history.started else {}
+        return ", ".join(f"{name} {version}" for name, version in known.items())
+
+    rows: list[tuple[str, Callable[[RunFacts], str]]] = [
+        ("model", started(lambda it: it.model)),
+        ("method", started(lambda it: it.method)),
+        ("trained parameters", started(_parameters)),
+        ("batch size (all ranks)", started(lambda it: it.batch_size)),
+        ("steps", started(lambda it: it.total_steps)),
+        ("ranks", started(lambda it: it.num_ranks)),
+        ("back-end", started(lambda it: it.backend if it.num_ranks > 1 else None)),
+        ("cores per rank", started(lambda it: it.cores_per_rank)),
+        ("computers", _computers),
+        ("GPU memory", _gpus),
+        ("versions", versions),
+        ("directory", lambda run: str(run.path)),
+    ]
+    return _columns("model and machines", labels, rows, runs)
+
+
+def _parameters(started: Any) -> str | None:
+    if not started.total_params:
+        return None
+    share = 100 * started.trainable_params / started.total_params
+    trained, total = form.format_count(started.trainable_params), form.format_count(started.total_params)
+    return f"{trained} of {total} ({share:.3g} %)"
+
+
+def _computers(run: RunFacts) -> str:
+    hosts: dict[str, list[str]] = {}
+    for row in run.rows:
+        hosts.setdefault(row.last.host, []).append(row.last.name)
+    return "; ".join(f"{host}: {', '.join(names)}" for host, names in hosts.items())
+
+
+def _gpus(run: RunFacts) -> str:
+    known = [row.last for row in run.rows if row.last.gpu_total_bytes]
+    return "; ".join(f"{one.name}: {form.format_bytes(one.gpu_total_bytes or 0)}" for one in known)
+
+
+def _data(labels: Sequence[str], runs: Sequence[RunFacts]) -> Grid:
+    def examples(run: RunFacts) -> str:
+        known = run.history.started.num_train_examples if run.history.started else 0
+        return f"{known:,}" if known else ""
+
+    def tokens(run: RunFacts) -> str:
+        known = run.history.train[-1].trained_tokens if run.history.train else 0
+        return f"{known:,}" if known else ""
+
+    def epochs(run: RunFacts) -> str:
+        known = run.history.train[-1].epoch if run.history.train else math.nan
+        return f"{known:.2f}" if math.isfinite(known) else ""
+
+    def validated(run: RunFacts) -> str:
+        known = max((one.num_tokens for one in run.history.valid), default=0)
+        return f"{known:,}" if known else ""
+
+    def tested(run: RunFacts) -> str:
+        known = run.history.ended.test_loss if run.history.ended else None
+        return "" if known is None else f"{known:.4f}"
+
+    def prepared(run: RunFacts) -> str:
+        names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
+        told = [f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared]
+        return ", ".join(told)
+
+    rows: list[tuple[str, Callable[[RunFacts], str]]] = [
+        ("training examples", examples),
+        ("trained tokens", tokens),
+        ("epochs", epochs),
+        ("tokens of a validation", validated),
+        ("test loss", tested),
+        ("bits per byte (last)", _bits),
+        ("prepared from", prepared),
+        *((name, lambda run, name=name: _option(run.config.get(name))) for name in _DATA),
+    ]
+    return _columns("data", labels, rows, runs)
+
+
+def _bits(run: RunFacts) -> str:
+    known = [one.bits_per_byte for one in run.history.valid if one.bits_per_byte is not None]
+    return f"{known[-1]:.3f}" if known else ""
+
+
+def _samples(label: str, sampled: Sequence[Sampled]) -> Grid | None:
+    """Of each prompt the first and the last text, and some between."""
+    rows: list[tuple[str, ...]] = []
+    for prompt in dict.fromkeys(one.prompt for one in sampled):
+        texts = [one for one in sampled if one.prompt == prompt]
+        if len(texts) > _MOST_SAMPLES:
+            places = {round(place * (len(texts) - 1) / (_MOST_SAMPLES - 1)) for place in range(_MOST_SAMPLES)}
+            texts = [texts[place] for place in sorted(places)]
+        rows += [(str(one.step), prompt, one.text) for one in texts]
+    return Grid(f"samples of {label}", ("step", "prompt", "text"), tuple(rows)) if rows else None
+
+
+def _answers(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
+    for label, run in zip(labels, runs, strict=True):
+        for one in run.answers:
+            rows = tuple(zip(one.prompts, one.before, one.after, strict=True))
+            yield Grid(f"answers of {label} ({one.file})", ("prompt", "before", "after"), rows)
+
+
+def _options(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
+    names = sorted({name for run in runs for name in run.config})
+    if not names:
+        return
+    rows = tuple((name, *(_option(run.config.get(name)) or _NONE for run in runs)) for name in names)
+    differ = tuple(row for row in rows if len(set(row[1:])) > 1)
+    if differ:
+        yield Grid("options in which the runs differ", ("option", *labels), differ)
+    yield Grid("all options that are set", ("option", *labels), tuple(row for row in rows if set(row[1:]) != {_NONE}))
+
+
+def _option(value: Any) -> str:
+    if value is None or value in ("", {}, []):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        known = {str(key): inner for key, inner in value.items() if inner is not None}
+        return ", ".join(f"{key}: {_option(inner) or inner}" for key, inner in known.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

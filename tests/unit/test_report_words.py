@@ -1,0 +1,171 @@
+"""What is said of curves whose truth is known: the rules for overfitting and underfitting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from allhands.report.words import Curve, Judgement, judge, judge_time, trend
+
+
+def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:
+    random = np.random.default_rng(0)
+    places = range(first, steps + 1, every)
+    return Curve.of([(step, height(step) * (1 + noise * random.standard_normal())) for step in places])
+
+
+def judged(
+    train: Callable[[float], float],
+    valid: Callable[[float], float] | None,
+    *,
+    steps: int = 300,
+    noise: float = 0.01,
+    every: int = 20,
+) -> list[Judgement]:
+    measured = curve(valid, steps=steps, every=every, first=0, noise=noise / 4) if valid else Curve.of([])
+    return judge(curve(train, steps=steps, every=5, first=5, noise=noise), measured)
+
+
+def learning(low: float, pace: float) -> Callable[[float], float]:
+    """From 4 to ``low``; after ``pace`` steps a third of the way is left."""
+    return lambda step: low + (4 - low) * float(np.exp(-step / pace))
+
+
+def valley(bottom: int, rise: float) -> Callable[[float], float]:
+    """Falls to 2 at ``bottom``, then rises by ``rise`` a hundred steps."""
+    return lambda step: 2 + (step < bottom) * 2 * (1 - step / bottom) + max(0.0, step - bottom) * rise / 100
+
+
+def test_validation_that_rises_while_training_falls_is_overfitting() -> None:
+    (found,) = judged(lambda step: 4 - 3 * step / 300, valley(100, 0.5))
+    assert (found.kind, found.level) == ("overfitting", "warning")
+    # At step 300 the truth is 2 + 200 * 0.005 = 3, half as much again; ten validations after the best.
+    assert "lowest at step 100 (2.0" in found.text
+    assert "10 validations since" in found.text
+    assert "(+5" in found.text or "(+49%" in found.text
+    # Training at step 100 is 3, at the end 1.
+    assert "(-67%)" in found.text or "(-66%)" in found.text
+
+
+def test_validation_that_goes_up_and_down_after_its_best_is_not_overfitting() -> None:
+    train = Curve.of([(step, 4 - 3 * step / 100) for step in range(5, 105, 5)])
+    scattered = [(0, 4.0), (20, 2.0), (40, 2.3), (60, 2.05), (80, 2.25), (100, 2.06)]
+    assert "overfitting" not in {one.kind for one in judge(train, Curve.of(scattered))}
+    steady = [(0, 4.0), (20, 2.0), (40, 2.1), (60, 2.2), (80, 2.28), (100, 2.4)]
+    assert [one.kind for one in judge(train, Curve.of(steady))] == ["overfitting"]
+
+
+def test_validation_that_rises_while_training_stands_still_may_be_overfitting() -> None:
+    (found,) = judged(lambda step: 4 - 2 * min(step, 100) / 100, valley(100, 0.5), noise=0.0)
+    assert (found.kind, found.level) == ("overfitting", "note")
+    assert found.text.startswith("Perhaps overfitting: validation loss was lowest at step 100 (2.000)")
+    assert "no clear fall: it went from 2.000 to 2.000" in found.text
+
+
+@pytest.mark.parametrize("bottom", [260, 280])
+def test_one_or_two_rising_validations_are_a_first_sign_only(bottom: int) -> None:
+    found = [one for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 8)) if one.kind == "overfitting"]
+    assert [one.level for one in found] in (["note"], [])
+    exact = judged(lambda step: 4 - 3 * step / 300, valley(bottom, 8), noise=0.0)
+    assert [(one.kind, one.level) for one in exact] == [("overfitting", "note")]
+    assert f"the {(300 - bottom) // 20} validation" in exact[0].text
+
+
+def test_a_rise_within_a_hundredth_is_none() -> None:
+    found = judged(lambda step: 4 - 3 * step / 300, valley(100, 0.005), noise=0.0)
+    assert "overfitting" not in {one.kind for one in found}
+
+
+def test_noise_around_a_level_is_rarely_taken_for_more() -> None:
+    settled, wrong = learning(2, 40), 0
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        train = Curve.of([(step, settled(step) + 0.02 * random.standard_normal()) for step in range(5, 305, 5)])
+        valid = Curve.of([(step, settled(step) + 0.02 * random.standard_normal()) for step in range(0, 301, 20)])
+        wrong += any(one.level in ("warning", "bad") for one in judge(train, valid))
+    assert wrong <= 2
+
+
+def test_both_curves_still_falling_at_the_end_is_underfitting() -> None:
+    (found,) = judged(learning(1, 300), learning(1.1, 300))
+    assert (found.kind, found.level) == ("underfitting", "warning")
+    assert "Both still fall" in found.text
+    # From step 202 to 300 the truth falls from 1 + 3 exp(-0.673) = 2.53 to 1 + 3 exp(-1) = 2.10: 17 %.
+    assert "(-17%)" in found.text
+
+
+def test_still_falling_without_validation_is_told_with_the_doubt() -> None:
+    found = judged(learning(1, 300), None)
+    assert {one.kind for one in found} == {"underfitting", "validation"}
+    assert {one.level for one in found} == {"note"}
+
+
+def test_a_loss_hardly_below_its_start_is_underfitting() -> None:
+    (found,) = judged(lambda step: 4 - 0.04 * step / 300, lambda step: 4.0)
+    assert (found.kind, found.level) == ("underfitting", "warning")
+    assert "hardly below its start" in found.text
+
+
+def test_a_quick_fall_before_the_first_report_counts() -> None:
+    level = curve(lambda step: 3.0, steps=300, every=50, first=50, noise=0.001)
+    valid = Curve.of([(step, 4.0 if step == 0 else 3.0) for step in range(0, 301, 50)])
+    assert [one.kind for one in judge(level, valid)] == ["fitting"]
+    quick = Curve.of([(step, 3.0 if step > 5 else 4.0) for step in range(5, 305, 5)])
+    assert [one.kind for one in judge(quick, Curve.of([]))] == ["validation"]
+
+
+def test_a_training_loss_that_rises_diverges() -> None:
+    (found,) = judged(lambda step: 4 + step / 100, None, noise=0.0)[:1]
+    assert (found.kind, found.level) == ("diverging", "bad")
+    both = judged(lambda step: 4 - step / 50 if step < 100 else 2 + (step - 100) / 100, valley(100, 1))
+    assert (both[0].kind, both[0].level) == ("diverging", "bad")
+
+
+def test_what_has_settled_is_well() -> None:
+    (found,) = judged(learning(2, 30), learning(2.1, 30), noise=0.003)
+    assert (found.kind, found.level) == ("fitting", "good")
+
+
+def test_numbers_that_are_none_are_said_first() -> None:
+    train = Curve.of([(step, 4 - step / 50 if step < 80 else float("nan")) for step in range(5, 105, 5)])
+    found = judge(train, Curve.of([(0, 4.0), (50, float("inf"))]))
+    assert [one.level for one in found[:2]] == ["bad", "bad"]
+    assert "training loss is not a finite number in 5 of 20 reports, first at step 80" in found[0].text
+    assert "validation loss is not a finite number in 1 of 2 reports, first at step 50" in found[1].text
+    assert [one.kind for one in judge(Curve.of([(1, float("nan"))]), Curve.of([]))] == [
+        "numbers",
+        "short",
+        "validation",
+    ]
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "no training report"), (1, "1 training report "), (3, "3 training")])
+def test_of_a_few_reports_nothing_is_judged(count: int, words: str) -> None:
+    (found,) = judge(Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([(0, 4.0)]))
+    assert found.kind == "short"
+    assert words in found.text
+
+
+def test_the_line_is_that_of_least_squares() -> None:
+    random = np.random.default_rng(1)
+    x, y = np.arange(20.0), random.standard_normal(20)
+    found = trend(Curve(x, y))
+    slope, begin = np.polyfit(x, y, 1)
+    assert found is not None
+    np.testing.assert_allclose([found.first, found.last], [begin, begin + 19 * slope])
+    assert not found.sure
+    sure = trend(Curve(x, y / 100 + x))
+    assert sure is not None
+    assert sure.sure
+    assert trend(Curve(x[:1], y[:1])) is None
+
+
+def test_waits_are_told_from_their_shares_on() -> None:
+    assert judge_time(1.0, 0.04, 0.24) == []
+    assert [one.text[:30] for one in judge_time(2.0, 0.2, 0.6)] == [
+        "Steps waited for data 10% of t",
+        "The exchange with other ranks,",
+    ]
+    assert judge_time(0.0, 0.0, 0.0) == []
