@@ -237,6 +237,17 @@ def test_a_rank_that_is_started_again_leaves_a_gap(tmp_path: Path) -> None:
     assert [row[0] for row in chart.table.rows] == ["0", "1", "2", "3", "10", "11", "12", "13"]
 
 
+def test_a_sign_that_it_has_outgrown_its_way_of_training_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "slow", ranks=2)
+    assert "waiting for" not in told(page_of(run))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "train":
+            line |= {"compute_s": 0.4 * line["step_time_s"], "comm_s": 0.5 * line["step_time_s"]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "50 % of a step was waiting for other ranks. What to do: a faster link" in told(page_of(run))
+
+
 def test_restarts_and_what_the_supervisor_saw(tmp_path: Path) -> None:
     run = write_run(tmp_path / "adapters", steps=30, ended=None)
     whole = (run / "metrics.jsonl").read_text().splitlines()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from allhands.report.words import Curve, Judgement, judge, judge_time, trend
+from allhands.report.words import Curve, Judgement, judge, trend
 
 
 def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:
@@ -160,12 +160,3 @@ def test_the_line_is_that_of_least_squares() -> None:
     assert sure is not None
     assert sure.sure
     assert trend(Curve(x[:1], y[:1])) is None
-
-
-def test_waits_are_told_from_their_shares_on() -> None:
-    assert judge_time(1.0, 0.04, 0.24) == []
-    assert [one.text[:30] for one in judge_time(2.0, 0.2, 0.6)] == [
-        "Steps waited for data 10% of t",
-        "The exchange with other ranks,",
-    ]
-    assert judge_time(0.0, 0.0, 0.0) == []

@@ -11,10 +11,11 @@ from typing import Any
 from allhands import formatting as form
 from allhands.metrics import Sampled
 from allhands.monitor.picture import PHASES
+from allhands.plan.outgrown import Sign, signs_of
 from allhands.plots import times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
 from allhands.report.facts import RunFacts
-from allhands.report.words import Curve, Judgement, judge, judge_time
+from allhands.report.words import Curve, Judgement, judge
 
 _NONE = "–"
 _MOST_EVENTS = 100
@@ -91,16 +92,17 @@ def _part(label: str, colour: int, run: RunFacts) -> RunPart:
         Curve.of([(one.step, one.loss) for one in history.train]),
         Curve.of([(one.step, one.loss) for one in history.valid]),
     )
-    known = [one for one in history.train if one.compute_s > 0]
-    if known:
-        parts = [(one.step_time_s, one.data_wait_s, one.comm_s) for one in known]
-        found += judge_time(*(sum(column) / len(known) for column in zip(*parts, strict=True)))
+    found += [_judgement(sign) for sign in signs_of(history, run.samples)]
     notes = list(run.notes)
     if skipped := history.skipped:
         steps = ", ".join(str(one.step) for one in skipped[:10]) + ("…" if len(skipped) > 10 else "")
         notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}.")
     notes += [f"Warning at step {one.step}: {one.message}" for one in history.warned]
     return RunPart(label, str(run.path), colour, run.status, run.reason, tuple(found), tuple(notes))
+
+
+def _judgement(sign: Sign) -> Judgement:
+    return Judgement("time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}.")
 
 
 def _sections(

@@ -24,8 +24,6 @@ HARDLY = 0.05  # of the first training loss: less than this is hardly learning
 FEW = 4  # training reports, with fewer there is nothing to judge
 # Standard errors from which on a slope is sure, by points less two: Student's t, 97.5 %; the last for more.
 _SURE = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.1)
-WAITING = 0.05  # share of a step's time spent on waiting for data
-EXCHANGING = 0.25  # share of a step's time spent on the exchange with other ranks
 
 
 @dataclass(frozen=True)
@@ -222,15 +220,3 @@ def _fitting(train: Curve, valid: Curve) -> Judgement:
         f"{train.losses[-1]:.3f}; validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
     )
     return Judgement("fitting", "good", f"{text} and is {last:.3f} at the end.")
-
-
-def judge_time(step_s: float, data_wait_s: float, comm_s: float) -> list[Judgement]:
-    """What the parts of a mean step, in seconds, say: waiting for data, or for other ranks."""
-    found: list[Judgement] = []
-    if step_s > 0 and (share := data_wait_s / step_s) >= WAITING:
-        found.append(Judgement("time", "note", f"Steps waited for data {share:.0%} of their time."))
-    if step_s > 0 and (share := comm_s / step_s) >= EXCHANGING:
-        advice = "larger batches make fewer exchanges; allhands cluster check measures the network"
-        text = f"The exchange with other ranks, with the wait for slower ones, took {share:.0%} of a step: {advice}."
-        found.append(Judgement("time", "note", text))
-    return found
