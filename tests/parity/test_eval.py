@@ -12,28 +12,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
-from tiny import run_allhands
-
-from allhands.trees import flatten
+from tiny import run_allhands, write_adapter
 
 
 @pytest.fixture(scope="module")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("eval") / "run"
-    directory.mkdir()
-    model: Any
-    model, *_ = load(str(tiny_model))
-    model.freeze()
-    settings = {"rank": 4, "scale": 5.0, "dropout": 0.5}
-    linear_to_lora_layers(model, 2, settings)
-    mx.random.seed(3)
-    weights = {name: mx.random.normal(v.shape) * 0.3 for name, v in flatten(model.trainable_parameters())}
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": settings, "model": str(tiny_model)}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
+    return write_adapter(tiny_model, tmp_path_factory.mktemp("eval") / "run")
 
 
 def plain(model_path: Path, adapter: Path | None, texts: list[list[int]]) -> tuple[float, int]:

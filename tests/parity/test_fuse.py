@@ -11,39 +11,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import fuse as mlx_fuse
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
-from tiny import run_allhands, write_model
-
-from allhands.trees import flatten
+from tiny import run_allhands, write_adapter, write_model
 
 IDS = mx.arange(3, 40)[None]
-
-
-def write_adapter(base: Path, directory: Path, kind: str = "lora") -> Path:
-    """A random adapter, or random weights for the last block, for the model in ``base``."""
-    model: Any
-    model, *_ = load(str(base))
-    model.freeze()
-    mx.random.seed(5)
-    settings = {"rank": 4, "scale": 2.5, "dropout": 0.3, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
-    if kind == "full":
-        model.layers[-1].unfreeze()
-    else:
-        linear_to_lora_layers(model, 2, settings, use_dora=kind == "dora")
-    trained = flatten(model.trainable_parameters())
-    keep = kind == "full"
-    weights = {name: mx.random.normal(v.shape) * 0.2 + (v if keep or name.endswith(".m") else 0) for name, v in trained}
-    directory.mkdir()
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
-    config = {
-        "fine_tune_type": kind,
-        "num_layers": 1 if keep else 2,
-        "lora_parameters": None if keep else settings,
-        "model": str(base),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
 
 
 def logits(path: Path, adapter: Path | None = None) -> np.ndarray[Any, Any]:
