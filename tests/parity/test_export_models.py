@@ -76,7 +76,7 @@ def test_transformers_computes_what_was_trained(
     assert np.abs(wanted - logits(base)).max() > 0.1
     if words:
         assert str(found["dtype"]) == "torch.bfloat16"
-        assert np.abs(found["logits"] - wanted).max() < 0.05 * wanted.std() * 5
+        assert np.abs(found["logits"] - wanted).max() < 0.25 * wanted.std()
     else:
         assert str(found["dtype"]) == "torch.float32"
         np.testing.assert_allclose(found["logits"], wanted, atol=1e-4)

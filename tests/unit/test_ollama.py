@@ -39,7 +39,7 @@ OTHERS = {
     "without earlier answers": CHAT_TEMPLATE.replace(
         "{% for message in messages %}", "{% for message in messages if message['role'] != 'assistant' %}"
     ),
-    "trimmed questions": CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"),
+    "other words": CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"),
     "no system": CHAT_TEMPLATE.replace(
         "{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}"
     ),

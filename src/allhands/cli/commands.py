@@ -38,7 +38,7 @@ Options are those of `allhands train`, with defaults for pre-training, from flag
 _LAUNCH = "Start a program of your own on every rank, and keep it going."
 _CONTAINER = "Train as the program of a container image."
 _CHAT = "Talk with a model, with or without a trained adapter."
-_SERVE = "Answer requests to a model over HTTP, as OpenAI's service does."
+_SERVE = "Answer requests to a model over HTTP, as OpenAI does."
 _EVAL = "Loss and perplexity of a model on a part of the data."
 _FUSE = "Merge a trained adapter into its model."
 _EXPORT = "Write what was trained for other programs."

@@ -30,7 +30,7 @@ def serve(
         bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
     ] = False,
 ) -> None:
-    """Answer requests to a model over HTTP, as OpenAI's service does.
+    """Answer requests to a model over HTTP, as OpenAI does.
 
     The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Ends with Ctrl-C.
     """
