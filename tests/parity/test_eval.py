@@ -156,7 +156,7 @@ def test_benchmarks_score_the_model_with_its_adapter(
     module("lm_eval.api.model", LM=Model)
     module("lm_eval.api.registry", register_model=lambda name: lambda kind: kind)
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
-    from allhands.errors import ConfigError
+    from allhands.errors import ConfigError, DataError
     from allhands.shipping.harness import Harness, run_harness
 
     harness = Harness(str(tiny_model), adapter, 4, 7, None, False)
@@ -173,4 +173,15 @@ def test_benchmarks_score_the_model_with_its_adapter(
     assert found == pytest.approx(wanted, rel=1e-4)
     with pytest.raises(ConfigError, match="no task 'other'"):
         run_harness(harness, ["other"])
+
+    def offline(**options: Any) -> Any:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    module("lm_eval", simple_evaluate=offline)
+    with pytest.raises(DataError, match="cannot be had: Couldn't reach"):
+        run_harness(harness, ["made-up"])
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        run_harness(harness, ["made-up"])
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)

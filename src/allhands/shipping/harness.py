@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, DataError
 from allhands.generate import load_for_generation
+from allhands.model.sources import first_line
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,17 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     """Results by task, as lm-evaluation-harness names them. It has to be installed.
 
     Raises:
-        ConfigError: there is no such task.
+        ConfigError: it cannot be imported, or there is no such task.
+        DataError: the data of a task cannot be had.
         ModelError: model or adapter cannot be loaded.
     """
-    import lm_eval  # pyright: ignore[reportMissingImports]
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
-    from mlx_lm.evaluate import MLXLM
-
+    try:
+        import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        from mlx_lm.evaluate import MLXLM
+    except ImportError as error:
+        message = f"lm-evaluation-harness cannot be imported ({error})"
+        raise ConfigError(message, where="--tasks", hint="pip install lm_eval, with all that it needs") from None
     manager = TaskManager()
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
@@ -54,12 +59,16 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
             self._sampler = None
 
     model = Loaded()
-    found: Any = lm_eval.simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        task_manager=manager,
-        num_fewshot=harness.num_shots,
-        limit=harness.limit,
-        apply_chat_template=model.use_chat_template,
-    )
+    try:
+        found: Any = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            task_manager=manager,
+            num_fewshot=harness.num_shots,
+            limit=harness.limit,
+            apply_chat_template=model.use_chat_template,
+        )
+    except OSError as error:  # as which the datasets library tells all that has to do with the Hub
+        hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
+        raise DataError(f"the tasks' data cannot be had: {first_line(error)}", where="--tasks", hint=hint) from None
     return found["results"]
