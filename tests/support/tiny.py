@@ -17,6 +17,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -72,6 +74,33 @@ def write_model(
     )
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory)
+    return directory
+
+
+def write_adapter(base: Path, directory: Path, kind: str = "lora") -> Path:
+    """A random adapter on two blocks, or random weights for the last one (``full``), for the model in ``base``."""
+    model: Any = load(str(base))[0]
+    model.freeze()
+    mx.random.seed(5)
+    settings = {"rank": 4, "scale": 2.5, "dropout": 0.3, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    if kind == "full":
+        model.layers[-1].unfreeze()
+    else:
+        linear_to_lora_layers(model, 2, settings, use_dora=kind == "dora")
+    # Magnitudes and whole weights are moved a little, the rest begins at nothing.
+    weights = {
+        name: mx.random.normal(value.shape) * 0.2 + (value if kind == "full" or name.endswith(".m") else 0)
+        for name, value in tree_flatten(model.trainable_parameters())
+    }
+    directory.mkdir()
+    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    config = {
+        "fine_tune_type": kind,
+        "num_layers": 1 if kind == "full" else 2,
+        "lora_parameters": None if kind == "full" else settings,
+        "model": str(base),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -37,7 +37,12 @@ Options are those of `allhands train`, with defaults for pre-training, from flag
 # Of the verbs that have modules of their own: their line of the overview, for which nothing is imported.
 _LAUNCH = "Start a program of your own on every rank, and keep it going."
 _CONTAINER = "Train as the program of a container image."
-_EXPORT = "Write a trained adapter for other programs."
+_CHAT = "Talk with a model, with or without a trained adapter."
+_SERVE = "Answer requests to a model over HTTP, as OpenAI does."
+_EVAL = "Loss and perplexity of a model on a part of the data."
+_FUSE = "Merge a trained adapter into its model."
+_EXPORT = "Write what was trained for other programs."
+_UPLOAD = "Put a model or an adapter on the Hugging Face Hub."
 _IMPORT = "Take an adapter that another program has trained."
 _PLAN = "Tell what a training takes, and if more computers help."
 _REPORT = "Write a page about a run, or several compared."
@@ -71,8 +76,13 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
     attach("report", _REPORT, _add_report)
+    attach("chat", _CHAT, _add_chat)
+    attach("eval", _EVAL, _add_eval)
+    attach("serve", _SERVE, _add_serve)
+    attach("fuse", _FUSE, _add_fuse)
     attach("export", _EXPORT, _add_export)
     attach("import", _IMPORT, _add_import)
+    attach("upload", _UPLOAD, _add_upload)
     attach("container", _CONTAINER, _add_container)
     attach("env", _ENV, _add_env)
     attach("version", version.__doc__ or "", partial(_add, version))
@@ -121,6 +131,28 @@ def _add_report(app: typer.Typer) -> None:
     from allhands.cli.report import report
 
     app.command("report")(report)
+def _add_chat(app: typer.Typer) -> None:
+    from allhands.cli.chat import chat
+
+    app.command("chat")(chat)
+
+
+def _add_serve(app: typer.Typer) -> None:
+    from allhands.cli.serve import serve
+
+    app.command("serve")(serve)
+
+
+def _add_eval(app: typer.Typer) -> None:
+    from allhands.cli.evaluate import evaluate
+
+    app.command("eval")(evaluate)
+
+
+def _add_fuse(app: typer.Typer) -> None:
+    from allhands.cli.fuse import fuse
+
+    app.command("fuse")(fuse)
 
 
 def _add_export(app: typer.Typer) -> None:
@@ -133,6 +165,12 @@ def _add_import(app: typer.Typer) -> None:
     from allhands.cli.exchange import import_adapter
 
     app.command("import", help=import_adapter.__doc__)(import_adapter)
+
+
+def _add_upload(app: typer.Typer) -> None:
+    from allhands.cli.upload import upload
+
+    app.command("upload")(upload)
 
 
 def _add_container(app: typer.Typer) -> None:

@@ -22,36 +22,62 @@ class Format(StrEnum):
     peft = "peft"
 
 
+class Target(StrEnum):
+    """What an export is for."""
+
+    peft = "peft"
+    hf = "hf"
+    gguf = "gguf"
+    ollama = "ollama"
+
+
 OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an adapter that is in --out.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier one wrote to --out.")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 
 _OURS = ("adapters.safetensors", "adapter_config.json")
 
 
 def export_adapter(
-    adapter_path: Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")],
-    to: Annotated[Format, typer.Option("--to", help="For whom.")],
+    to: Annotated[Target, typer.Option("--to", help="For whom.")],
     out: OutDir,
+    adapter_path: Annotated[
+        Path | None, typer.Option("--adapter-path", help="Directory of a training run; without one --model alone.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", help="The name under which others load that model, on the Hub; default: --model."),
+        typer.Option("--base", help="peft: the name under which others load that model; default: --model."),
     ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")] = None,
     force: Force = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Write a trained adapter for other programs.
+    """Write what was trained for other programs.
 
-    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them.
+    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them. hf: the model
+    with the adapter merged, as transformers loads it. gguf: the same as one file for llama.cpp and LM Studio. ollama:
+    that file and a Modelfile.
     """
-    from allhands.generate import check_adapter
+    for flag, value, only in (("--base", base, Target.peft), ("--dtype", dtype, Target.hf)):
+        if value is not None and to is not only:
+            raise ConfigError(f"it has no effect with --to {to.value}", where=flag, hint="leave it out")
+    if to is Target.peft:
+        from allhands.generate import check_adapter
 
-    check_adapter(adapter_path)
-    assert to is Format.peft
-    _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
+        if adapter_path is None:
+            raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
+        check_adapter(adapter_path)
+        _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
+        return
+    if adapter_path is None and model is None:
+        raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
+    from allhands.cli.export_models import export_model
+    from allhands.shipping.fusing import FuseOptions
+
+    export_model(to.value, FuseOptions(model, adapter_path, True, dtype, force, trust_remote_code), out)
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:

@@ -51,11 +51,11 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
         kind: of training, whose options they are.
     """
     launch = recognise_here()
-    with _rank_0_speaks_first(launch):
+    with rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"), kind)
         if not (config.train or config.test):
             config = config.model_copy(update={"train": True})  # as the command is called
-        _check_launch(config, launch)
+        check_launch(config, launch)
         _check_rehearsal(config, launch)
     if launch.launcher == "single" and config.hosts:
         config = _with_hostfile(config)
@@ -76,7 +76,7 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
 
 
 @contextmanager
-def _rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
+def rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
     """Hold an error of another rank back: rank 0 has it too, or else this is the only one, and no less clear."""
     try:
         yield
@@ -86,7 +86,7 @@ def _rank_0_speaks_first(launch: Launch) -> Generator[None, None, None]:
         raise
 
 
-def _check_launch(config: TrainConfig, launch: Launch) -> None:
+def check_launch(config: TrainConfig, launch: Launch) -> None:
     """Refuse options that contradict the number of ranks, or a launcher other than this command."""
     if launch.launcher == "allhands":
         return  # fewer ranks than were asked for may be left
@@ -225,11 +225,11 @@ def work(config: TrainConfig, launch: Launch) -> int:
         except Regroup:
             worker.end_for_regroup()
         if launch.size > 1:
-            _leave(launch)
+            leave(launch)
     return 0
 
 
-def _leave(launch: Launch) -> None:
+def leave(launch: Launch) -> None:
     """End an error-free rank without a clean-up that can hang when ranks end apart.
 
     Where MPI was started by others (mpirun, or srun with PMIx) the ordinary end is needed: they take a rank that
@@ -244,7 +244,7 @@ def _leave(launch: Launch) -> None:
 
 
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
-    cores = _share_cores(config, launch)
+    cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     from allhands.train.recipes import run_finetune
 
@@ -276,7 +276,7 @@ def _console(launch: Launch, tagged: bool) -> Console:
     return Console(highlight=False, force_terminal=False if plain else None, width=_LOG_WIDTH if tagged else None)
 
 
-def _share_cores(config: TrainConfig, launch: Launch) -> int | None:
+def share_cores(config: TrainConfig, launch: Launch) -> int | None:
     """Divide this host's cores among its ranks, where nobody has done so already; how many this rank has got."""
     from allhands.blas import available_cores, limit_cores
 

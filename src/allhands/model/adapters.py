@@ -168,7 +168,7 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
         made = {key: content[key] for key in _SHAPE_KEYS if content.get(key) is not None}
-        return TrainConfig.model_validate({**config.model_dump(), **made})
+        return type(config).model_validate({**config.model_dump(), **made})
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(
             f"this does not describe an adapter: {str(error).splitlines()[0]}",

@@ -150,16 +150,16 @@ def load_model(
         ModelError: the model is missing, torn, incomplete or of an unknown type.
         ConfigError: no such dtype.
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
     path = resolve(path_or_repo)
-    model, config = _build(path, trust_remote_code)
+    model, config = build(path, trust_remote_code)
     if dtype is not None:
-        _cast(model, dtype, path)
+        cast_parameters(model, dtype, path)
     mx.eval(model.parameters())
     return LoadedModel(model, tokenizer or _tokenizer(path, config, trust_remote_code), config, path)
 
 
-def _build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
+def build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
     """The model of a directory, parameters not yet read, and its config."""
     read_config(path)
     _check_weights(path)
@@ -268,7 +268,7 @@ def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
         )
 
 
-def _cast(model: nn.Module, dtype: str, path: Path) -> None:
+def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
     """Give the floating-point parameters ``dtype`` where the model allows it.
 
     bfloat16 has 8 bits of precision where scales made for float16 have 11: rounding these shifts all the
@@ -299,7 +299,8 @@ def _flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
     return flat
 
 
-def _check_dtype(dtype: str | None) -> None:
+def check_dtype(dtype: str | None) -> None:
+    """Refuse what is none of DTYPES (ConfigError)."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}")
 
@@ -317,7 +318,7 @@ class Conversion:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        check_dtype(self.dtype)
         if self.quantize_bits is not None and self.quantize_bits not in BITS:
             raise ConfigError(
                 f"cannot quantize to {self.quantize_bits} bits", where="--quantize", hint=f"one of {BITS}"
@@ -370,30 +371,31 @@ def get_model(
     say = report or silent
     path = resolve(source, report=say).resolve()
     target = out.expanduser().resolve()
-    _check_target(target, path, force)
+    check_target(target, path, force)
     with staging(target) as staged:
-        model, config = _build(path, trust_remote_code)
+        model, config = build(path, trust_remote_code)
         _tokenizer(path, config, trust_remote_code)
-        _copy_files(path, staged, weights=conversion.changes_nothing)
+        copy_files(path, staged, weights=conversion.changes_nothing)
         if not conversion.changes_nothing:
             config = _convert(model, config, conversion, path, say)
-            _save(model, config, staged)
+            save_weights(model, config, staged)
         _check_weights(staged)
         if same_files(staged, target):
             say(f"{target} holds this model already")
-        elif _holds_files(target) and not force:
+        elif holds_files(target) and not force:
             raise ModelError("another model is there already", where=str(out), hint="add --force to replace it")
         else:
             publish(staged, target)
     return target
 
 
-def _check_target(target: Path, source: Path, force: bool) -> None:
+def check_target(target: Path, source: Path, force: bool) -> None:
+    """Refuse a place for a model that is something else's (ModelError); ``force`` is only for the hint."""
     if target == source or target in source.parents or source in target.parents:
         raise ModelError("the output overlaps the source", where=str(target), hint="choose another output directory")
     if target.exists() and not target.is_dir():
         raise ModelError("there is a file of that name", where=str(target), hint="choose another output directory")
-    if _holds_files(target) and not (target / "config.json").is_file():
+    if holds_files(target) and not (target / "config.json").is_file():
         raise ModelError(
             "the directory holds something that is not a model",
             where=str(target),
@@ -401,11 +403,12 @@ def _check_target(target: Path, source: Path, force: bool) -> None:
         )
 
 
-def _holds_files(directory: Path) -> bool:
+def holds_files(directory: Path) -> bool:
+    """Whether there is anything in ``directory``."""
     return directory.is_dir() and any(directory.iterdir())
 
 
-def _copy_files(source: Path, target: Path, *, weights: bool) -> None:
+def copy_files(source: Path, target: Path, *, weights: bool) -> None:
     """Copy what belongs to the model; without ``weights``, only what a conversion leaves alone."""
     for file in {file for pattern in _KEPT_PATTERNS for file in source.glob(pattern)}:
         rewritten = file.suffix == ".safetensors" or file.name in _REWRITTEN
@@ -418,18 +421,18 @@ def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say
     config = dict(config)
     dtype = wanted.dtype
     if wanted.dequantize:
-        usual = _unpack(model, path)
+        usual = unpack(model, path)
         dtype = dtype or usual
         config = {key: value for key, value in config.items() if not key.startswith("quantization")}
     if dtype is not None:
-        _cast(model, dtype, path)
+        cast_parameters(model, dtype, path)
         config["torch_dtype"] = dtype
     if wanted.quantize_bits is not None:
         config = _quantize(model, config, wanted, path, say)
     return config
 
 
-def _unpack(model: nn.Module, path: Path) -> str:
+def unpack(model: nn.Module, path: Path) -> str:
     """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most part."""
     floating = [(name, value) for name, value in _flat_parameters(model) if mx.issubdtype(value.dtype, mx.floating)]
     if not _is_quantized(model):
@@ -462,7 +465,8 @@ def _is_quantized(model: nn.Module) -> bool:
     return any(name.endswith(".scales") for name, _ in _flat_parameters(model))
 
 
-def _save(model: nn.Module, config: Json, out: Path) -> None:
+def save_weights(model: nn.Module, config: Json, out: Path) -> None:
+    """Write weights, their index and ``config.json``; ``model`` is empty afterwards. StorageError if it cannot be."""
     keep_vision = "vision_tower" in getattr(model, "model", {})
     try:
         mlx_lm.save_model(out, model, donate_model=True)

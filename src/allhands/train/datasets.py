@@ -17,6 +17,7 @@ from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.eval_config import evaluated_split
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
 from allhands.pretrain_config import pretraining
@@ -172,7 +173,7 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
     if config.train and config.val_batches != 0:
         wanted["valid"] = False
     if config.test:
-        wanted["test"] = True
+        wanted[evaluated_split(config)] = True
     found: dict[str, RecordSource] = {}
     named = _splits_by_name(config)
     for split, required in wanted.items():

@@ -1,0 +1,207 @@
+"""``allhands eval``: loss and perplexity of a split, on one process or on several, and public benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from allhands.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from allhands.cluster.environment import Launch
+    from allhands.cluster.worker import WorkerContext
+    from allhands.eval_config import EvalConfig
+    from allhands.train.evaluating import Evaluation
+
+
+class Split(StrEnum):
+    """Of the data."""
+
+    train = "train"
+    valid = "valid"
+    test = "test"
+
+
+# Options that are none of EvalConfig's keys.
+_OWN = ("as_json", "tasks", "limit", "num_shots")
+
+
+def evaluate(
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'. [demo]")
+    ] = None,
+    adapter_path: Annotated[str | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Directory with .jsonl files, a Hub dataset, or 'demo'. [demo]")
+    ] = None,
+    split: Annotated[Split | None, typer.Option("--split", help="Part of the data. [test]")] = None,
+    mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="Count the answers only.")] = None,
+    train_on: Annotated[
+        str | None, typer.Option("--train-on", help="With --mask-prompt: assistant, last or all. [assistant]")
+    ] = None,
+    max_seq_length: Annotated[
+        int | None, typer.Option("--max-seq-length", help="Tokens an example; what is longer is cut. [2048]")
+    ] = None,
+    packing: Annotated[
+        bool | None, typer.Option("--packing", help="Join all texts and cut them into rows of --max-seq-length.")
+    ] = None,
+    test_batches: Annotated[
+        int | None, typer.Option("--test-batches", help="Batches; -1 is the whole split. [-1]")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Examples a batch. [8]")] = None,
+    micro_batch_tokens: Annotated[
+        int | None, typer.Option("--micro-batch-tokens", help="Tokens computed at once on a rank. [chosen by device]")
+    ] = None,
+    num_ranks: Annotated[int | None, typer.Option("--num-ranks", "-n", help="Processes to start here. [1]")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="Who moves the bytes. [auto]")] = None,
+    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", help="Cores of each process.")] = None,
+    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Computers to evaluate on.")] = None,
+    config: Annotated[str | None, typer.Option("--config", "-c", help="YAML file with these options.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None,
+    num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
+    ] = None,
+) -> None:
+    """Loss and perplexity of a model on a part of the data.
+
+    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
+    """
+    given = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
+    if tasks is not None:
+        _run_tasks(given, tasks, limit, num_shots, as_json)
+        return
+    for flag, value in (("--limit", limit), ("--num-shots", num_shots)):
+        if value is not None:
+            raise ConfigError("it has no effect without --tasks", where=flag, hint="for less data give --test-batches")
+    raise typer.Exit(_evaluate(given, as_json))
+
+
+def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
+    """On this process, on several, or as a rank of somebody else's; the exit code."""
+    from allhands.cli.train import check_launch, job_of, leave, rank_0_speaks_first
+    from allhands.cluster.environment import recognise_here
+    from allhands.cluster.worker import install
+    from allhands.config import build_config
+    from allhands.eval_config import EvalConfig
+
+    launch = recognise_here()
+    with rank_0_speaks_first(launch):
+        config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
+        assert isinstance(config, EvalConfig)
+        check_launch(config, launch)
+        _check_adapter(config)
+    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile):
+        from allhands.cli.launching import run
+
+        # Not in the run's directory: its events are of the training.
+        scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
+        job = replace(
+            job_of(config),
+            directory=scratch,
+            log_dir=scratch / "logs",
+            checkpoints=None,
+            resume=None,
+            max_restarts=0,
+            resumes=False,
+        )
+        code = run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+        if code == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return code
+    with install(launch, os.environ) as worker:
+        _evaluate_as_rank(config, launch, worker, as_json)
+        if launch.size > 1:
+            leave(launch)
+    return 0
+
+
+def _check_adapter(config: EvalConfig) -> None:
+    """Find an adapter's absence before anything is started or loaded."""
+    if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
+        raise ModelError(
+            "there is no adapter (adapters.safetensors)",
+            where=config.adapter_path,
+            hint="give the directory of a training run, or leave --adapter-path out for the model alone",
+        )
+
+
+def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:
+    from allhands.cli.train import share_cores
+    from allhands.cluster.join import surroundings_of
+
+    cores = share_cores(config, launch)
+    # Only now, because importing MLX fixes its BLAS threads and device.
+    from rich.console import Console
+
+    from allhands.train.evaluating import run_evaluation
+
+    console = Console(stderr=True, highlight=False) if launch.rank == 0 else None
+    surroundings = replace(surroundings_of(worker, launch, config), console=console, cores_per_rank=cores)
+    found = run_evaluation(config, surroundings)
+    if launch.rank == 0:
+        for note in found.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(_as_json(config, found) if as_json else "\n".join(_as_lines(config, found)), flush=True)
+
+
+def _as_json(config: EvalConfig, found: Evaluation) -> str:
+    values = asdict(found)
+    del values["notes"]
+    named = {"model": config.model, "adapter_path": config.adapter_path or None, "data": config.data}
+    return json.dumps({**named, "split": config.split, **values})
+
+
+def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
+    about = f"{config.split} split of {config.data}: {found.num_examples} examples, {found.num_tokens} tokens counted"
+    lines = [about, f"loss {found.loss:.4f}  perplexity {found.perplexity:.3f}"]
+    if found.bits_per_byte is not None:
+        lines[1] += f"  {found.bits_per_byte:.4f} bits per byte"
+    return lines
+
+
+def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: int | None, as_json: bool) -> None:
+    """Benchmarks of lm-evaluation-harness, on this process."""
+    known = {"model", "adapter_path", "batch_size", "trust_remote_code"}
+    for name in flags:
+        if name not in known:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError("it has no effect with --tasks", where=flag, hint="leave one of the two out")
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        hint = "pip install lm_eval"
+        raise ConfigError("benchmarks need lm-evaluation-harness, which is not installed", where="--tasks", hint=hint)
+    from allhands.shipping.harness import Harness, run_harness
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    adapter = flags.get("adapter_path")
+    harness = Harness(
+        flags.get("model", "demo"),
+        Path(adapter) if adapter else None,
+        flags.get("batch_size", 8),
+        limit,
+        num_shots,
+        flags.get("trust_remote_code", False),
+    )
+    results = run_harness(harness, names)
+    if as_json:
+        print(json.dumps(results, default=str))
+        return
+    for task, values in results.items():
+        for name, value in values.items():
+            if isinstance(value, float):
+                print(f"{task}  {name} {value:.4f}")

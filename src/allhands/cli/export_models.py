@@ -1,0 +1,76 @@
+"""``allhands export`` of whole models: for transformers, llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allhands.cli.fuse import tell
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.shipping.fusing import Fused, FuseOptions
+    from allhands.shipping.ollama import Recognised
+
+
+def export_model(to: str, options: FuseOptions, out: Path) -> None:
+    """Write the model that ``options`` describe into ``out`` for ``to``: hf, gguf or ollama."""
+    if to == "hf":
+        from allhands.shipping.huggingface import export_hf
+
+        tell(export_hf(options, out), out)
+        print(f'AutoModelForCausalLM.from_pretrained("{out}")')
+        return
+    from allhands.model.sources import resolve
+    from allhands.shipping.fusing import described
+    from allhands.shipping.gguf import check_convertible
+    from allhands.shipping.ollama import modelfile, recognise
+
+    source = described(options.adapter_path, options.source)[1] if options.adapter_path else options.source
+    assert source is not None
+    # All that can be wrong with the model, before any work is done.
+    path = resolve(source)
+    check_convertible(path)
+    chat = recognise(path) if to == "ollama" else None
+    text = None if chat is None else modelfile(chat)
+    done = _with_gguf(options, out, text)
+    tell(done, out)
+    if chat is None:
+        print(f"llama-cli --model {out / _GGUF}")
+        return
+    _tell_format(chat)
+    print(f"ollama create NAME --file {out / 'Modelfile'}")
+
+
+_GGUF = "model.gguf"
+_OURS = (_GGUF, "Modelfile", "README.md")
+
+
+def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
+    """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
+    from allhands.shipping.fusing import fuse_model
+    from allhands.shipping.gguf import write_gguf
+    from allhands.staging import publish, staging
+
+    there = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else [out.name] if out.exists() else []
+    if others := [name for name in there if name not in _OURS]:
+        raise ConfigError(f"{others[0]} is there already", where=str(out), hint="choose another directory: --out")
+    if there and not options.force:
+        raise ConfigError("an export is there already", where=str(out), hint="add --force to replace it")
+    with staging(out) as staged:
+        fused = staged / "fused"
+        done = fuse_model(options, fused)
+        write_gguf(fused, staged / _GGUF)
+        shutil.move(fused / "README.md", staged / "README.md")
+        shutil.rmtree(fused)
+        if modelfile is not None:
+            (staged / "Modelfile").write_text(modelfile, encoding="utf-8")
+        publish(staged, out)
+    return done
+
+
+def _tell_format(chat: Recognised) -> None:
+    print(f"chat template: {chat.format.name}")
+    if not chat.takes_system:
+        print("note: this format has no place for a system message: Ollama leaves one out")

@@ -1,0 +1,65 @@
+"""``allhands fuse``: a trained adapter merged into the model below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.shipping.fusing import Fused
+
+Below = Annotated[str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")]
+Adapter = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: the model's.")]
+
+
+def fuse(
+    model: Below = None,
+    adapter_path: Adapter = Path("adapters"),
+    save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path("fused_model"),
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize", "--de-quantize", help="Unpack quantised weights: nothing of the adapter is lost."),
+    ] = False,
+    dtype: Dtype = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is in --save-path.")] = False,
+    export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = False,
+    gguf_path: Annotated[
+        str, typer.Option("--gguf-path", help="Name of that file inside --save-path.")
+    ] = "ggml-model-f16.gguf",
+    upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Not here: allhands upload.")] = None,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Merge a trained adapter into its model.
+
+    The result is an ordinary model directory, which mlx_lm and allhands load without the adapter. Options are those of
+    mlx_lm.fuse. Before it is in its place it is read back, and has to compute what model and adapter do.
+    """
+    if upload_repo is not None:
+        hint = f"allhands upload {save_path} --to {upload_repo}, when you have looked at it"
+        raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
+    from allhands.shipping.fusing import FuseOptions, fuse_model
+
+    options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
+    if export_gguf:
+        from allhands.shipping.gguf import gguf_writer
+
+        done = fuse_model(options, save_path, gguf_writer(gguf_path))
+    else:
+        done = fuse_model(options, save_path)
+    tell(done, save_path)
+    print(f"allhands generate --model {save_path} --prompt ...")
+
+
+def tell(done: Fused, out: Path) -> None:
+    """What was written, and how near it is to model and adapter."""
+    what = "all weights" if done.kind == "full" else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
+    print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}, {what}'})")
+    print(f"checked: its logits differ from those of model and adapter by {done.difference:.1e} of their spread")
+    if done.requantized:
+        print("note: layers with an adapter were quantised again, which blurs what was learned; --dequantize does not")

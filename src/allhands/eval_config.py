@@ -1,0 +1,26 @@
+"""The options of ``allhands eval`` that reach every rank: those of a test, of any split."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from allhands.config import TrainConfig
+
+
+class EvalConfig(TrainConfig):
+    """What the loss on a split depends on."""
+
+    VERB: ClassVar[str] = "eval"
+
+    adapter_path: str = Field("", description="Directory of a training run. [none: the model as it is]")
+    split: Literal["train", "valid", "test"] = Field("test", description="Part of the data.")
+    test: bool = Field(True, description="Evaluate.")
+    test_batches: int = Field(-1, ge=-1, description="Batches; -1 is the whole split.")
+    batch_size: int = Field(8, ge=1, description="Examples a batch; the result does not depend on it.")
+
+
+def evaluated_split(config: TrainConfig) -> str:
+    """The split that ``test`` is about."""
+    return config.split if isinstance(config, EvalConfig) else "test"

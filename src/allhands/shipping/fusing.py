@@ -1,0 +1,228 @@
+"""Adapters merged into the model below them: an ordinary model directory, checked before it is in its place.
+
+The merging is mlx_lm's (``LoRALinear.fuse``, ``DoRALinear.fuse``). Around it: weights are unpacked in float32 and
+rounded once, a layer keeps the type of the one that it replaces, and what was written is read back and asked the same
+as model and adapter were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from huggingface_hub import ModelCardData
+from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
+
+from allhands.errors import ModelError
+from allhands.generate import check_adapter, put_on
+from allhands.model.load import (
+    Json,
+    build,
+    cast_parameters,
+    check_dtype,
+    check_target,
+    copy_files,
+    holds_files,
+    load_tokenizer,
+    save_weights,
+    unpack,
+)
+from allhands.model.sources import is_path, resolve
+from allhands.staging import publish, staging
+from allhands.trees import flatten, unflatten
+
+# Tokens of the text that both models are asked, drawn at random.
+_PROBE_TOKENS = 16
+# Largest permitted difference of the logits, as a part of their spread: rounding, with room to spare.
+_LIMITS = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.2}
+
+# Called with the staged directory and its config.json's content, before the directory is in its place.
+Finish = Callable[[Path, Json], None]
+
+
+@dataclass(frozen=True)
+class FuseOptions:
+    """What to merge, and how.
+
+    Attributes:
+        source: the model below: ``demo``, a directory or a Hub repository; ``None``: as the adapter says.
+        adapter_path: directory of a training run; ``None``: the model is taken as it is.
+        dequantize: unpack quantised weights; without it layers with an adapter are quantised again.
+        dtype: of the floating-point weights; ``None`` keeps the model's.
+        force: replace a model that is in the output directory.
+        library: who is to load the result, for its card.
+    """
+
+    source: str | None
+    adapter_path: Path | None
+    dequantize: bool = False
+    dtype: str | None = None
+    force: bool = False
+    trust_remote_code: bool = False
+    library: str = "mlx"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What :func:`fuse_model` wrote.
+
+    Attributes:
+        kind: lora, dora, full; ``none`` without an adapter.
+        num_layers: layers into which an adapter was merged.
+        difference: of the logits to those of model and adapter: root mean square, as a part of their spread.
+        requantized: whether merged layers were quantised again, which loses a part of what was learned.
+    """
+
+    path: Path
+    source: str
+    kind: str
+    num_layers: int
+    difference: float
+    requantized: bool
+
+
+def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, config: None) -> Fused:
+    """Write the model with its adapter merged into the directory ``out``, whole or not at all.
+
+    Raises:
+        ConfigError: no such dtype.
+        ModelError: model or adapter is missing, they do not fit together, ``out`` is taken, or what was written does
+            not compute what it should.
+        StorageError: ``out`` cannot be written.
+    """
+    check_dtype(options.dtype)
+    kind, below = "none", options.source
+    if options.adapter_path is not None:
+        kind, below = described(options.adapter_path, options.source)
+    assert below is not None
+    path = resolve(below).resolve()
+    target = out.expanduser().resolve()
+    check_target(target, path, options.force)
+    if holds_files(target) and not options.force:
+        raise ModelError("a model is there already", where=str(out), hint="add --force to replace it")
+    load_tokenizer(str(path), trust_remote_code=options.trust_remote_code)
+    adapted = _adapted(options, path)
+    wanted, kinds = _logits(adapted), _floating(adapted)
+    del adapted
+    with staging(target) as staged:
+        copy_files(path, staged, weights=False)
+        model, config, count, again = _merged(options, path)
+        kinds |= _floating(model)
+        save_weights(model, config, staged)
+        _write_card(staged, below, kind, options.library)
+        limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
+        difference = _check(staged, wanted, limit, options.trust_remote_code)
+        finish(staged, config)
+        publish(staged, target)
+    return Fused(target, below, kind, count, difference, again)
+
+
+def described(adapter_path: Path, model: str | None) -> tuple[str, str]:
+    """Kind of an adapter, which is looked at, and the model below it: ``model``, or the one that it names.
+
+    Raises:
+        ModelError: the adapter is missing or torn, or names no model.
+    """
+    check_adapter(adapter_path)
+    config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
+    below = model or config.get("model")
+    if not isinstance(below, str):
+        hint = "say which model is below it: --model"
+        raise ModelError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+    return str(config.get("fine_tune_type", "lora")), below
+
+
+def _adapted(options: FuseOptions, path: Path) -> nn.Module:
+    """The model with its adapter on."""
+    model, _ = build(path, options.trust_remote_code)
+    if options.adapter_path is not None:
+        put_on(model, options.adapter_path)
+    return model
+
+
+def _floating(model: nn.Module) -> set[mx.Dtype]:
+    """The floating-point types of its parameters."""
+    return {value.dtype for _, value in flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)}
+
+
+def _merged(options: FuseOptions, path: Path) -> tuple[nn.Module, Json, int, bool]:
+    """The model with its adapter merged, its config, the layers merged, and whether any was quantised again."""
+    model: Any
+    model, config = build(path, options.trust_remote_code)
+    config, dtype = dict(config), options.dtype
+    if options.dequantize and "quantization" in config:
+        usual = unpack(model, path)
+        dtype = dtype or usual
+        config = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    if options.adapter_path is not None:
+        put_on(model, options.adapter_path)
+    found = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
+    again = any(hasattr(_base(module), "bits") for _, module in found)
+    for name, module in found:
+        model.update_modules(unflatten([(name, _fused(module))]))
+    if dtype is not None:
+        cast_parameters(model, dtype, path)
+        config["torch_dtype"] = dtype
+    return model, config, len(found), again
+
+
+def _base(module: Any) -> Any:
+    return module["linear"] if "linear" in module else module["embedding"]
+
+
+def _fused(module: Any) -> nn.Module:
+    """One layer with its adapter merged, of the type that it had without."""
+    base = _base(module)
+    dense: Any
+    if not isinstance(module, DoRALinear | DoRAEmbedding):
+        return module.fuse()
+    # DoRA's magnitudes are float32, and would make float32 of the layer.
+    dense = module.fuse(dequantize=True)
+    quantized = hasattr(base, "bits")
+    dense.weight = dense.weight.astype(base.scales.dtype if quantized else base.weight.dtype)
+    if not quantized:
+        return dense
+    return dense.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
+
+
+def _logits(model: Any) -> np.ndarray[Any, Any]:
+    """(1, tokens, vocabulary) float32 for a text drawn at random, always the same."""
+    tables = [
+        m.weight.shape[0] for _, m in model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)
+    ]
+    size = max((rows for rows in tables), default=256)
+    model.eval()
+    tokens = np.random.default_rng(0).integers(0, size, (1, _PROBE_TOKENS))
+    return np.array(model(mx.array(tokens)).astype(mx.float32))
+
+
+def _check(staged: Path, wanted: np.ndarray[Any, Any], limit: float | None, trust: bool) -> float:
+    """Read back what was written and compare its logits; ``limit`` is ``None`` where a difference is expected."""
+    found = _logits(build(staged, trust)[0])
+    difference = float(np.sqrt(np.mean((found - wanted) ** 2)) / max(float(np.std(wanted)), 1e-9))
+    if not np.isfinite(difference) or (limit is not None and difference > limit):
+        raise ModelError(
+            f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
+            "spread), and was not kept",
+            where=str(staged.parent),
+            hint="try --dequantize or --dtype float32; without an error of yours this is a defect: report it",
+        )
+    return difference
+
+
+def _write_card(staged: Path, source: str, kind: str, library: str) -> None:
+    """``README.md`` in place of the original's, which describes another model."""
+    on_hub = "/" in source and not is_path(source) and not Path(source).exists()
+    data = ModelCardData(
+        base_model=source if on_hub else None, library_name=library, pipeline_tag="text-generation", tags=[library]
+    )
+    name = source if on_hub else Path(source).name
+    how = {"none": "", "full": ", fine-tuned in full"}.get(kind, f", with a trained {kind} adapter merged")
+    text = f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n"
+    (staged / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,175 @@
+"""A GGUF and a Modelfile for Ollama, whose templates are Go's and not Jinja's.
+
+No program translates one into the other. So the model's template is asked to render conversations, and compared with
+the few formats that most models use; what is none of them is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.errors import DataError, ModelError
+from allhands.model.load import load_tokenizer
+
+GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
+_SYSTEM, _MARK = "Be brief.", "\x00"
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a family of models marks turns.
+
+    Attributes:
+        turns: by role what stands around the content (``%s``); a role that is absent cannot be expressed.
+        answer: what stands before the model's answer.
+        go: the same as a template of Ollama's.
+        stop: what ends an answer.
+    """
+
+    name: str
+    turns: dict[str, str]
+    answer: str
+    go: str
+    stop: tuple[str, ...]
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation in this format, with the beginning of the answer to come."""
+        return "".join(self.turns[each["role"]] % each["content"] for each in messages) + self.answer
+
+
+def _uniform(
+    name: str, turn: str, stop: tuple[str, ...], *, model: str = "assistant", system: bool = True
+) -> ChatFormat:
+    """A format that marks every turn alike: ``turn`` holds {role} and {content}, the answer begins before {content}."""
+    roles = {"user": "user", "assistant": model} | ({"system": "system"} if system else {})
+    turns = {role: turn.format(role=called, content="%s") for role, called in roles.items()}
+    called = "{{ .Role }}"
+    if model != "assistant":
+        called = '{{ if eq .Role "assistant" }}' + model + "{{ else }}{{ .Role }}{{ end }}"
+    answer = turn.partition("{content}")[0].format(role=model)
+    go = "{{ range .Messages }}" + turn.format(role=called, content="{{ .Content }}") + "{{ end }}" + answer
+    return ChatFormat(name, turns, answer, go, stop)
+
+
+def _mistral(name: str, question: str, answer: str) -> ChatFormat:
+    go = (
+        '{{ range .Messages }}{{ if eq .Role "user" }}' + question % "{{ .Content }}"
+        + '{{ else if eq .Role "assistant" }}' + answer % "{{ .Content }}" + "{{ end }}{{ end }}"
+    )  # fmt: skip
+    return ChatFormat(name, {"user": question, "assistant": answer}, "", go, ("[INST]", "</s>"))
+
+
+FORMATS = (
+    _uniform("ChatML", "<|im_start|>{role}\n{content}<|im_end|>\n", ("<|im_end|>", "<|im_start|>")),
+    _uniform(
+        "Llama 3",
+        "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+        ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    ),
+    _uniform(
+        "Gemma",
+        "<start_of_turn>{role}\n{content}<end_of_turn>\n",
+        ("<end_of_turn>", "<start_of_turn>"),
+        model="model",
+        system=False,
+    ),
+    _uniform("Zephyr", "<|{role}|>\n{content}</s>\n", ("</s>", "<|user|>")),
+    _mistral("Mistral", "[INST] %s [/INST]", "%s</s>"),
+    _mistral("Mistral, spaced", "[INST] %s [/INST]", " %s</s>"),
+    _mistral("Mistral, close", "[INST]%s[/INST]", "%s</s>"),
+    _mistral("Mistral, half close", "[INST] %s[/INST]", " %s</s>"),
+)
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """The format of a model's chat template, and the system message that it gives where there is none."""
+
+    format: ChatFormat
+    default_system: str | None
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether a system message can be given."""
+        return "system" in self.format.turns
+
+
+def recognise(path: Path) -> Recognised:
+    """The format of the chat template of the model in ``path``.
+
+    Raises:
+        ModelError: it has none, or none that is known here.
+    """
+    tokenizer: Any = load_tokenizer(str(path)).tokenizer
+    hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
+    if not has_chat_template(tokenizer):
+        raise ModelError("the model has no chat template", where=str(path), hint=hint)
+    template, bos = ChatTemplate(tokenizer), tokenizer.bos_token or _MARK
+
+    def rendered(messages: list[dict[str, str]]) -> str:
+        # Ollama puts it there itself, as the GGUF says; a format may begin with the very same mark.
+        return template.text(messages, None, prompt=True)
+
+    chats = _conversations()
+    for each in FORMATS:
+        try:
+            said = [rendered(chat) for chat in chats]
+        except DataError:
+            raise ModelError("the chat template rejects a plain conversation", where=str(path), hint=hint) from None
+        for first in ("", bos):
+            wanted = [first + each.render(chat) for chat in chats]
+            extra = said[0].removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
+            if said != [first + extra + text.removeprefix(first) for text in wanted]:
+                continue
+            default = _system_of(extra, each) if extra else None
+            if extra and not default:
+                continue
+            if "system" in each.turns and not _renders_system(rendered, each, first):
+                continue
+            return Recognised(each, default)
+    raise ModelError("Ollama cannot be told this chat template: its format is not known", where=str(path), hint=hint)
+
+
+def _conversations() -> list[list[dict[str, str]]]:
+    """What every template takes: one question, and one after an answer."""
+    words = ("What is dew?", "Water, from the air.", "And fog?")
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), words, strict=True)]
+    return [turns[:1], turns]
+
+
+def _system_of(text: str, found: ChatFormat) -> str | None:
+    """The content of a system turn, if ``text`` is one."""
+    before, mark, after = found.turns.get("system", "").partition("%s")
+    if not mark or not text.startswith(before) or not text.endswith(after):
+        return None
+    return text.removeprefix(before).removesuffix(after)
+
+
+def _renders_system(rendered: Any, found: ChatFormat, first: str) -> bool:
+    chat = [{"role": "system", "content": _SYSTEM}, *_conversations()[1]]
+    try:
+        return rendered(chat) == first + found.render(chat)
+    except DataError:
+        return False
+
+
+def _names() -> str:
+    return ", ".join(dict.fromkeys(each.name.partition(",")[0] for each in FORMATS))
+
+
+def modelfile(found: Recognised) -> str:
+    """The Modelfile of a model in that format.
+
+    Raises:
+        ModelError: the system message cannot be written into one.
+    """
+    lines = [f"FROM ./{GGUF_FILE}", f'TEMPLATE """{found.format.go}"""']
+    if found.default_system:
+        if '"""' in found.default_system:
+            raise ModelError('the default system message holds """', hint="allhands export --to gguf")
+        lines.append(f'SYSTEM """{found.default_system}"""')
+    lines += [f'PARAMETER stop "{text}"' for text in found.format.stop]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,241 @@
+"""Exported models: logits in PyTorch, and GGUF files read back by readers that have not written them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import _get_classes, load
+from tiny import run_allhands, write_adapter, write_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from allhands.model.gguf import convert_gguf, read_gguf
+from allhands.shipping.huggingface import ARCHITECTURES
+from allhands.trees import flatten
+
+SIDE = Path(__file__).parents[1] / "support" / "torch_side.py"
+KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"
+PYTHON = Path(os.environ.get("ALLHANDS_TEST_TORCH") or KNOWN)
+needs_torch = pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs a Python with PyTorch: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py"
+)
+IDS = mx.arange(3, 40)[None]
+
+
+def logits(path: Path, adapter: Path | None = None) -> np.ndarray[Any, Any]:
+    """By mlx_lm alone."""
+    model: Any = load(str(path))[0]
+    if adapter is not None:
+        load_adapters(model, str(adapter))
+        model.eval()
+    return np.array(model(IDS).astype(mx.float32))
+
+
+def export(adapter: Path, to: str, out: Path, *words: str) -> str:
+    done = run_allhands("export", "--adapter-path", adapter, "--to", to, "--out", out, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def by_torch(*words: object) -> str:
+    done = subprocess.run([PYTHON, SIDE, *map(str, words)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+# --- transformers -------------------------------------------------------------------------------------
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("kind", "bits", "tied", "words"),
+    [
+        ("lora", None, True, ()),
+        ("dora", None, False, ()),
+        ("full", None, True, ()),
+        ("lora", 4, False, ()),
+        ("lora", None, True, ("--dtype", "bfloat16")),
+    ],
+)
+def test_transformers_computes_what_was_trained(
+    tmp_path: Path, kind: str, bits: int | None, tied: bool, words: tuple[str, ...]
+) -> None:
+    base = write_model(tmp_path / "base", layers=3, hidden=64, bits=bits, tied=tied)
+    adapter = write_adapter(base, tmp_path / "run", kind)
+    export(adapter, "hf", tmp_path / "hf", *words)
+    by_torch("logits", tmp_path / "hf", tmp_path / "found.npz")
+    found, wanted = np.load(tmp_path / "found.npz"), logits(base, adapter)
+    assert np.abs(wanted - logits(base)).max() > 0.1
+    if words:
+        assert str(found["dtype"]) == "torch.bfloat16"
+        assert np.abs(found["logits"] - wanted).max() < 0.25 * wanted.std()
+    else:
+        assert str(found["dtype"]) == "torch.float32"
+        np.testing.assert_allclose(found["logits"], wanted, atol=1e-4)
+
+
+@needs_torch
+def test_every_architecture_of_the_table_has_the_same_names_in_both(tmp_path: Path) -> None:
+    common = {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 259, "rms_norm_eps": 1e-5, "norm_epsilon": 1e-5, "head_dim": 16},
+        **{"tie_word_embeddings": False, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 2},
+    }
+    # These always take the embedding for their output layer.
+    configs = [
+        {**common, "model_type": kind, "tie_word_embeddings": kind in ("gemma", "gemma2")} for kind in ARCHITECTURES
+    ]
+    (tmp_path / "configs.json").write_text(json.dumps(configs))
+    theirs = json.loads(by_torch("names", tmp_path / "configs.json"))
+    for config in configs:
+        rope = {"rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-5}
+        kind, arguments = _get_classes(config={**config, **rope})
+        model = kind(arguments.from_dict({**config, **rope}))
+        ours = {name: list(value.shape) for name, value in flatten(model.parameters())}
+        assert ours == {n: s for n, s in theirs[config["model_type"]].items() if "inv_freq" not in n}, config
+
+
+def test_an_architecture_with_other_names_is_refused(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    done = run_allhands("export", "--model", base, "--to", "hf", "--out", tmp_path / "hf")
+    assert done.returncode == 4
+    assert "other names for the weights of gpt2" in done.stderr
+    assert not (tmp_path / "hf").exists()
+
+
+# --- GGUF ---------------------------------------------------------------------------------------------
+
+
+def with_words(base: Path) -> Path:
+    """Give the model a tokenizer with merges that cuts words as SmolLM's does."""
+    plain = Tokenizer.from_file(str(base / "tokenizer.json"))
+    vocabulary = {name: number for name, number in plain.get_vocab().items() if number not in (0, 1, 2)}
+    ends = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    # Two bytes that no UTF-8 text has make room for two words.
+    spare = sorted(vocabulary.items(), key=lambda item: item[1])[-2:]
+    for (name, number), word in zip(spare, ("th", "the"), strict=True):
+        del vocabulary[name]
+        vocabulary[word] = number
+    tokenizer = Tokenizer(BPE(vocab={**vocabulary, **ends}, merges=[("t", "h"), ("th", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(ends))
+    tokenizer.save(str(base / "tokenizer.json"))
+    return base
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_gguf_read_back_computes_and_cuts_texts_as_before(tmp_path: Path, bits: int | None) -> None:
+    base = with_words(write_model(tmp_path / "base", layers=3, hidden=64, bits=bits, tied=False))
+    adapter = write_adapter(base, tmp_path / "run")
+    export(adapter, "gguf", tmp_path / "gguf")
+    convert_gguf(tmp_path / "gguf" / "model.gguf", tmp_path / "back")
+    # Matrices are float16 there.
+    np.testing.assert_allclose(logits(tmp_path / "back"), logits(base, adapter), atol=5e-3)
+    before, after = (load(str(path))[1] for path in (base, tmp_path / "back"))
+    for text in ("the thing, then 1234", "<|im_start|>user\nÜber<|im_end|>"):
+        assert after.encode(text) == before.encode(text)
+    assert len(before.encode("the")) == 1
+    assert after.chat_template == before.chat_template
+    assert (after.eos_token_id, after.bos_token_id) == (before.eos_token_id, before.bos_token_id)
+
+
+def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the gguf package")
+    base = write_model(tmp_path / "base", layers=3, hidden=64, tied=False)
+    adapter = write_adapter(base, tmp_path / "run")
+    export(adapter, "gguf", tmp_path / "gguf")
+    reader = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf")
+    known = {
+        gguf.TENSOR_NAMES[kind].format(bid=layer) + ".weight"
+        for kind in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.LLAMA]
+        for layer in range(3)
+    }
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert set(tensors) <= known
+    assert len(tensors) == 3 + 3 * 9
+    run_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
+    fused: Any = mx.load(str(tmp_path / "fused" / "model.safetensors"))
+    down = np.array(fused["model.layers.2.mlp.down_proj.weight"])
+    np.testing.assert_array_equal(tensors["blk.2.ffn_down.weight"].data, down.astype(np.float16))
+    norm = tensors["blk.0.attn_norm.weight"]
+    assert norm.tensor_type == gguf.GGMLQuantizationType.F32
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "llama"
+    assert fields["llama.attention.head_count_kv"] == 2
+    assert fields["llama.attention.key_length"] == 16
+    assert fields["tokenizer.ggml.model"] == "gpt2"
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert len(fields["tokenizer.ggml.tokens"]) == 259
+    assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert fields["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_experts_are_named_as_llama_cpp_names_them(tmp_path: Path) -> None:
+    from mlx_lm.models.mixtral import Model, ModelArgs
+
+    from allhands.shipping.gguf import write_gguf
+
+    base = write_model(tmp_path / "base")
+    config = {**json.loads((base / "config.json").read_text()), "model_type": "mixtral"}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    (base / "config.json").write_text(json.dumps(config))
+    model = Model(ModelArgs.from_dict(config))
+    weights = dict(flatten(model.parameters()))
+    mx.save_safetensors(str(base / "model.safetensors"), weights)
+    write_gguf(base, tmp_path / "model.gguf")
+    tensors, metadata = read_gguf(tmp_path / "model.gguf")
+    assert metadata["llama.expert_count"] == 4
+    up = weights["model.layers.1.block_sparse_moe.switch_mlp.up_proj.weight"]
+    assert mx.array_equal(tensors["blk.1.ffn_up_exps.weight"], up.astype(mx.float16))
+    assert tensors["blk.1.ffn_gate_inp.weight"].dtype == mx.float32
+    assert not [name for name in tensors if "mlp" in name or "moe" in name]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "qwen2"}, "its architecture is qwen2"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaled (llama3)"),
+        ({"attention_bias": True}, "its layers have biases"),
+    ],
+)
+@pytest.mark.parametrize("to", ["gguf", "ollama"])
+def test_what_gguf_cannot_hold_is_refused(tmp_path: Path, change: dict[str, Any], said: str, to: str) -> None:
+    base = write_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, **change}))
+    done = run_allhands("export", "--model", base, "--to", to, "--out", tmp_path / "out")
+    assert done.returncode == 4
+    assert said in done.stderr
+    assert "export --to hf" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_fuse_writes_the_gguf_too_and_an_export_is_not_written_over(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "run")
+    words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", "--export-gguf"]
+    assert run_allhands(*words).returncode == 0
+    export(adapter, "gguf", tmp_path / "gguf")
+    file = tmp_path / "gguf" / "model.gguf"
+    assert (tmp_path / "fused" / "ggml-model-f16.gguf").read_bytes() == file.read_bytes()
+    done = run_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
+    assert done.returncode == 2
+    assert "--force" in done.stderr
+    export(adapter, "gguf", tmp_path / "gguf", "--force")
+    done = run_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", adapter, "--force")
+    assert done.returncode == 2
+    assert (adapter / "adapters.safetensors").exists()

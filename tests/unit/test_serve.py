@@ -1,0 +1,93 @@
+"""The server: real requests to a tiny model, its end, and addresses that cannot be had."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import run_allhands, write_adapter
+
+from allhands.conversation import Conversation
+from allhands.generate import Sampling, load_for_generation
+
+
+@contextmanager
+def served(*words: str | Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, "-m", "allhands", "serve", "--port", "0", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " is served at http://" in line, process.stderr.read() if process.stderr else ""
+        yield line.split()[-1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(address: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_is_answered_and_the_server_ends_cleanly(tiny_model: Path, end: signal.Signals) -> None:
+    with served("--model", tiny_model, "--max-tokens", "8") as (address, process):
+        assert address.startswith("http://127.0.0.1:")
+        chat = {"messages": [{"role": "user", "content": "What is dew?"}], "model": "whatever-they-say"}
+        answer = ask(f"{address}/chat/completions", chat)
+        conversation = Conversation(load_for_generation(str(tiny_model), None), Sampling(), max_tokens=8)
+        assert answer["choices"][0]["message"]["content"] == "".join(conversation.ask("What is dew?"))
+        assert ask(f"{address}/models")["data"][0]["id"] == str(tiny_model)
+        assert ask(address.removesuffix("/v1") + "/health") == {"status": "ok"}
+        process.send_signal(end)
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_the_adapter_answers_and_a_stream_comes_in_pieces(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tiny_model, tmp_path / "run")
+    words = {}
+    for chosen in (None, adapter):
+        conversation = Conversation(load_for_generation(str(tiny_model), chosen), Sampling(), max_tokens=8)
+        words[chosen] = "".join(conversation.ask("What is dew?"))
+    assert words[None] != words[adapter]
+    with served("--model", tiny_model, "--adapter-path", adapter, "--max-tokens", "8") as (address, process):
+        chat = {"messages": [{"role": "user", "content": "What is dew?"}]}
+        assert ask(f"{address}/chat/completions", chat)["choices"][0]["message"]["content"] == words[adapter]
+        body = json.dumps({**chat, "stream": True, "max_tokens": 10_000_000}).encode()
+        request = urllib.request.Request(f"{address}/chat/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = [line for line in (answer.readline() for _ in range(6)) if line.strip()]
+            assert json.loads(lines[1].removeprefix(b"data: "))["object"] == "chat.completion.chunk"
+            # In the middle of an answer without end.
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+
+
+def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_allhands("serve", "--model", tiny_model, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "another program listens there already" in done.stderr
+    done = run_allhands("serve", "--model", tiny_model, "--host", "192.0.2.7", "--port", "0")
+    assert done.returncode == 2
+    assert "no address of this computer" in done.stderr
+    assert "there is no password" in done.stderr
+    for wrong in (["--model", tiny_model.parent], ["--adapter-path", tiny_model]):
+        done = run_allhands("serve", "--model", tiny_model, "--port", "0", *wrong)
+        assert done.returncode == 4
+        assert done.stderr.count("allhands: error") == 1
+        assert "Traceback" not in done.stderr
