@@ -131,6 +131,8 @@ def _add_report(app: typer.Typer) -> None:
     from allhands.cli.report import report
 
     app.command("report")(report)
+
+
 def _add_chat(app: typer.Typer) -> None:
     from allhands.cli.chat import chat
 
