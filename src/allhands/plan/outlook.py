@@ -40,7 +40,7 @@ class Job:
         blocks: of the model; ``None`` if it is not built of equal blocks.
         work: of one rank, with the whole batch in micro-batches as one computer cuts it.
         of: the arrays of a rank's work.
-        present_bytes: of a process before it trains, of which ``present_arrays`` are arrays; 0 on a GPU.
+        present_bytes: of a process on a CPU what is no array of its training; 0 on a GPU.
         quantised: whether the weights are.
         once: whether the training is needed once only.
     """
@@ -56,7 +56,6 @@ class Job:
     work: Work | None
     of: Callable[[Blocks, Work], Memory]
     present_bytes: int = 0
-    present_arrays: int = 0
     quantised: bool = False
     once: bool = False
     prices: Prices = Prices()
@@ -187,7 +186,7 @@ def _memory(job: Job, ranks: int) -> tuple[Strategy, ...]:
     for each in found:
         arrays = each.rank_bytes - each.parts["buckets"]
         memory = Memory(0, 0, arrays, 0, 0)
-        whole = of_process(memory, blocks, job.present_bytes, job.present_arrays) + each.parts["buckets"]
+        whole = of_process(memory, blocks, job.present_bytes, 0) + each.parts["buckets"]
         made.append(replace(each, rank_bytes=whole))
     return tuple(made)
 
