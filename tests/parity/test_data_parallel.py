@@ -34,6 +34,7 @@ from tiny import run_allhands, write_chat_data, write_model
 
 from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.config import build_config
+from allhands.distributed import shards
 from allhands.distributed.backend import Alone
 from allhands.distributed.reduce import begin_sum, begin_sums, bucket_bytes_for, sum_over_ranks
 
@@ -359,7 +360,25 @@ def test_what_is_computed_first_travels_first() -> None:
     begun = begin_sums(twin, layers, bucket_bytes=20, stream=stream)
     begin_sum(twin, [9.0], stream=stream)
     assert [call[0].item() for call in twin.calls] == [3.0, 2.0, 1.0, 0.0, 9.0]
-    assert mx.array_equal(begun.computed, layers[0])
+    assert mx.array_equal(begun.computed[-1], layers[0])
+
+
+def test_ranks_that_keep_parts_get_theirs_of_the_sums() -> None:
+    """Large arrays by themselves and in equal parts, zeros where they do not divide; small ones whole, last."""
+    sizes = [shards._LEAST + 130, 7, shards._LEAST]
+    mine, theirs = ([mx.random.normal((size,), key=mx.random.key(seed + size)) for size in sizes] for seed in (0, 1))
+    stream = mx.new_stream(mx.cpu)
+    recorder = OtherRank()
+    parts = shards.Shards(recorder, [(size,) for size in sizes])
+    assert parts.divided == [True, False, True]
+    how: dict[str, Any] = {"bucket_bytes": 1 << 20, "stream": stream, "shards": parts}
+    begin_sums(recorder, theirs, **how)
+    begun = begin_sums(OtherRank(recorder.calls), mine, **how)
+    for i, size in enumerate(sizes):
+        total = mine[i] + theirs[i]
+        each = -(-size // 128) * 64
+        wanted = mx.concatenate([total, mx.zeros((2 * each - size,))])[:each] if parts.divided[i] else total
+        assert mx.array_equal(begun.arrays[i], wanted), i
 
 
 def test_calls_are_as_large_as_asked_for_or_as_the_back_end_likes() -> None:
