@@ -82,6 +82,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.recipes": 4,
     "allhands.train.evaluating": 4,
     "allhands.cluster": 5,
+    "allhands.dashboard": 5,
     "allhands.supervised": 5,
     "allhands.checkpointer": 5,
     "allhands.recorder": 5,

@@ -45,6 +45,7 @@ _EXPORT = "Write what was trained for other programs."
 _UPLOAD = "Put a model or an adapter on the Hugging Face Hub."
 _IMPORT = "Take an adapter that another program has trained."
 _PLAN = "Tell what a training takes, and if more computers help."
+_DASHBOARD = "Show runs in the browser while they go on."
 _REPORT = "Write a page about a run, or several compared."
 _ENV = "Show who has started this process, and what follows from it."
 
@@ -76,6 +77,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     for function in (generate, compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
     attach("report", _REPORT, _add_report)
+    attach("dashboard", _DASHBOARD, _add_dashboard)
     attach("chat", _CHAT, _add_chat)
     attach("eval", _EVAL, _add_eval)
     attach("serve", _SERVE, _add_serve)
@@ -125,6 +127,12 @@ def _add_launch(app: typer.Typer) -> None:
     from allhands.cli.launch import SETTINGS, launch
 
     app.command("launch", context_settings=SETTINGS)(launch)
+
+
+def _add_dashboard(app: typer.Typer) -> None:
+    from allhands.cli.dashboard import dashboard
+
+    app.command("dashboard")(dashboard)
 
 
 def _add_report(app: typer.Typer) -> None:

@@ -7,8 +7,9 @@ import hashlib
 import json
 import re
 from importlib.resources import files
+from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 
 from allhands.report.charts import Bars
@@ -32,21 +33,37 @@ _PARTS = (
 
 def to_html(page: Page) -> str:
     """The page as HTML. What comes from a run is escaped; a policy in the file lets no script but ours run."""
-    style = _asset("uplot/uPlot.min.css") + _asset("report.css")
-    licence = f"/*! uPlot\n{_asset('uplot/LICENSE')}\n*/\n"
-    script = licence + _asset("uplot/uPlot.iife.min.js") + "\n" + _asset("charts.js")
-    charts = {chart.key: chart.to_json() for section in page.sections for chart in section.charts}
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals.update(bar_parts=_bar_parts, part_class=_part_class)  # pyright: ignore[reportArgumentType]
+    style = asset("uplot/uPlot.min.css") + asset("report.css")
+    licence = f"/*! uPlot\n{asset('uplot/LICENSE')}\n*/\n"
+    script = licence + asset("uplot/uPlot.iife.min.js") + "\n" + asset("charts.js")
     # Markup is ours: the files of the package, and JSON that holds no character of HTML.
-    return environment.from_string(_asset("report.html.j2")).render(
-        page=page,
-        mark=Markup(MARK),
-        policy=f"default-src 'none'; img-src data:; style-src {_sum(style)}; script-src {_sum(script)}",
-        style=Markup(style),
-        script=Markup(script),
-        charts=Markup(in_script(charts)),
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            page=page,
+            mark=Markup(MARK),
+            policy=f"default-src 'none'; img-src data:; style-src {_sum(style)}; script-src {_sum(script)}",
+            style=Markup(style),
+            script=Markup(script),
+            charts=Markup(in_script(_charts(page))),
+        )
     )
+
+
+def page_parts(page: Page) -> tuple[str, dict[str, Any]]:
+    """For a page that goes on living: what stands between its header and its footer, as HTML, and its charts."""
+    return _environment().get_template("report_body.html.j2").render(page=page), _charts(page)
+
+
+def _charts(page: Page) -> dict[str, Any]:
+    return {chart.key: chart.to_json() for section in page.sections for chart in section.charts}
+
+
+def _environment() -> Environment:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset))
+    environment.globals.update(bar_parts=_bar_parts, part_class=_part_class)  # pyright: ignore[reportArgumentType]
+    return environment
 
 
 def in_script(value: object) -> str:
@@ -55,7 +72,8 @@ def in_script(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the package's for the browser."""
     return files("allhands").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
 
 

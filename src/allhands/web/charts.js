@@ -234,11 +234,19 @@ var allhandsCharts = (function () {
     document.querySelectorAll("[data-chart]").forEach(function (host) {
       draw(host, charts[host.dataset.chart]);
     });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", function () {
-      drawn.forEach(function (u) { u.redraw(false, true); });
-    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   }
 
-  return { draw: draw, drawAll: drawAll };
+  function redraw() {
+    drawn.forEach(function (u) { u.redraw(false, true); });
+  }
+
+  // For a page that puts other charts in place of those that are there.
+  function forget() {
+    drawn.forEach(function (u) { u.destroy(); });
+    drawn = [];
+  }
+
+  return { draw: draw, drawAll: drawAll, redraw: redraw, forget: forget };
 })();
 if (document.getElementById("charts")) allhandsCharts.drawAll();

@@ -1,0 +1,193 @@
+"""The runs below a directory: found, summed up, their logs, and who is to be asked to stop."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from allhands.cluster.journal import read_events
+from allhands.errors import AllhandsError, DataError
+from allhands.formatting import format_bytes
+from allhands.metrics import METRICS_FILE
+from allhands.monitor.board import Board, Row
+from allhands.report.facts import RunFacts, read_facts
+
+_DEPTH = 3  # of directories in which runs are looked for
+_MOST = 200
+_LOGS = "logs"
+_LOG = re.compile(r"(rank-\d+|mpirun)(\.attempt-\d+)?\.log")
+_TAIL_BYTES = 16_384
+_NOT_LOOKED = {"checkpoints", "best", "logs", "model", "model-best"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in one line, as plain values; ``None`` where something is not known."""
+
+    name: str
+    status: str
+    ranks: int | None
+    step: int
+    total_steps: int | None
+    loss: float | None
+    valid_loss: float | None
+    tokens_per_s: float | None
+    elapsed_s: float
+    memory_bytes: int
+    can_stop: bool
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Directories of runs below ``root``, itself included, by their place in it; the one written last comes first."""
+    found: list[tuple[float, str, Path]] = []
+    for directory in _below(root, _DEPTH):
+        for file in (directory / METRICS_FILE, directory / "events.jsonl"):
+            if file.is_file():
+                name = root.resolve().name if directory == root else str(directory.relative_to(root))
+                found.append((file.stat().st_mtime, name, directory))
+                break
+    return {name: directory for _, name, directory in sorted(found, reverse=True)[:_MOST]}
+
+
+def _below(directory: Path, depth: int) -> Iterator[Path]:
+    yield directory
+    if depth == 0:
+        return
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        hidden = entry.name.startswith(".") or entry.name in _NOT_LOOKED
+        if not hidden and entry.is_dir() and not entry.is_symlink():
+            yield from _below(entry, depth - 1)
+
+
+def facts_of(directory: Path) -> RunFacts:
+    """All that the run has written so far.
+
+    Raises:
+        DataError: nothing that tells of a run.
+    """
+    return read_facts(directory, read_events(directory) or read_events(directory / _LOGS))
+
+
+def summary_of(name: str, directory: Path) -> Summary | None:
+    """The run in one line; ``None`` if it cannot be read at all."""
+    try:
+        facts = facts_of(directory)
+    except AllhandsError:
+        return None
+    history = facts.history
+    started, last = history.started, history.train[-1] if history.train else None
+    return Summary(
+        name=name,
+        status=facts.status,
+        ranks=started.num_ranks if started else None,
+        step=last.step if last else 0,
+        total_steps=started.total_steps if started else None,
+        loss=last.loss if last else None,
+        valid_loss=history.valid[-1].loss if history.valid else None,
+        tokens_per_s=last.tokens_per_s if last else None,
+        elapsed_s=last.elapsed_s if last else 0.0,
+        memory_bytes=facts.together_bytes,
+        can_stop=facts.status == "going on" and head_of(facts) is not None,
+    )
+
+
+# --- processes ----------------------------------------------------------------------------------------
+
+
+def processes_of(facts: RunFacts, now: float) -> list[dict[str, str]]:
+    """The run's processes side by side, as texts."""
+    return [_process(row, now) for row in Board(facts.samples).rows()]
+
+
+def _process(row: Row, now: float) -> dict[str, str]:
+    sample, state = row.last, row.state(now)
+    busiest = row.busiest_phase()
+    doing = state if state != "lives" else (f"{busiest[0]} {busiest[1]:.0%}" if busiest else sample.phase or "watches")
+    gpu = "" if sample.gpu_used_bytes is None else format_bytes(sample.gpu_used_bytes)
+    return {
+        "process": sample.name,
+        "computer": sample.host,
+        "doing": doing,
+        "step": "" if sample.step is None else str(sample.step),
+        "memory": format_bytes(sample.pss_bytes),
+        "peak memory": format_bytes(row.peak_pss_bytes),
+        "MLX's arrays": "" if sample.mlx_active_bytes is None else format_bytes(sample.mlx_active_bytes),
+        "GPU's memory": gpu,
+        "CPU": f"{sample.cpu_cores:.0%}" if state == "lives" else "",
+    }
+
+
+def head_of(facts: RunFacts) -> psutil.Process | None:
+    """The process that directs the run, or rank 0 where nobody does, if it lives on this computer."""
+    here = socket.gethostname()
+    rows = Board(facts.samples).rows()
+    directors = [row for row in rows if row.last.role == "orchestrator"]
+    for row in directors or [row for row in rows if row.last.role == "rank" and row.last.rank == 0]:
+        if row.last.host != here or row.last.ended:
+            continue
+        try:
+            process = psutil.Process(row.last.pid)
+            # Another one may have got its number since.
+            if process.create_time() <= row.last.time and "allhands" in " ".join(process.cmdline()):
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def ask_to_stop(directory: Path) -> str:
+    """Ask a run to save and end, as a scheduler would; what was done, in words.
+
+    Raises:
+        DataError: it does not go on, or not on this computer.
+    """
+    process = head_of(facts_of(directory))
+    if process is None:
+        hint = "stop it where it was started, with Ctrl-C"
+        raise DataError("no process of this run lives on this computer", where=str(directory), hint=hint)
+    try:
+        os.kill(process.pid, signal.SIGTERM)
+    except OSError as error:
+        hint = "stop it where it was started, with Ctrl-C"
+        raise DataError(f"it cannot be asked: {error.strerror}", where=str(directory), hint=hint) from None
+    return f"asked process {process.pid} to save and stop at {time.strftime('%H:%M:%S')}"
+
+
+# --- logs ---------------------------------------------------------------------------------------------
+
+
+def logs_of(directory: Path) -> list[str]:
+    """Names of the ranks' logs, the current ones first."""
+    try:
+        names = [entry.name for entry in (directory / _LOGS).iterdir() if _LOG.fullmatch(entry.name)]
+    except OSError:
+        return []
+    return sorted(names, key=lambda name: ("attempt" in name, name))
+
+
+def tail_of(directory: Path, name: str) -> str:
+    """The end of a log.
+
+    Raises:
+        DataError: there is no such log.
+    """
+    if name not in logs_of(directory):
+        raise DataError("there is no such log", where=name, hint="take one of the list")
+    with (directory / _LOGS / name).open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        size = stream.tell()
+        stream.seek(max(0, size - _TAIL_BYTES))
+        text = stream.read().decode("utf-8", errors="replace")
+    return text if size <= _TAIL_BYTES else text.partition("\n")[2]

@@ -1,0 +1,194 @@
+"""``allhands dashboard``: what it tells of runs, and whom it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from dashboards import Dashboard, dashboard
+from tiny import run_allhands
+from written_runs import HOSTILE, write_run, write_samples
+
+from allhands.dashboard.runs import ask_to_stop, facts_of, find_runs, head_of, logs_of, summary_of, tail_of
+from allhands.errors import DataError
+from allhands.monitor import encode_sample, read_samples
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, one of them two directories down, and what is none."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "one")
+    write_run(folder / "deep" / "two", ranks=2, ended=None, sampled=[("hello", HOSTILE)])
+    write_samples(folder / "deep" / "two")
+    (folder / "deep" / "two" / "logs" / "rank-0.log").write_text(f"step 1\n{HOSTILE}\n")
+    (folder / "deep" / "two" / "logs" / "secret.txt").write_text("no log\n")
+    write_run(folder / "one" / "checkpoints" / "no")
+    (folder / "empty").mkdir()
+    (folder / ".hidden").mkdir()
+    write_run(folder / ".hidden" / "three")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(root: Path) -> Iterator[Dashboard]:
+    with dashboard(root) as running:
+        yield running
+
+
+# --- what there is ------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_below_a_directory_the_latest_first(root: Path) -> None:
+    os.utime(root / "one" / "metrics.jsonl", (1, 1))
+    assert list(find_runs(root)) == ["deep/two", "one"]
+    assert list(find_runs(root / "one")) == ["one"]
+    assert find_runs(root / "empty") == {}
+
+
+def test_a_run_in_one_line(root: Path) -> None:
+    one = summary_of("one", root / "one")
+    assert one is not None
+    assert (one.status, one.step, one.total_steps, one.ranks) == ("finished", 60, 60, 1)
+    assert one.loss == pytest.approx(2 + 2 / 7)
+    assert one.valid_loss == pytest.approx(2.1 + 2 / 7)
+    assert not one.can_stop
+    assert summary_of("empty", root / "empty") is None
+
+
+def test_the_end_of_a_log_and_of_nothing_else(root: Path, tmp_path: Path) -> None:
+    run = root / "deep" / "two"
+    assert logs_of(run) == ["rank-0.log"]
+    assert tail_of(run, "rank-0.log").startswith("step 1\n")
+    for name in ("secret.txt", "../metrics.jsonl", "/etc/passwd", ""):
+        with pytest.raises(DataError):
+            tail_of(run, name)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("".join(f"line {i}\n" for i in range(10_000)))
+    tail = tail_of(tmp_path, "rank-0.log")
+    assert tail.startswith("line ")
+    assert tail.endswith("line 9999\n")
+    assert len(tail) < 20_000
+
+
+def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
+    """Its number may be another program's by now: that one is left alone."""
+    run = write_run(tmp_path / "run", ended=None)
+    write_samples(run, ranks=1, host=lambda _: os.uname().nodename)
+    (file,) = (run / "logs").glob("monitor-*.jsonl")
+
+    def written_for(process: subprocess.Popen[bytes]) -> None:
+        sample = replace(read_samples(run)[-1], pid=process.pid, time=time.time(), ended=False)
+        file.write_text(f"{encode_sample(sample)}\n")
+
+    wait = (
+        "import time, signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(7))\nprint('', flush=True)\ntime.sleep(60)"
+    )
+    for words, ours in ((["allhands"], True), (["else"], False)):
+        with subprocess.Popen([sys.executable, "-c", wait, *words], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            written_for(process)
+            assert (head_of(facts_of(run)) is not None) == ours
+            if ours:
+                assert str(process.pid) in ask_to_stop(run)
+                assert process.wait(10) == 7
+            else:
+                with pytest.raises(DataError, match="no process of this run lives"):
+                    ask_to_stop(run)
+                process.kill()
+
+
+# --- over HTTP ----------------------------------------------------------------------------------------
+
+
+def test_the_page_its_files_and_what_it_asks_for(served: Dashboard) -> None:
+    status, page, headers = served.ask("/")
+    assert status == 200
+    assert "<script src=" in page
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
+    assert "uPlot" in served.ask("/assets/script.js")[1]
+    assert served.ask("/assets/style.css")[2]["content-type"].startswith("text/css")
+    assert {run["name"]: run["status"] for run in served.json("/api/runs")}["one"] == "finished"
+    both = served.json("/api/page?run=one&run=deep/two")
+    assert [run["name"] for run in both["runs"]] == ["one", "deep/two"]
+    assert [one["process"] for one in both["runs"][1]["processes"]] == ["rank 0", "rank 1"]
+    labels = {line["label"] for line in both["charts"]["loss-steps"]["lines"]}
+    assert any(label.startswith("one") for label in labels)
+    assert any(label.startswith("two") for label in labels)
+    assert served.json("/api/page?run=none")["runs"] == []
+
+
+def test_what_comes_from_a_run_is_text(served: Dashboard) -> None:
+    found = served.json("/api/page?run=deep/two")
+    assert "<img" not in found["html"]
+    assert "&lt;/script&gt;&lt;script&gt;" in found["html"]
+    assert HOSTILE in served.json("/api/log?run=deep/two&log=rank-0.log")["text"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/log?run=deep/two&log=secret.txt",
+        "/api/log?run=deep/two&log=..%2Fmetrics.jsonl",
+        "/api/log?run=..&log=rank-0.log",
+        "/assets/..%2Fdashboard.html",
+        "/assets/report.css",
+        "/nothing",
+    ],
+)
+def test_nothing_else_is_handed_out(served: Dashboard, path: str) -> None:
+    assert served.ask(path)[0] == 404
+
+
+def test_other_names_and_other_pages_are_refused(served: Dashboard) -> None:
+    """A name that somebody else's server has made point here, and a request that another page makes."""
+    assert served.ask("/", headers={"Host": "evil.example"})[0] == 400
+    status, told, _ = served.ask("/api/stop?run=one", method="POST")
+    assert (status, "own page" in told) == (403, True)
+    assert served.ask("/api/stop?run=one")[0] == 405
+    status, told, _ = served.ask("/api/stop?run=one", method="POST", headers={"X-Allhands": "stop"})
+    assert (status, "no process of this run" in told) == (404, True)
+
+
+def test_others_than_this_computer_need_the_token(root: Path) -> None:
+    with dashboard(root, "--host", "0.0.0.0") as open_to_all:
+        here = replace(open_to_all, address=f"http://127.0.0.1:{open_to_all.address.rsplit(':', 1)[1]}")
+        token = open_to_all.token
+        assert token is not None
+        assert len(token) > 20
+        for path in ("/", "/api/runs", "/assets/script.js", "/?token=wrong"):
+            assert here.ask(path)[0] == 403, path
+        assert here.ask("/api/runs", headers={"Cookie": f"allhands-token={token}"})[0] == 200
+        assert here.ask("/api/runs", headers={"Cookie": "allhands-token=wrong"})[0] == 403
+
+
+def test_it_ends_cleanly(root: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with dashboard(root) as running:
+            running.json("/api/runs")
+            running.process.send_signal(number)
+            running.process.wait(20)
+            assert running.process.stderr is not None
+            assert "Traceback" not in running.process.stderr.read()
+
+
+def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_path: Path) -> None:
+    port = served.address.rsplit(":", 1)[1].strip("/")
+    taken = run_allhands("dashboard", str(root), "--port", port)
+    assert (taken.returncode, "cannot listen" in taken.stderr, "Traceback" in taken.stderr) == (2, True, False)
+    none = run_allhands("dashboard", str(tmp_path / "none"))
+    assert (none.returncode, "no such directory" in none.stderr) == (3, True)
+    short = run_allhands("dashboard", str(root), "--token", "abc")
+    assert (short.returncode, "can be guessed" in short.stderr) == (2, True)
+    assert json.loads(served.ask("/api/log?run=none&log=x")[1]) == {"error": "there is no such run"}
