@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from rich.console import Console
 from tiny import CHAT_TEMPLATE, write_model
+from written_runs import write_run
 
 from allhands.cli.talk import (
     GenerateOptions,
@@ -29,6 +30,7 @@ from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError
 from allhands.generate import answer_all, load_for_generation, prompt_tokens
 from allhands.model.load import load_model
+from allhands.report import read_facts
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +266,20 @@ def test_compare_writes_prompts_answers_and_scores(
     shown = capsys.readouterr().out
     assert "before: prompt " in shown
     assert "3 held-out prompts: " in shown
+
+
+def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapter: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        (run / name).write_bytes((adapter / name).read_bytes())
+    run_compare(str(tiny_model), run, "demo", 2, 1, 4, None)
+    saved = json.loads((run / "answers.json").read_text(encoding="utf-8"))
+    (found,) = read_facts(run).answers
+    assert list(found.prompts) == saved["prompts"] == held_out_prompts("demo", 2)
+    assert list(found.after) == saved["after"]
+    # Of an adapter that is no run nothing is written.
+    run_compare(str(tiny_model), adapter, "demo", 2, 1, 4, None)
+    assert not (adapter / "answers.json").exists()
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:

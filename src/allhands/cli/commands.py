@@ -299,7 +299,9 @@ def compare(
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16,
     show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4,
     max_tokens: MaxTokens = 60,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write prompts, answers and scores as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for prompts, answers and scores. [answers.json of a run]")
+    ] = None,
 ) -> None:
     """Answer held-out prompts before and after training.
 

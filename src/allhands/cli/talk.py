@@ -18,6 +18,7 @@ from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import load_split
 from allhands.errors import ConfigError, DataError
 from allhands.files import make_directory, write_whole
+from allhands.metrics import METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,14 @@ def run_compare(
     console.print(comparison_table(comparison, show))
     for line in score_lines(comparison):
         console.print(line, highlight=False)
+    if out is None and (adapter_path / METRICS_FILE).exists():
+        out = adapter_path / ANSWERS_FILE
     if out is not None:
         save_comparison(comparison, out)
+        console.print(f"answers: {out}", highlight=False, soft_wrap=True, markup=False)
+
+
+ANSWERS_FILE = "answers.json"  # in a run's directory, where reports look for it
 
 
 def compared(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> Comparison:

@@ -25,7 +25,7 @@ _FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
 
 @dataclass(frozen=True)
 class Answers:
-    """What ``allhands compare --out`` wrote: answers to the same prompts without and with the adapter."""
+    """What ``allhands compare`` wrote: answers to the same prompts without and with the adapter."""
 
     file: str
     prompts: tuple[str, ...]
