@@ -67,9 +67,8 @@ def test_the_page_is_followed_to_the_letter(work: Path, cluster: Cluster) -> Non
         elif "--hostfile" in words and words[0] == "train":
             address = re.escape(cluster.nodes["node1"].address)
             assert re.search(rf"2 processes, ring: .*\(this computer\), node1 {address} \(over ahb\d+\)", done.stderr)
-    assert verbs == ["cluster init"] * 2 + ["cluster sync", "cluster check"] + ["train --train"] * 2 + [
-        "plot adapters-one"
-    ]
+    prepared = [*["cluster init"] * 2, "cluster sync", "cluster check"]
+    assert verbs == [*prepared, *["train --train"] * 2, "plot adapters-one", "report adapters-one"]
     both, one = read_run(work / "adapters-both"), read_run(work / "adapters-one")
     losses = [[report["loss"] for report in run.reports] for run in (one, both)]
     assert len(losses[0]) >= 3
@@ -77,6 +76,7 @@ def test_the_page_is_followed_to_the_letter(work: Path, cluster: Cluster) -> Non
     assert losses[1][:3] == pytest.approx(losses[0][:3], rel=1e-5)
     assert losses[1] == pytest.approx(losses[0], rel=3e-3)
     assert (work / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert "adapters-both" in (work / "both.html").read_text()
 
 
 def _expect_hostfile(path: Path, cluster: Cluster) -> None:
