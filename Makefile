@@ -29,7 +29,7 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 	$(BIN)/allhands demo
 
 # Tests of several processes at a time, and of their seconds, have the computer to themselves.
-test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
+test: $(STAMP) ## the whole test suite (about 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/parity
 	$(BIN)/python -m pytest tests/distributed tests/fault
 
