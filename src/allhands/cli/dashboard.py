@@ -45,8 +45,9 @@ def dashboard(
     if token is None and host not in _HERE:
         token = secrets.token_urlsafe(18)
     listener = _listen(host, port)
-    address = host if host not in ("0.0.0.0", "::") else socket.gethostname()
-    names = {*_HERE, "[::1]", address, host, name or host}
+    own = _addresses() if host in ("0.0.0.0", "::") else [host]
+    address = own[0]
+    names = {*_HERE, "[::1]", *own, *(f"[{one}]" for one in own if ":" in one), socket.gethostname(), name or host}
     place = f"http://{f'[{address}]' if ':' in address else address}:{listener.getsockname()[1]}/"
     print(f"dashboard: {place}{f'?token={token}' if token else ''}", flush=True)
     if host not in _HERE:
@@ -56,6 +57,17 @@ def dashboard(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_WORKS_S
     )
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _addresses() -> list[str]:
+    """This computer's, those first under which others know it; its name if it has none."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    every = [one for ones in psutil.net_if_addrs().values() for one in ones if one.family in families]
+    found = [one.address.partition("%")[0] for one in sorted(every, key=lambda one: families.index(one.family))]
+    others = [address for address in found if not address.startswith("127.") and address != "::1"]
+    return [*others, socket.gethostname()]
 
 
 def _listen(host: str, port: int) -> socket.socket:
