@@ -21,7 +21,6 @@ from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
 from allhands.plan.speed import StepModel, fitted
 from allhands.pretrain_config import pretraining
 
-_BUCKETS = {"cpu": 32_000_000, "metal": 32_000_000, "cuda": 128_000_000}
 _MICRO_BATCH = {"cpu": 2048, "metal": 16384, "cuda": 16384}
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
 _PROGRAM_BYTES = 150_000_000
@@ -279,8 +278,10 @@ def _step(
             f"{where.name}: estimated from what its maker says it can do, for rows of {config.max_seq_length} tokens: "
             "good within a factor of 1.5, not better; a short training there tells (allhands plan on that computer)"
         )
+    from allhands.distributed.reduce import bucket_bytes_for
+
     word = _word_of_gradients(config, model)
-    bucket = int(config.bucket_mb * 1e6) if config.bucket_mb else _BUCKETS[kind]
+    bucket = bucket_bytes_for("nccl" if kind == "cuda" else "ring", config.bucket_mb)
     gradient = _trained(config, model, measured) * word
     return StepModel(serial_s, tokens, token_s, rows, gradient, bucket, overlapped=kind == "cuda")
 
@@ -372,12 +373,11 @@ def _measured_link(config: TrainConfig, say: Callable[[str], object], notes: lis
         why = "; ".join(str(failure) for failure in found.failures) or "no group came together"
         raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
     whole = found.whole
-    times = tuple((timing.num_bytes, timing.median_s) for timing in whole.timings)
     notes.append(
         f"link as measured over {whole.backend} between {whole.num_ranks} ranks: "
         f"{format_bytes(whole.bytes_per_s)}/s of all-reduces, {1e3 * whole.latency_s:.2g} ms"
     )
-    return Measured(whole.num_ranks, times, name=whole.backend)
+    return Measured(whole.num_ranks, whole.seconds, name=whole.backend)
 
 
 def _told(measured: Calibration) -> str:

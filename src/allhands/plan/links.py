@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,31 +49,23 @@ class Measured:
 
     Attributes:
         ranks: so many.
-        times: pairs of bytes and seconds, ascending.
+        at: seconds that so many bytes take between them.
     """
 
     ranks: int
-    times: tuple[tuple[int, float], ...]
+    at: Callable[[float], float]
     name: str = "as measured"
     source: str = "measured"
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
-        """Linear between what was measured; for other numbers of ranks scaled as a ring would be."""
+        """As measured; for other numbers of ranks scaled as a ring would be."""
         if ranks < 2:
             return 0.0
-        latency = self.times[0][1] * (ranks - 1) / (self.ranks - 1)
-        beyond = max(0.0, self._at(num_bytes) - self.times[0][1])
+        smallest = self.at(0)
+        latency = smallest * (ranks - 1) / (self.ranks - 1)
+        beyond = max(0.0, self.at(num_bytes) - smallest)
         factor = ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
         return latency + beyond * factor
-
-    def _at(self, num_bytes: float) -> float:
-        smallest, largest = self.times[0], self.times[-1]
-        if num_bytes <= smallest[0]:
-            return smallest[1]
-        for (low, low_s), (high, high_s) in zip(self.times, self.times[1:], strict=False):
-            if num_bytes <= high:
-                return low_s + (num_bytes - low) / (high - low) * (high_s - low_s)
-        return largest[1] * num_bytes / largest[0]
 
 
 def _of(name: str, gigabits: float, latency_us: float) -> Link:
