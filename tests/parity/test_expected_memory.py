@@ -88,9 +88,34 @@ def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
     assert expected == pytest.approx(peak, rel=0.12)
 
 
+@needs_native
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--shape", "qwen3"),
+        ("--shape", "mixtral", "--layers", "4", "--experts", "4", "--experts-per-token", "2", "--mlp-dims", "512"),
+        pytest.param(("--shape", "mixtral", "--experts", "8", "--grad-checkpoint"), marks=pytest.mark.long),
+    ],
+)
+def test_other_families(place: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    # The last of an option counts.
+    peak, expected = pretrain(place, tmp_path / "out", *more)
+    assert expected == pytest.approx(peak, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("more", "found"),
     [
+        (
+            {"vocab_size": 10, "num_local_experts": 8, "num_experts_per_tok": 2},
+            Blocks(6, 256, 768, 256, 256, 10, experts=8, active=2),
+        ),
+        (
+            {"vocab_size": 10, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+            Blocks(6, 256, 64, 256, 256, 10, experts=16, active=4),
+        ),
+        ({"vocab_size": 10, "num_experts": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 2}, None),
+        ({"vocab_size": 10, "n_routed_experts": 16, "num_experts_per_tok": 4}, None),
         ({"vocab_size": 10}, Blocks(6, 256, 768, 256, 256, 10)),
         ({"vocab_size": 10, "num_key_value_heads": 1, "head_dim": 32}, Blocks(6, 256, 768, 128, 32, 10)),
         ({}, None),

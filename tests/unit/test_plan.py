@@ -22,7 +22,7 @@ from allhands.plan.links import Link, Measured, link_of
 from allhands.plan.memory import Blocks, Work, on_cpu, on_gpu
 from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import Job, Prices, look_ahead
-from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
+from allhands.plan.sizes import adapter_weights, all_weights, expert_weights, flops_per_token
 from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
 from allhands.plan.strategies import strategies
 
@@ -30,6 +30,7 @@ from allhands.plan.strategies import strategies
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
 FREE = Link("free", float("inf"), 0.0)
 LLAMA = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
+MIXTRAL = Blocks(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
 SMOL = Blocks(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
 
 
@@ -153,6 +154,32 @@ def test_numbers_of_a_known_model() -> None:
     assert flops_per_token(LLAMA, "full", 16, recomputed=False) == 6 * weights
     assert flops_per_token(LLAMA, "lora", 16, recomputed=False) == 4 * weights
     assert flops_per_token(LLAMA, "lora", 8, recomputed=False) < 4 * weights
+
+
+def test_numbers_of_a_model_with_experts() -> None:
+    # Mixtral 8x7B: 46,702,792,704 parameters, of which 65 x 4096 are norms; 12.9 billion of them compute a token.
+    assert all_weights(MIXTRAL, tied=False) == 46_702_792_704 - 65 * 4096
+    assert expert_weights(MIXTRAL) == 32 * 8 * 3 * 4096 * 14336
+    assert expert_weights(LLAMA) == 0
+    flops = flops_per_token(MIXTRAL, "full", 32, recomputed=False)
+    assert flops / 6 == pytest.approx(12.88e9 - 32000 * 4096, rel=0.001)
+    # Each expert has factors of its own, and so does the router.
+    experts, attention, router = 8 * 3 * (4096 + 14336), 2 * 8192 + 2 * 5120, 4096 + 8
+    assert adapter_weights(MIXTRAL, 1, 8, None) == 8 * (experts + attention + router)
+    assert adapter_weights(MIXTRAL, 1, 8, ["block_sparse_moe.switch_mlp.up_proj"]) == 8 * 8 * (4096 + 14336)
+
+
+def test_experts_are_divided_and_the_rest_is_not() -> None:
+    work = Work("full", 8192, 32, 93_400_000_000, 93_400_000_000, "adamw")
+    found = {s.name: s for s in strategies(work, MIXTRAL, 8, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)}
+    divided, plain = found["experts sharded"], found["data parallel"]
+    # 45.1 of 46.7 billion are experts', of which a rank keeps an eighth; attention and embeddings are on each.
+    assert divided.parts["weights"] == pytest.approx(93.4e9 * (1 - 45.1 / 46.7 * 7 / 8), rel=0.02)
+    assert divided.parts["optimizer"] == 2 * divided.parts["weights"]
+    assert divided.parts["activations"] == plain.parts["activations"]
+    assert not divided.built
+    few = strategies(work, MIXTRAL, 16, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)
+    assert "experts sharded" not in {s.name for s in few}
 
 
 @pytest.mark.parametrize(

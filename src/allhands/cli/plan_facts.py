@@ -205,11 +205,9 @@ def _fresh(fresh: Any, kind: str) -> _Model:
 
         numbers = {"vocabulary": rows_for(Tokenizer.from_file(str(file)).get_vocab_size()), **numbers}
     shape = find_shape(fresh.shape, numbers)
-    experts = shape.experts or 0
-    blocks = None
-    if not experts:
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        blocks = Blocks(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mixed = shape.experts, shape.experts_per_token
+    blocks = Blocks(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
     half = fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu")
     word = 2 if half else 4
     return _Model({"tie_word_embeddings": shape.tied}, blocks, word * count(shape).total, 0, word)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.blas import native_library
-from allhands.model import native_products
+from allhands.model import native_experts, native_products
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
 from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
@@ -23,6 +23,7 @@ from allhands.trees import flatten
 
 _WIDTH = 16  # a head's width must be a multiple of it
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
+_NORMS = {"q_norm", "k_norm"}  # of Qwen 3, OLMo 2 and others
 _PROBE_TOKENS = 24
 _CLOSE = 1e-4  # of the largest value
 
@@ -49,8 +50,10 @@ def use_native(model: nn.Module) -> int:
         elif isinstance(module, FastMlp):
             module.__class__ = type(type(module).__name__, (_Mlp, type(module)), {})
             changed += 1
-        elif set(module.children()) == _ATTENTION and hasattr(module, "n_kv_heads"):
+        elif module.children().keys() - _NORMS == _ATTENTION:
             changed += _substitute_attention(module)
+        else:
+            changed += native_experts.substitute(module)
     blocks: list[nn.Module] = list(getattr(model, "layers", ()))
     return changed + sum(native_products.substitute(module) for block in blocks for module in block.modules())
 
@@ -183,12 +186,30 @@ class _Attention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if x.dtype != mx.float32 or cache is not None or not isinstance(mask, str) or mask != "causal":
             return super().__call__(x, mask, cache)  # type: ignore[misc]
-        sizes = (self.n_heads, self.n_kv_heads, self._native_width)
+        sizes = (*self._native_heads, self._native_width)
         if chosen("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        turns = _turns(self, x.shape[1], q.shape[-1] // self.n_heads)
+        if "q_norm" in self:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        turns = _turns(self, x.shape[1], self._native_width)
         return self.o_proj(attention(q, k, v, turns, self.scale, frozen=forward_only(self)))
+
+
+def _normed(norm: Any, x: mx.array) -> mx.array:
+    """Head by head, or all heads together: by how many weights there are."""
+    return norm(x.reshape(*x.shape[:-1], -1, norm.weight.size)).reshape(x.shape)
+
+
+def _heads(module: Any) -> tuple[int, int]:
+    """Of the queries and of the keys, which architectures name in two ways.
+
+    Raises:
+        AttributeError: neither is there.
+    """
+    if hasattr(module, "n_heads"):
+        return module.n_heads, module.n_kv_heads
+    return module.num_heads, module.num_key_value_heads
 
 
 def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
@@ -208,10 +229,12 @@ def _substitute_attention(module: Any) -> bool:
     kind = type(module)
     substitute = type(kind.__name__, (_Attention, kind), {})
     try:
-        width = module.k_proj(probe := _probe(module)).shape[-1] // module.n_kv_heads
-        if width % _WIDTH or module.n_heads % module.n_kv_heads:
+        heads, key_heads = _heads(module)
+        width = module.k_proj(probe := _probe(module)).shape[-1] // key_heads
+        if width % _WIDTH or heads % key_heads:
             return False
         object.__setattr__(module, "_native_width", width)
+        object.__setattr__(module, "_native_heads", (heads, key_heads))
         training = module.training
         module.eval()  # dropout would make two passes differ
         try:

@@ -21,15 +21,19 @@ _CHUNK_ROWS = 256  # of the loss
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
 # In the update, weight by weight: the gradient, and a part of the new values beside the old.
 _UPDATE, _UPDATE_OF_MUON = 1.25, 1.5
-_MIXED = ("num_local_experts", "num_experts", "n_routed_experts")
+# Keys of configurations that tell of experts: of these all blocks are alike if nothing of _UNEVEN is set.
+_EXPERTS = ("num_local_experts", "num_experts")
+_UNEVEN = ("n_routed_experts", "mlp_only_layers", "first_k_dense_replace", "shared_expert_intermediate_size")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Widths of a decoder of equal blocks, each of attention and a gated MLP.
+    """Widths of a decoder of equal blocks, each of attention and a gated MLP, or several of which some are chosen.
 
     Attributes:
+        mlp_dims: of the MLP, or of one expert.
         queries: heads times their width; ``keys`` is that of the keys, and of the values.
+        experts: of each block, ``active`` of which compute a token; 0 and 0 where there is one MLP.
     """
 
     layers: int
@@ -38,20 +42,26 @@ class Blocks:
     queries: int
     keys: int
     vocabulary: int
+    experts: int = 0
+    active: int = 0
 
 
 def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
     """The widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
-    if any(config.get(name) for name in _MIXED):
+    if any(config.get(name) for name in _UNEVEN) or int(config.get("decoder_sparse_step") or 1) > 1:
         return None
     try:
+        experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+        active = int(config["num_experts_per_tok"]) if experts else 0
         heads, dims = int(config["num_attention_heads"]), int(config["hidden_size"])
         width = int(config.get("head_dim") or dims // heads)
         key_heads = int(config.get("num_key_value_heads") or heads)
-        sizes = [int(config[name]) for name in ("num_hidden_layers", "intermediate_size", "vocab_size")]
+        inner = config.get("moe_intermediate_size") if experts else None
+        layers, vocabulary = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        mlp_dims = int(inner or config["intermediate_size"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return Blocks(sizes[0], dims, sizes[1], heads * width, key_heads * width, sizes[2])
+    return Blocks(layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active)
 
 
 @dataclass(frozen=True)
@@ -111,10 +121,11 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
     kept, passing = _of_a_block(blocks, work.method)
     layers = work.trained_layers
     if work.recomputed:
-        forward, held = layers * blocks.dims, layers * blocks.dims + kept + passing
+        each = blocks.dims + (3.3 * blocks.dims + 0.2 * blocks.active * blocks.mlp_dims if blocks.experts else 0.0)
+        forward, held = layers * blocks.dims, layers * each + kept + passing
     else:
         forward, held = layers * _before_backward(kept), layers * kept + passing
-    gradients = work.trained_bytes * (2 if work.accumulated else 1)
+    gradients = _gradients(blocks, work)
     states = _STATES.get(work.optimizer, 2)
     chunk = min(_CHUNK_ROWS, work.tokens) * blocks.vocabulary * _FLOAT
     return Memory(
@@ -132,10 +143,14 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     """What a step takes on a GPU with nothing ahead, in half precision.
 
     The multiples are those of three works on an H200 (``benchmarks/gpu.py``: 20.6, 14.3 and 9.9 GB); SwiGLU's output is
-    computed again, the loss has all logits at once.
+    computed again, the loss has all logits at once. Of models with experts none was measured there: these multiples are
+    those of MLX's own operations on a CPU.
     """
     values = work.tokens * _HALF
     kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
+    if blocks.experts:
+        mixed = (blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys)
+        kept = _dot(mixed, (8.5, 4.9, 2.7, 2.4))
     layers = work.trained_layers
     held = layers * blocks.dims + kept if work.recomputed else layers * kept
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
@@ -159,7 +174,19 @@ def _of_a_block(blocks: Blocks, method: Method) -> tuple[float, float]:
     parts = (blocks.dims, blocks.mlp_dims, blocks.queries, blocks.keys)
     if method == "dora":  # by MLX's own operations, of which every result is kept
         return _dot(parts, (28.0, 17.8, 10.1, 15.4)), 0.0
+    if blocks.experts:
+        mixed = (blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys)
+        if method == "full":
+            return _dot(mixed, (8.4, 0.4, 3.2, 2.6)), _dot(mixed, (6.0, 4.5, 0.0, 0.0))
+        return _dot(mixed, (9.0, 1.0, 3.0, 2.6)), _dot(mixed, (3.0, 5.0, 0.0, 0.0))
     return _dot(parts, (10.0, 3.0, 2.0, 2.0)), _dot(parts, (2.4, 3.0, 0.0, 0.0))
+
+
+def _gradients(blocks: Blocks, work: Work) -> int:
+    """Bytes of gradients in the backward pass."""
+    # Experts' are copied once.
+    share = 1.4 if blocks.experts and work.method == "full" else 1.0
+    return int(share * work.trained_bytes) + (work.trained_bytes if work.accumulated else 0)
 
 
 def _before_backward(kept: float) -> float:

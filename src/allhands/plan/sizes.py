@@ -18,20 +18,35 @@ _LINEARS = {
 }
 
 
-def block_weights(blocks: Blocks) -> int:
-    """Weights of the matrices of one block."""
-    return sum(getattr(blocks, a) * getattr(blocks, b) for a, b in _LINEARS.values())
+def block_weights(blocks: Blocks, mlps: int = 1) -> int:
+    """Weights of the matrices of one block with ``mlps`` times its MLP."""
+    return sum(
+        (mlps if name.startswith("mlp.") else 1) * getattr(blocks, a) * getattr(blocks, b)
+        for name, (a, b) in _LINEARS.items()
+    )
+
+
+def expert_weights(blocks: Blocks) -> int:
+    """Weights of all experts; 0 of a model that has none."""
+    return blocks.layers * blocks.experts * (block_weights(blocks) - block_weights(blocks, 0))
 
 
 def all_weights(blocks: Blocks, *, tied: bool) -> int:
     """Weights of all matrices."""
-    return blocks.layers * block_weights(blocks) + (1 if tied else 2) * blocks.vocabulary * blocks.dims
+    routers = blocks.layers * blocks.experts * blocks.dims
+    rows = (1 if tied else 2) * blocks.vocabulary * blocks.dims
+    return blocks.layers * block_weights(blocks, blocks.experts or 1) + routers + rows
 
 
 def adapter_weights(blocks: Blocks, layers: int, rank: int, keys: Collection[str] | None) -> int:
     """Numbers of LoRA's factors in the last ``layers`` blocks."""
-    wanted = [pair for name, pair in _LINEARS.items() if keys is None or name in keys]
-    return layers * rank * sum(getattr(blocks, a) + getattr(blocks, b) for a, b in wanted)
+    numbers = (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0  # of the router
+    for name, (a, b) in _LINEARS.items():
+        of_mlp = name.startswith("mlp.")
+        inner = f"switch_mlp.{name.removeprefix('mlp.')}" if blocks.experts and of_mlp else name
+        if keys is None or any(key == name or key.endswith(inner) for key in keys):
+            numbers += (blocks.experts or 1 if of_mlp else 1) * (getattr(blocks, a) + getattr(blocks, b))
+    return layers * rank * numbers
 
 
 def flops_per_token(blocks: Blocks, method: Method, layers: int, *, recomputed: bool) -> float:
@@ -40,7 +55,7 @@ def flops_per_token(blocks: Blocks, method: Method, layers: int, *, recomputed: 
     Args:
         layers: blocks through which gradients go back.
     """
-    block, head = block_weights(blocks), blocks.vocabulary * blocks.dims
+    block, head = block_weights(blocks, blocks.active or 1), blocks.vocabulary * blocks.dims
     forward = 2.0 * (blocks.layers * block + head)
     backward = 2.0 * (layers * block + head)
     if method == "full":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from allhands.plan.memory import Blocks, Memory, Work
+from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
@@ -73,6 +74,11 @@ def strategies(
         loss=max(tensor.logits, tensor.loss - saved),
     )
     yield _of("tensors sharded", ranks, work, tensor, 0, built=False)
+    if blocks.experts >= ranks:
+        kept = 1 - expert_weights(blocks) / all_weights(blocks, tied=True) * (ranks - 1) / ranks
+        trained = int(kept * work.trained_bytes) if work.method == "full" else work.trained_bytes
+        some = replace(share, weights_bytes=int(kept * work.weights_bytes), trained_bytes=trained)
+        yield _of("experts sharded", ranks, some, of(some), bucket_bytes, built=False)
     if blocks.layers >= ranks:
         layers = -(-work.trained_layers // ranks)
         piece = replace(
