@@ -163,6 +163,23 @@ def test_the_keyboard_reads_values_and_hides_lines(browser: Any, report: Path) -
     page.context.close()
 
 
+def test_phases_of_ranks_are_read_side_by_side(browser: Any, report: Path) -> None:
+    """Half of each second of the second run's ranks is computing, and half waiting; of a step of 1 s."""
+    page = opened(browser, report).page
+    hosts = [page.locator(f'[data-chart="phases-1-rank-{rank}"]') for rank in range(2)]
+    for rank, host in enumerate(hosts):
+        host.focus()
+        page.keyboard.press("End")
+        told = page.locator(f'[data-chart="phases-1-rank-{rank}"] ~ .readout').inner_text()
+        assert told == "step 19: data wait 0 s; compute 0.5 s; reduce 0.5 s; update and rest 0 s; whole step 1 s"
+    left, right = [host.bounding_box() for host in hosts]
+    assert (left["y"], left["width"]) == (right["y"], right["width"])
+    assert left["x"] < right["x"]
+    whole = page.locator('[data-chart="phases-1"]').bounding_box()
+    assert whole["width"] > left["width"] + right["width"]
+    page.context.close()
+
+
 def test_colours_follow_the_scheme_and_charts_the_width(browser: Any, report: Path) -> None:
     page = opened(browser, report).page
     colours = "() => getComputedStyle(document.documentElement).getPropertyValue('--series-0')"
