@@ -58,7 +58,7 @@ def told(found: Comparison) -> list[tuple[str, str]]:
     return [(word.level, word.text) for word in plan_words(found)]
 
 
-def change(run: Path, **parts: dict[int, float]) -> None:
+def change(run: Path, **parts: dict[int, Any]) -> None:
     """Change fields of reports at steps of ``metrics.jsonl``."""
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     for record in lines:
@@ -157,6 +157,17 @@ def test_the_exchange_and_the_ranks_of_the_run(tmp_path: Path) -> None:
         "the exchange took 25 ms of a step, and 5 ms were planned: a slower link, or a slower rank that was waited for",
     )
     assert (memory.of, memory.ratio) == ("memory of a rank at its peak (data parallel)", pytest.approx(1.22))
+
+
+def test_a_peak_that_rose_later(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=30)
+    change(run, peak_memory_bytes={step: [900_000_000 if step > 15 else 500_000_000] for step in range(5, 35, 5)})
+    memory = figures(compared(run, memory=[{**WAYS[0], "rank_bytes": 500_000_000}]))["memory"]
+    assert memory.ratio == pytest.approx(1.8)
+    assert memory.why == (
+        "until step 15 it was 500 MB; between that and step 20 came something that no plan has, as a validation, a "
+        "save, or a batch of another shape",
+    )
 
 
 def test_nothing_is_interpolated(tmp_path: Path) -> None:

@@ -225,7 +225,9 @@ def _why_step(plan: KeptPlan, line: KeptLine, reports: Sequence[TrainReport]) ->
         cause = "a slower link, or a slower rank that was waited for" if exchange > planned else "a faster link"
         found.append(f"the exchange took {_seconds(exchange)} of a step, and {_seconds(planned)} were planned: {cause}")
     if not found and step > line.prediction.step_s:
-        found.append("the computer did something else besides, or had become hot")
+        found.append(
+            "the plan counts the quickest of six steps; or the computer did something else besides, or had become hot"
+        )
     return found or ["the computer did something else while it was planned"]
 
 
@@ -294,16 +296,27 @@ def _why_memory(plan: KeptPlan, figure: Figure, reports: Sequence[TrainReport]) 
     if plan.device:
         yield "of computers that are only described rows of the full length are counted"
     tokens = _tokens_of(reports) / plan.step.tokens
-    if more:
-        yield (
-            "longer rows than those of the six steps that it was planned with"
-            if tokens > 1.0 + _TOKENS
-            else ("the longest rows of all, where the plan knew those of six steps; what else the process had loaded")
-        )
+    if more and (rose := _rose(figure.planned or 0.0, reports)):
+        yield rose
+    elif more and tokens > 1.0 + _TOKENS:
+        yield "longer rows than those of the six steps that it was planned with"
+    elif more:
+        yield "the longest rows of all, where the plan knew those of six steps; what else the process had loaded"
     elif tokens < 1.0 - _TOKENS:
         yield "shorter rows than it was planned with"
     elif not plan.device:
         yield "the plan leaves room for what may come together, and did not"
+
+
+def _rose(planned: float, reports: Sequence[TrainReport]) -> str:
+    """That the peak was as planned at first, and when it was no more; empty if it never was."""
+    peaks = [(report.step, max(report.peak_memory_bytes)) for report in reports if report.peak_memory_bytes]
+    above = next((place for place, (_, peak) in enumerate(peaks) if peak > (1.0 + OFF["bytes"]) * planned), 0)
+    if not above:
+        return ""
+    (before, peak), (step, _) = peaks[above - 1 : above + 1]
+    happened = "something that no plan has, as a validation, a save, or a batch of another shape"
+    return f"until step {before} it was {format_bytes(peak)}; between that and step {step} came {happened}"
 
 
 # --- options ------------------------------------------------------------------------------------------
