@@ -253,6 +253,9 @@ def test_all_of_it_together() -> None:
     poor = look_ahead(job(usable_bytes=1_000_000))
     assert (poor.advice.outcome, set(poor.fits)) == ("framework", {False})
     assert look_ahead(job(link=None, numbers=())).lines[-1].machines == 1
+    small = look_ahead(job(step=replace(STEP, gradient_bytes=1_000_000)))
+    buckets = [{each.name: each.parts["buckets"] for each in one.memory}["data parallel"] for one in (found, small)]
+    assert buckets == [32_000_000, 1_000_000], "a call is no larger than all that is exchanged"
     assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
 
 

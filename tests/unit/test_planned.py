@@ -89,15 +89,17 @@ def test_a_run_as_it_was_planned(tmp_path: Path) -> None:
         "step": (0.5, 0.5),
         "steps": (30.0, 31.0),
         "memory": (600_000_000, 600_000_000),
+        "expected": (600_000_000, 600_000_000),
     }
-    assert [one.ratio for one in found.figures] == [pytest.approx(r) for r in (1.1, 1.0, 31 / 30, 1.0)]
+    assert [one.ratio for one in found.figures] == [pytest.approx(r) for r in (1.1, 1.0, 31 / 30, 1.0, 1.0)]
     assert (found.differences, found.notes, any(one.why for one in found.figures)) == ((), (), False)
     assert told(found) == [
         (
             "good",
             "As planned. Time to the start: 2.2 s, 1.10 times the 2 s planned; A step: 500 ms, 1.00 times the 500 ms "
             "planned; All steps: 31 s, 1.03 times the 30 s planned; Memory of a rank at its peak (as it is): 600 MB, "
-            "1.00 times the 600 MB planned.",
+            "1.00 times the 600 MB planned; Memory of a rank, as the run itself expected it: 600 MB, 1.00 times the "
+            "600 MB expected.",
         )
     ]
 
@@ -157,6 +159,24 @@ def test_the_exchange_and_the_ranks_of_the_run(tmp_path: Path) -> None:
         "the exchange took 25 ms of a step, and 5 ms were planned: a slower link, or a slower rank that was waited for",
     )
     assert (memory.of, memory.ratio) == ("memory of a rank at its peak (data parallel)", pytest.approx(1.22))
+
+
+def test_what_the_run_itself_expected(tmp_path: Path) -> None:
+    """600 MB, of 900 MB that it took: said where the plan was right, and once where it was as wrong."""
+    run = write_run(tmp_path / "run")
+    write_samples(run, ranks=1)
+    peaks = {step: [900_000_000] for step in range(5, 65, 5)}
+    change(run, peak_memory_bytes=peaks, peak_rss_bytes=peaks)
+    right = compared(run, memory=[{**WAYS[0], "rank_bytes": 900_000_000}])
+    assert told(right) == [
+        (
+            "warning",
+            "Not as planned. Memory of a rank, as the run itself expected it: 900 MB, 1.50 times the 600 MB expected.",
+        )
+    ]
+    wrong = compared(run)
+    assert figures(wrong)["expected"].ratio == figures(wrong)["memory"].ratio == 1.5
+    assert ["Memory of a rank at its peak" in text for _, text in told(wrong)] == [True]
 
 
 def test_a_peak_that_rose_later(tmp_path: Path) -> None:
@@ -231,6 +251,14 @@ def test_only_the_whole_time_depends_on_the_number_of_steps(tmp_path: Path) -> N
     assert {key: one.marked for key, one in found.items()} == {
         **{"start": False, "step": False, "steps": True, "memory": False}
     }
+
+
+def test_a_number_of_steps_that_no_option_tells(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    set_option(run, epochs=2.0, grad_accumulation_steps=4)
+    found = compared(run, options={**OPTIONS, "epochs": 2.0, "grad_accumulation_steps": 4})
+    assert [one.told for one in found.differences] == ["planned with 60 steps, trained with 15 steps"]
+    assert {key for key, one in figures(found).items() if one.marked} == {"steps"}
 
 
 def test_a_way_that_the_plan_has_shown_is_the_one_that_is_compared(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ _PART = 0.05  # of a step, or of the whole time: less explains nothing
 _TOKENS = 0.10  # of a step's tokens
 # What changes how long all of it takes, but not a step.
 _LENGTH = ("iters", "epochs")
+_OF_LENGTH = (*_LENGTH, "steps")
 _RESOLVED = ("model", "data", "tokenizer")  # names of directories, which may be written in several ways
 
 
@@ -28,13 +29,13 @@ class Figure:
     """One figure, planned and measured; ``None`` where it is not known.
 
     Attributes:
-        key: ``start``, ``step``, ``steps`` or ``memory``.
+        key: ``start``, ``step``, ``steps``, ``memory``; ``expected`` is the memory as the run itself expected it.
         of: what it is of, in words.
         marked: whether plan and run differ in options that it depends on.
         why: what may explain that it is off, in words; empty if it is not.
     """
 
-    key: Literal["start", "step", "steps", "memory"]
+    key: Literal["start", "step", "steps", "memory", "expected"]
     of: str
     planned: float | None
     measured: float | None
@@ -44,7 +45,7 @@ class Figure:
     @property
     def unit(self) -> Literal["seconds", "bytes"]:
         """Of both."""
-        return "bytes" if self.key == "memory" else "seconds"
+        return "bytes" if self.key in ("memory", "expected") else "seconds"
 
     @property
     def ratio(self) -> float | None:
@@ -69,7 +70,8 @@ class Figure:
         name = f"{self.of[0].upper()}{self.of[1:]}"
         if ratio is None:
             return f"{name}: {measured or 'not measured'}, {planned or 'nothing'} planned"
-        return f"{name}: {measured}, {ratio:.2f} times the {planned} planned"
+        said = "expected" if self.key == "expected" else "planned"
+        return f"{name}: {measured}, {ratio:.2f} times the {planned} {said}"
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,9 @@ def compare(
     elif not plan.memory:
         notes.append("The plan has no memory: the model is not built of equal blocks.")
     if memory is not None:
-        marked = any(one.option not in (*_LENGTH, same) for one in differences)
+        marked = any(one.option not in (*_OF_LENGTH, same) for one in differences)
         figures.append(_peak(plan, memory, reports, marked=marked))
+    figures += _expected(reports, samples)
     return Comparison(plan.time, ranks, tuple(figures), differences, tuple(notes))
 
 
@@ -171,7 +174,7 @@ def _times(
     samples: Sequence[Sample],
     differences: Sequence[Difference],
 ) -> Iterator[Figure]:
-    marked = any(one.option not in _LENGTH for one in differences)
+    marked = any(one.option not in _OF_LENGTH for one in differences)
     begins = _start_s(history, samples)
     if plan.start_s:
         figure = Figure("start", "time to the start", plan.start_s, begins, marked)
@@ -291,6 +294,15 @@ def _peak(plan: KeptPlan, memory: KeptMemory, reports: Sequence[TrainReport], *,
     return _explained(figure, _why_memory(plan, figure, reports))
 
 
+def _expected(reports: Sequence[TrainReport], samples: Sequence[Sample]) -> Iterator[Figure]:
+    """What the ranks expected of themselves before their first step, where they could."""
+    expected = max((one.estimated_bytes or 0 for one in samples if one.role == "rank"), default=0)
+    peaks = [max(report.peak_rss_bytes) for report in reports if report.peak_rss_bytes]
+    if expected and peaks:
+        figure = Figure("expected", "memory of a rank, as the run itself expected it", expected, max(peaks))
+        yield _explained(figure, filter(None, [_rose(expected, reports)]))
+
+
 def _why_memory(plan: KeptPlan, figure: Figure, reports: Sequence[TrainReport]) -> Iterator[str]:
     more = figure.ratio is not None and figure.ratio > 1.0
     if plan.device:
@@ -338,6 +350,10 @@ def _differences(plan: KeptPlan, history: RunHistory, config: Mapping[str, Any])
         if not _same(name, planned, trained):
             yield Difference(name, _flag(name, planned), _flag(name, trained))
     yield from _circumstances(plan, history)
+    if started is not None and all(plan.options.get(name) == config.get(name) for name in _LENGTH):
+        updates = math.ceil(started.total_steps / (config.get("grad_accumulation_steps") or 1))
+        if updates != plan.steps:
+            yield Difference("steps", f"{plan.steps} steps", f"{updates} steps")
 
 
 def _circumstances(plan: KeptPlan, history: RunHistory) -> Iterator[Difference]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def _begun(directory: Path) -> Iterator[float]:
 
 def _was_used(file: Path, begun: list[float]) -> bool:
     """Whether a run began after this plan; or nobody can tell, because the plan cannot be read."""
-    if not file.exists():
+    if not os.path.exists(file):  # which never raises
         return False
     try:
         made = read_plan(file).time
@@ -210,7 +211,7 @@ def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, 
     usual, notes, plans = Path(PLAN_FILE), list[str](), list[KeptPlan]()
     numbered = sorted(directory.glob(f"{usual.stem}.*{usual.suffix}"))
     for file in [directory / PLAN_FILE, *(one for one in numbered if one.name.split(".")[1].isdigit())]:
-        if not file.exists():
+        if not os.path.exists(file):
             continue
         try:
             plans.append(read_plan(file))
