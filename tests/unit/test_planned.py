@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import pytest
 from tiny import run_allhands
 from written_runs import BEGAN, write_run, write_samples
 
+from allhands.cli.plan_calibration import calibrate
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError
 from allhands.metrics import RunEnded, read_metrics
 from allhands.monitor import decode_sample, encode_sample
 from allhands.plan.compared import Comparison, Figure, compare
@@ -418,6 +423,21 @@ def test_a_directory_without_the_right_to_write(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(0o500)
     done = run_allhands(*DESCRIBED, "--adapter-path", "run", cwd=tmp_path)
     assert (done.returncode, "no report will compare" in done.stdout) == (0, True)
+
+
+def test_a_hint_names_options_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run_allhands("plan", "--help").stdout
+
+    def late(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("allhands", 3.0)
+
+    monkeypatch.setattr("allhands.cli.plan_calibration.subprocess.run", late)
+    with pytest.raises(ConfigError) as caught:
+        calibrate(TrainConfig(), 3.0)
+    named = set(re.findall(r"--[a-z-]+", str(caught.value.hint)))
+    assert named == {"--timeout-s", "--batch-size", "--device"}
+    assert all(flag in shown for flag in named - {"--batch-size"})
+    assert "batch_size" in TrainConfig.model_fields
 
 
 def test_afterwards_the_same_comparison(tmp_path: Path) -> None:
