@@ -313,7 +313,7 @@ def _why_memory(plan: KeptPlan, figure: Figure, reports: Sequence[TrainReport]) 
     elif more and tokens > 1.0 + _TOKENS:
         yield "longer rows than those of the six steps that it was planned with"
     elif more:
-        yield "the longest rows of all, where the plan knew those of six steps; what else the process had loaded"
+        yield "longer rows and batches of more shapes than those of the six steps that it was planned with; validations"
     elif tokens < 1.0 - _TOKENS:
         yield "shorter rows than it was planned with"
     elif not plan.device:
