@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 
 def format_duration(seconds: float) -> str:
@@ -47,3 +48,11 @@ def format_memory(per_rank: Sequence[int]) -> str:
 def format_rate(per_s: float) -> str:
     """``4.2``, ``213``, ``12345``."""
     return f"{per_s:.{1 if per_s < 9.95 else 0}f}"
+
+
+def format_moment(time: float) -> str:
+    """``2026-11-22 13:05:00``, of Unix time in seconds, in UTC; a dash where there is no such moment."""
+    try:
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "–"

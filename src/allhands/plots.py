@@ -26,7 +26,7 @@ from rich.text import Text
 from allhands.errors import DataError
 from allhands.files import make_directory, write_whole
 from allhands.formatting import format_bytes, format_duration, format_memory, format_rate
-from allhands.metrics import RunHistory, TrainReport, ValidReport
+from allhands.metrics import RunHistory, TrainReport, ValidReport, typical
 from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
 
 Floats = NDArray[np.float64]
@@ -350,8 +350,8 @@ def times_markdown(runs: Sequence[RunHistory]) -> str:
 
 
 def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
-    speeds = [_median([report.tokens_per_s for report in run.train]) for run in runs]
-    step_s = [_median([report.step_time_s for report in run.train]) for run in runs]
+    speeds = [typical(report.tokens_per_s for report in run.train) for run in runs]
+    step_s = [typical(report.step_time_s for report in run.train) for run in runs]
     first = (speeds[:1] or [0.0])[0] or np.nan
     restarts = [len(run.restarts) for run in runs]
     measures = [
@@ -371,11 +371,6 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
 
 def _known(value: float, show: Callable[[float], str]) -> str:
     return show(value) if np.isfinite(value) else _NONE
-
-
-def _median(values: Sequence[float]) -> float:
-    finite = [value for value in values if np.isfinite(value)]
-    return float(np.median(finite)) if finite else np.nan
 
 
 def _steps(run: RunHistory) -> str:

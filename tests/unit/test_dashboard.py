@@ -20,6 +20,7 @@ from written_runs import HOSTILE, write_run, write_samples
 from allhands.dashboard.runs import ask_to_stop, facts_of, find_runs, head_of, logs_of, summary_of, tail_of
 from allhands.errors import DataError
 from allhands.monitor import encode_sample, read_samples
+from allhands.plan.kept import keep_plan
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,21 @@ def test_the_page_its_files_and_what_it_asks_for(served: Dashboard) -> None:
     assert any(label.startswith("one") for label in labels)
     assert any(label.startswith("two") for label in labels)
     assert served.json("/api/page?run=none")["runs"] == []
+
+
+def test_a_run_beside_its_plan_and_its_phases(served: Dashboard, root: Path) -> None:
+    """As a report has them: a step took half of the second that was planned."""
+    prediction = {"step_s": 1.0, "exposed_s": 0.0}
+    plan = {
+        **{"time": 1.0, "options": {}, "processor": "cpu", "device": None, "steps": 60, "start_s": 0.0},
+        **{"step": {"tokens": 200.0}, "memory": [], "measured": None},
+        "machines": [{"machines": 1, "prediction": prediction, "training_s": 60.0}],
+    }
+    keep_plan(root / "one", plan)
+    found = served.json("/api/page?run=one")
+    assert "Planned and measured" in found["html"]
+    assert "A step: 500 ms, 0.50 times the 1 s planned" in found["html"]
+    assert [line["label"] for line in found["charts"]["phases-0"]["lines"]][1] == "compute"
 
 
 def test_what_comes_from_a_run_is_text(served: Dashboard) -> None:

@@ -481,3 +481,11 @@ def test_no_samples_are_taken_where_none_are_wanted(tmp_path: Path) -> None:
         sampler.write_to(tmp_path / "monitor-rank-0.jsonl")
     assert list(tmp_path.iterdir()) == []
     ProcessSampler(Identity("agent")).close()  # which has not begun
+
+
+def test_a_sample_says_when_its_process_began() -> None:
+    late = "import time; time.sleep(1); from allhands.monitor import *;"
+    code = f"{late} print(ProcessSampler(Identity('rank')).sample().began)"
+    before = time.time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert before - 0.05 <= float(done.stdout) <= before + 0.7, "not when it was looked at"

@@ -280,24 +280,29 @@ def test_all_of_it_together() -> None:
     poor = look_ahead(job(usable_bytes=1_000_000))
     assert (poor.advice.outcome, set(poor.fits)) == ("framework", {False})
     assert look_ahead(job(link=None, numbers=())).lines[-1].machines == 1
+    small = look_ahead(job(step=replace(STEP, gradient_bytes=1_000_000)))
+    buckets = [{each.name: each.parts["buckets"] for each in one.memory}["data parallel"] for one in (found, small)]
+    assert buckets == [32_000_000, 1_000_000], "a call is no larger than all that is exchanged"
     assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
 
 
 # --- the command --------------------------------------------------------------------------------------
 
 
-def test_computers_by_description() -> None:
+def test_computers_by_description(tmp_path: Path) -> None:
     words = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d", "--iters", "200000")
-    done = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words)
+    done = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [line["machines"] for line in found["machines"]] == [1, 2]
     assert found["steps"] == 200_000
     assert found["usable_bytes"] == 24_000_000_000
     assert "good within a factor" in found["notes"][0]
-    shown = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words)
+    shown = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
     assert "Is distributing worth it?" in shown.stdout
-    assert max(map(len, shown.stdout.splitlines())) <= 80
+    *lines, kept = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert kept.startswith("the plan is kept in pretrained/plan.json: ")
 
 
 @pytest.mark.parametrize(
@@ -313,9 +318,10 @@ def test_computers_by_description() -> None:
         (["--device", " , "], "no computer is named"),
     ],
 )
-def test_wrong_options(words: list[str], told: str) -> None:
+def test_wrong_options(tmp_path: Path, words: list[str], told: str) -> None:
     shape = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d")
-    done = run_allhands("plan", *words, *shape)
+    done = run_allhands("plan", *words, *shape, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -371,6 +377,8 @@ def test_a_run_is_judged_by_its_files(tmp_path: Path) -> None:
     done = run_allhands("plan", "--after", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("50 % of a step was waiting for other ranks\n  what to do: ")
-    assert json.loads(run_allhands("plan", "--after", str(tmp_path), "--json").stdout)[0]["seen"].startswith("50 %")
+    found = json.loads(run_allhands("plan", "--after", str(tmp_path), "--json").stdout)
+    assert found["signs"][0]["seen"].startswith("50 %")
+    assert (found["plan"], found["notes"]) == (None, [])
     none = run_allhands("plan", "--after", str(tmp_path / "none"))
     assert (none.returncode, "Traceback" in none.stderr) == (3, False)

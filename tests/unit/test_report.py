@@ -160,7 +160,8 @@ def test_every_chart_has_words_and_a_table_with_its_numbers(tmp_path: Path) -> N
     charts = json.loads(seen.scripts[0])
     hosts = [attrs for tag, attrs in seen.elements if tag == "div" and "data-chart" in attrs]
     expected = {"loss-steps", "loss-tokens", "loss-time", "learning-rate", "gradient-norm", "throughput", "step-time"}
-    assert {str(attrs["data-chart"]) for attrs in hosts} == set(charts) == expected | {"rank-memory", "memory-0"}
+    expected |= {"rank-memory", "memory-0", "phases-0", "phases-0-rank-0", "phases-0-rank-1"}
+    assert {str(attrs["data-chart"]) for attrs in hosts} == set(charts) == expected
     for attrs in hosts:
         described = [one for _, one in seen.elements if one.get("id") == attrs["aria-describedby"]]
         assert len(described) == 1

@@ -163,6 +163,26 @@ def test_the_keyboard_reads_values_and_hides_lines(browser: Any, report: Path) -
     page.context.close()
 
 
+def test_phases_of_ranks_are_read_side_by_side(browser: Any, report: Path) -> None:
+    """Half of each second of the second run's ranks is computing, and half waiting; of a step of 1 s."""
+    page = opened(browser, report).page
+    hosts = [page.locator(f'[data-chart="phases-1-rank-{rank}"]') for rank in range(2)]
+    for rank, host in enumerate(hosts):
+        host.focus()
+        page.keyboard.press("End")
+        told = page.locator(f'[data-chart="phases-1-rank-{rank}"] ~ .readout').inner_text()
+        assert told == "step 19: data wait 0 s; compute 0.5 s; reduce 0.5 s; update and rest 0 s; whole step 1 s"
+    # At one moment, since the page scrolls smoothly.
+    names = ["phases-1-rank-0", "phases-1-rank-1", "phases-1"]
+    script = """names => names.map(name =>
+      document.querySelector(`[data-chart="${name}"]`).getBoundingClientRect().toJSON())"""
+    left, right, whole = page.evaluate(script, names)
+    assert (left["y"], left["width"]) == (right["y"], right["width"])
+    assert left["x"] < right["x"]
+    assert whole["width"] > left["width"] + right["width"]
+    page.context.close()
+
+
 def test_colours_follow_the_scheme_and_charts_the_width(browser: Any, report: Path) -> None:
     page = opened(browser, report).page
     colours = "() => getComputedStyle(document.documentElement).getPropertyValue('--series-0')"

@@ -14,6 +14,7 @@ from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
+    from allhands.plan.compared import Comparison
     from allhands.plan.outlook import Outlook
 
 # Everything that is not this command's own is an option of the training that is planned.
@@ -29,7 +30,10 @@ def plan(
         str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
     ] = None,
     after: Annotated[
-        Path | None, typer.Option("--after", metavar="RUN", help="Only tell what a run shows: has it outgrown this?")
+        Path | None,
+        typer.Option(
+            "--after", metavar="RUN", help="Only tell what a run shows: is it as planned, has it outgrown this?"
+        ),
     ] = None,
     machines: Annotated[str | None, typer.Option("--machines", help="How many to look at. [1,2,4,8]")] = None,
     once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
@@ -46,14 +50,15 @@ def plan(
 
     All other options are those of `allhands train` (with --shape or --tokenizer: `allhands pretrain`), and mean the
     training that is planned. Six steps of it are trained here first, unless --device names other computers. With
-    --hosts, --hostfile or -n the link between those ranks is measured, too.
+    --hosts, --hostfile or -n the link between those ranks is measured, too. The plan is kept as plan.json in the run's
+    directory (--adapter-path), and compared with the run by `allhands report`.
     """
     from allhands.cli.plan_facts import Asked, facts_of
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
     if after is not None:
-        return show_signs(after, as_json=as_json)
+        return show_after(after, as_json=as_json)
     config = training_config(context.args)
     asked = Asked(
         device=device,
@@ -66,14 +71,40 @@ def plan(
     job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
     written = draw_chart(outlook.advice, picture) if picture is not None else None
+    shown = None if measured is None else asdict(measured)
+    values = {**_told_apart(config, outlook, device), **outlook.as_json(), "notes": notes, "measured": shown}
+    kept, told = _keep(Path(config.adapter_path), values)
     if as_json:
-        shown = None if measured is None else asdict(measured)
-        typer.echo(json.dumps({**outlook.as_json(), "notes": notes, "measured": shown}, indent=1))
+        typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
+        if kept is None:
+            typer.echo(told, err=True)
         return None
     show(outlook, notes)
     if written is not None:
         typer.echo(f"chart: {written}")
+    typer.echo(told)
     return None
+
+
+def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> dict[str, Any]:
+    from allhands.plan.kept import plan_record
+    from allhands.plan.memory import on_cpu
+
+    # Options that this kind of training does not have are no options of the plan.
+    options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
+    return plan_record(options, processor="cpu" if outlook.job.of is on_cpu else "gpu", device=device)
+
+
+def _keep(directory: Path, values: dict[str, Any]) -> tuple[Path | None, str]:
+    """Leave the plan where the run will be; the file, and what happened in one line."""
+    from allhands.errors import StorageError
+    from allhands.plan.kept import PLAN_FILE, keep_plan
+
+    try:
+        return directory / PLAN_FILE, keep_plan(directory, values)
+    except StorageError as error:
+        hint = "no report will compare a run with it: choose another --adapter-path"
+        return None, f"the plan is not kept, because {error.where} {error.message}; {hint}"
 
 
 def training_config(words: Sequence[str]) -> TrainConfig:
@@ -109,30 +140,49 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return found
 
 
-def show_signs(run: Path, *, as_json: bool) -> None:
-    """Print what a run shows of the way in which it was computed.
+def show_after(run: Path, *, as_json: bool) -> None:
+    """Print what a run shows of the way in which it was computed, and how it compares with its plan.
 
     Raises:
         DataError: there is no run.
     """
-    from allhands.errors import DataError
-    from allhands.metrics import read_metrics
-    from allhands.monitor import read_samples
     from allhands.plan.outgrown import signs_of
+    from allhands.report.facts import read_facts
+    from allhands.report.planned import comparison_of
 
-    history = read_metrics(run)
-    try:
-        samples = read_samples(run if run.is_dir() else run.parent)
-    except DataError:  # it was not watched
-        samples = []
-    found = signs_of(history, samples)
+    facts = read_facts(run)
+    found, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
+    # Of the notes those on the plan: the others are for a report.
+    notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
-        typer.echo(json.dumps([asdict(sign) for sign in found], indent=1))
+        values = {"signs": [asdict(sign) for sign in found], "plan": compared and compared.as_json(), "notes": notes}
+        typer.echo(json.dumps(values, indent=1))
         return
     if not found:
-        typer.echo(f"{history.name}: no sign that it has outgrown this way of training")
+        typer.echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
     for sign in found:
         typer.echo(f"{sign.seen}\n  what to do: {sign.advice}")
+    for note in notes:
+        typer.echo(note)
+    if compared is not None:
+        _show_compared(compared)
+
+
+def _show_compared(found: Comparison) -> None:
+    from allhands.formatting import format_moment
+
+    typer.echo(
+        f"\nAs planned on {format_moment(found.made)} UTC, on {found.machines} machine{'s' * (found.machines > 1)}:"
+    )
+    for note in found.notes:
+        typer.echo(f"- {note}")
+    for figure in found.figures:
+        mark = " (with other options)" if figure.marked and figure.ratio is not None else ""
+        typer.echo(f"{figure.told}{mark}")
+        if figure.why:
+            typer.echo(f"  what may explain it: {'; '.join(figure.why)}")
+    for one in found.differences:
+        typer.echo(f"other than planned: {one.told}")
 
 
 # --- for people ---------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class Calibration:
         examples: of the training data.
         start_s: from the command to the first step.
         peak_bytes: of the process (CPU) or of MLX's arrays (GPU), with the whole batch.
+        cores_per_rank: that it had, where they were counted.
         expected_bytes: what the process itself expected to need before its first step, where it knows that.
         seconds: that all of it took.
     """
@@ -51,6 +52,7 @@ class Calibration:
     peak_bytes: int
     expected_bytes: int | None
     seconds: float
+    cores_per_rank: int | None = None
 
 
 def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
@@ -72,6 +74,7 @@ def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
         peak_bytes=max(report.peak_memory_bytes[0] for report in first.reports),
         expected_bytes=first.expected_bytes,
         seconds=time.perf_counter() - began,
+        cores_per_rank=first.started.cores_per_rank,
     )
 
 
@@ -107,7 +110,7 @@ def _run(config: TrainConfig, batch_size: int, timeout_s: float) -> _Run:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            hint = "give more --timeout-s, or a smaller --batch-size; --no-calibrate estimates without a training"
+            hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
             message = f"{_STEPS} steps took longer than {timeout_s:g} s"
             raise ConfigError(message, where="--timeout-s", hint=hint) from None
         if done.returncode:

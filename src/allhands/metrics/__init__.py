@@ -19,7 +19,7 @@ from allhands.metrics.events import (
     decode_event,
     encode_event,
 )
-from allhands.metrics.history import RunHistory, read_metrics
+from allhands.metrics.history import RunHistory, read_metrics, typical
 from allhands.metrics.sinks import METRICS_FILE, JsonlSink, Sink, Sinks
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "decode_event",
     "encode_event",
     "read_metrics",
+    "typical",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +78,12 @@ def read_metrics(path: Path | str) -> RunHistory:
     history = _replay(events, name=file.resolve().parent.name)
     history.torn = sum(_is_torn(line) for line in lines)
     return history
+
+
+def typical(values: Iterable[float]) -> float:
+    """The median of those that are finite numbers; NaN of none. So warm-up and pauses do not count."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan
 
 
 def _is_torn(line: str) -> bool:

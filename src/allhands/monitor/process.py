@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -25,6 +26,17 @@ def peak_rss_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def began_at(process: psutil.Process) -> float:
+    """Unix time in seconds at which this process began."""
+    try:
+        # Since the boot in hundredths of a second; psutil adds a time of the boot that is known to a second only.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return round(time.time() - age, 3)
+    except (OSError, AttributeError, ValueError, IndexError):  # no Linux
+        return round(process.create_time(), 3)
 
 
 class ProportionalMemory:

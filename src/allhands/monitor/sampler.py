@@ -17,7 +17,7 @@ from typing import Any, Self
 import psutil
 
 from allhands.files import make_directory, private_opener
-from allhands.monitor.process import OwnGpu, ProportionalMemory, Traffic, mlx_memory, peak_rss_bytes
+from allhands.monitor.process import OwnGpu, ProportionalMemory, Traffic, began_at, mlx_memory, peak_rss_bytes
 from allhands.monitor.samples import Role, Sample, encode_sample
 
 EVERY_VARIABLE = "ALLHANDS_MONITOR_EVERY_S"
@@ -91,6 +91,7 @@ class ProcessSampler:
         self._told = False
         self._ended = threading.Event()
         self._process = psutil.Process()
+        self._began = began_at(self._process)
         self._proportional = ProportionalMemory(self._process)
         self._gpu = OwnGpu()
         self._traffic: Traffic | None = None
@@ -186,6 +187,7 @@ class ProcessSampler:
             phase=phase,
             phases=phases,
             estimated_bytes=who.estimated_bytes,
+            began=self._began,
             **device,
         )
 

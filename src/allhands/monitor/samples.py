@@ -44,6 +44,7 @@ class Sample:
             were since the last sample.
         estimated_bytes: what was expected to be needed, if somebody has said so beforehand.
         ended: whether this is the process's last word.
+        began: Unix time in seconds at which the process itself began, before anything was loaded.
     """
 
     time: float
@@ -71,6 +72,7 @@ class Sample:
     phases: dict[str, float] = field(default_factory=dict[str, float])
     estimated_bytes: int | None = None
     ended: bool = False
+    began: float | None = None
 
     @property
     def name(self) -> str:

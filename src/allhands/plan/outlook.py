@@ -98,6 +98,7 @@ class Outlook:
         fits = zip(self.memory, self.fits, strict=True)
         return {
             "steps": self.job.steps,
+            "start_s": self.job.start_s,
             "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
             "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
             "usable_bytes": self.job.usable_bytes,
@@ -177,7 +178,12 @@ def _memory(job: Job, ranks: int) -> tuple[Strategy, ...]:
         return ()
     blocks = job.blocks
     found = strategies(
-        job.work, blocks, ranks, job.step.bucket_bytes, lambda work: job.of(blocks, work), quantised=job.quantised
+        job.work,
+        blocks,
+        ranks,
+        min(job.step.bucket_bytes, job.step.gradient_bytes),
+        lambda work: job.of(blocks, work),
+        quantised=job.quantised,
     )
     if not job.present_bytes:
         return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -61,6 +61,8 @@ class Chart:
         marks: places on the horizontal axis of restarts, with the colour of the run.
         stars: the best validations: place, height, colour.
         table: the numbers behind it.
+        top: of the vertical axis, which then begins at 0; ``None``: as the lines need it.
+        wide: whether it has a row of its own.
     """
 
     key: str
@@ -74,6 +76,8 @@ class Chart:
     marks: tuple[tuple[float, int], ...] = ()
     stars: tuple[tuple[float, float, int], ...] = ()
     whole: bool = False
+    top: float | None = None
+    wide: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """What the page's script draws."""
@@ -90,7 +94,7 @@ class Chart:
             }
             for line in self.lines
         ]
-        axes = {"x": self.x_label, "y": self.y_label, "unit": self.unit, "whole": self.whole}
+        axes = {"x": self.x_label, "y": self.y_label, "unit": self.unit, "whole": self.whole, "top": self.top}
         return {"title": self.title, **axes, "lines": lines, "marks": self.marks, "stars": self.stars}
 
 
@@ -213,7 +217,8 @@ def _spread(values: Sequence[float], count: int) -> list[float]:
     return [values[round(place)] for place in np.linspace(0, len(values) - 1, count)]
 
 
-def _finite(values: Sequence[float]) -> tuple[float | None, ...]:
+def finite(values: Iterable[float]) -> tuple[float | None, ...]:
+    """Heights of a line: what is no finite number becomes a gap."""
     return tuple(value if math.isfinite(value) else None for value in values)
 
 
@@ -268,7 +273,7 @@ def _width(place: int, count: int) -> float:
 def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis, width: float) -> Iterator[Line]:
     x = tuple(axis.of(one.step, one.trained_tokens, one.elapsed_s) for one in run.train)
     losses = [one.loss for one in run.train]
-    y = _finite(losses)
+    y = finite(losses)
     if len(y) >= _SMOOTH_FROM and None not in y:
         smoothed = tuple(map(float, smooth(np.array(losses))))
         yield Line(f"{label}: training, smoothed", colour, x, smoothed, width=width)
@@ -277,7 +282,7 @@ def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis, width: fl
         yield Line(f"{label}: training", colour, x, y, width=width)
     tokens = _tokens_at(run)
     x = tuple(axis.of(one.step, tokens(one.step), one.elapsed_s) for one in run.valid)
-    y = _finite([one.loss for one in run.valid])
+    y = finite([one.loss for one in run.valid])
     yield Line(f"{label}: validation", colour, x, y, dashed=True, points=True, width=width)
 
 
@@ -301,7 +306,7 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
                 label,
                 colour,
                 tuple(float(one.step) for one in run.train),
-                _finite([*map(value, run.train)]),
+                finite([*map(value, run.train)]),
                 width=_width(colour, len(runs)),
             )
             for colour, (label, run) in enumerate(zip(labels, runs, strict=True))
@@ -335,7 +340,7 @@ def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart | N
     began = samples[0].time
     unit, unit_s = time_unit(samples[-1].time - began)
     lines: list[Line] = []
-    for colour, group in enumerate(_groups(samples)):
+    for colour, group in enumerate(groups_of(samples)):
         x, y = _lived([(one.pid, (one.time - began) / unit_s, one.pss_bytes) for one in group])
         lines.append(Line(group[0].name, colour, x, y))
         known = [(one.pid, (one.time - began) / unit_s, one.mlx_active_bytes) for one in group]
@@ -359,7 +364,8 @@ def _lived(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[float, ...],
     return tuple(x), tuple(y)
 
 
-def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each process of a run, the ranks first."""
     groups: dict[Any, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(key_of(sample), []).append(sample)
@@ -423,7 +429,7 @@ def step_parts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Bars | None
 def phase_bars(label: str, samples: Sequence[Sample], names: Callable[[str], str]) -> Bars | None:
     """What each rank of a run did, from its start to its end; ``names`` tells what a phase is called."""
     rows: list[tuple[str, tuple[tuple[str, float], ...]]] = []
-    for group in _groups(samples):
+    for group in groups_of(samples):
         spent: dict[str, float] = {}
         for sample in group:
             for phase, seconds in sample.phases.items():

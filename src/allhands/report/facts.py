@@ -14,6 +14,7 @@ from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, Row, Sample, read_samples
+from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
 Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "without an end"]
 
@@ -44,6 +45,7 @@ class RunFacts:
         rows: the processes with their highest memory; ``samples`` are all looks at them.
         config: the options that the run was given, by name; empty if not known.
         prepared: the report of ``allhands data prepare`` on the data, if it is there.
+        plan: that was made for it before it began, if one was kept.
         notes: what is missing, torn or damaged, in words.
     """
 
@@ -58,6 +60,7 @@ class RunFacts:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     prepared: Mapping[str, Any] = field(default_factory=dict[str, Any])
     answers: Sequence[Answers] = ()
+    plan: KeptPlan | None = None
     notes: list[str] = field(default_factory=list[str])
 
 
@@ -89,6 +92,8 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     facts.config = _config(directory, notes)
     facts.prepared = _prepared(facts.config)
     facts.answers = tuple(_answers(directory))
+    facts.plan, amiss = plan_before(directory, history.starts[0].time if history.starts else None)
+    notes += amiss
     facts.status, facts.reason = _status(facts, directory, board, now)
     notes += _amiss(history)
     return facts
@@ -180,7 +185,7 @@ def _prepared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answers(directory: Path) -> Iterator[Answers]:
     for file in sorted(directory.glob("*.json")):
-        if file.name == _CONFIG:
+        if file.name in (_CONFIG, PLAN_FILE):
             continue
         content = _object(file)
         columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]

@@ -15,6 +15,8 @@ from allhands.plan.outgrown import Sign, signs_of
 from allhands.plots import times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
 from allhands.report.facts import RunFacts
+from allhands.report.phases import PHASES_TOLD, phase_charts
+from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
 from allhands.report.words import Curve, Judgement, judge
 
 _NONE = "–"
@@ -93,7 +95,9 @@ def _part(label: str, colour: int, run: RunFacts) -> RunPart:
         Curve.of([(one.step, one.loss) for one in history.valid]),
     )
     found += [_judgement(sign) for sign in signs_of(history, run.samples)]
-    notes = list(run.notes)
+    planned = comparison_of(run)
+    found += plan_words(planned) if planned else []
+    notes = [*run.notes, *(planned.notes if planned else ())]
     if skipped := history.skipped:
         steps = ", ".join(str(one.step) for one in skipped[:10]) + ("…" if len(skipped) > 10 else "")
         notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}.")
@@ -121,6 +125,12 @@ def _sections(
     bars += [phase_bars(label, run.samples, _phase) for label, run in zip(labels, runs, strict=True)]
     speed = _some(charts, "throughput", "step-time")
     yield Section("time", "Speed and phases", charts=speed, bars=tuple(one for one in bars if one))
+    phases = [
+        chart
+        for place, (label, run) in enumerate(zip(labels, runs, strict=True))
+        for chart in phase_charts(f"phases-{place}", label, run.history, run.samples, _batches(run))
+    ]
+    yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
     memory = [
         process_memory(f"memory-{place}", label, run.samples)
         for place, (label, run) in enumerate(zip(labels, runs, strict=True))
@@ -128,6 +138,13 @@ def _sections(
     drawn = (*_some(charts, "rank-memory"), *(one for one in memory if one))
     needs = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _needs(label, run)))
     yield Section("memory", "Memory", charts=drawn, grids=needs)
+    planned = [
+        grid
+        for label, run in zip(labels, runs, strict=True)
+        if (found := comparison_of(run))
+        for grid in planned_grids(label, found)
+    ]
+    yield Section("plan", "Planned and measured", PLANNED_TOLD, grids=tuple(planned))
     events = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _events(label, run)))
     yield Section("restarts", "Starts, faults and restarts", grids=events)
     yield Section("machines", "Model and machines", grids=(_machines(labels, runs),))
@@ -147,6 +164,12 @@ _LOSS = (
 
 def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
     return tuple(charts[key] for key in keys if key in charts)
+
+
+def _batches(run: RunFacts) -> int:
+    """Batches of an update."""
+    number = run.config.get("grad_accumulation_steps")
+    return number if isinstance(number, int) and number > 0 else 1
 
 
 def _phase(name: str) -> str:
@@ -200,7 +223,13 @@ def _events(label: str, run: RunFacts) -> Grid | None:
         rows.append(
             (
                 start.time,
-                (_after(start.time, begun), "start", _NONE, f"{text}{_from(start.resumed_from)}", _moment(start.time)),
+                (
+                    _after(start.time, begun),
+                    "start",
+                    _NONE,
+                    f"{text}{_from(start.resumed_from)}",
+                    form.format_moment(start.time),
+                ),
             )
         )
     for event in run.journal:
@@ -209,7 +238,7 @@ def _events(label: str, run: RunFacts) -> Grid | None:
         if (error := str(event.get("error") or "")) and error not in text:
             text += f": {error}"
         time = float(event["time"])
-        rows.append((time, (_after(time, begun), str(event["kind"]), where or _NONE, text, _moment(time))))
+        rows.append((time, (_after(time, begun), str(event["kind"]), where or _NONE, text, form.format_moment(time))))
     if len(rows) < 2:
         return None
     rows.sort(key=lambda row: row[0])
@@ -220,13 +249,6 @@ def _events(label: str, run: RunFacts) -> Grid | None:
 
 def _from(checkpoint: str | None) -> str:
     return f", resumed from {checkpoint}" if checkpoint else ""
-
-
-def _moment(time: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):
-        return _NONE
 
 
 def _after(time: float, begun: float | None) -> str:

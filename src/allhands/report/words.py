@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Level = Literal["good", "note", "warning", "bad"]
-Kind = Literal["overfitting", "underfitting", "diverging", "numbers", "validation", "short", "fitting", "time"]
+Kind = Literal["overfitting", "underfitting", "diverging", "numbers", "validation", "short", "fitting", "time", "plan"]
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
 RISE = 0.01  # of the best validation loss, at least

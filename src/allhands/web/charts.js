@@ -1,5 +1,5 @@
 // Draws charts of allhands with uPlot: colours of the page's theme, a legend of buttons, values by mouse and keyboard.
-// A chart is {title, x, y, unit, whole, lines, marks, stars}, as allhands.report.charts.Chart.to_json gives it.
+// A chart is {title, x, y, unit, whole, top, lines, marks, stars}, as allhands.report.charts.Chart.to_json gives it.
 "use strict";
 var allhandsCharts = (function () {
   var COLOURS = 7;
@@ -208,7 +208,7 @@ var allhandsCharts = (function () {
       height: height(host.clientWidth),
       legend: { show: false },
       cursor: { y: false, points: { show: false } },
-      scales: { x: { time: false } },
+      scales: chart.top ? { x: { time: false }, y: { range: [0, chart.top] } } : { x: { time: false } },
       series: [{ label: chart.x }].concat(series(chart)),
       axes: axes(chart),
       hooks: { draw: [decorate(chart)], setCursor: [tell(chart, readout)] },

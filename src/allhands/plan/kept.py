@@ -1,0 +1,241 @@
+"""A plan in the directory of the run that it is for: ``plan.json``, written before the run and read after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import Field, ValidationError
+
+from allhands.errors import DataError
+from allhands.files import make_directory, storage_error, unused_name, write_whole
+from allhands.formatting import format_duration
+from allhands.metrics import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+PLAN_FILE = "plan.json"
+VERSION = 1
+_MOST_BYTES = 4_000_000
+
+# What of a training changes its time or its memory, and by which a run is told from the one that was planned.
+OPTIONS = (
+    *("model", "data", "hf_dataset", "fine_tune_type", "optimizer", "num_layers", "batch_size", "iters", "epochs"),
+    *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters"),
+    *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
+    *("bucket_mb", "shard_optimizer", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
+    *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
+)
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Bytes = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """Of the planned step what is compared: its tokens on the average."""
+
+    tokens: _Seconds
+
+
+@dataclass(frozen=True)
+class KeptPrediction:
+    """A step on so many computers, and what of it is waited for the exchange."""
+
+    step_s: _Seconds
+    exposed_s: _Time
+
+
+@dataclass(frozen=True)
+class KeptLine:
+    """What was predicted for so many computers; ``training_s`` has the time to the start in it."""
+
+    machines: Annotated[int, Field(ge=1)]
+    prediction: KeptPrediction
+    training_s: _Seconds
+
+
+@dataclass(frozen=True)
+class KeptMemory:
+    """A way of dividing the work, and the bytes of a rank at its peak."""
+
+    name: str
+    ranks: int
+    rank_bytes: _Bytes
+    built: bool
+    flags: str
+
+
+@dataclass(frozen=True)
+class KeptMeasured:
+    """What the short training has shown: how many numbers are trained, on how many cores."""
+
+    exchanged: int
+    cores_per_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """What of ``plan.json`` is compared with a run.
+
+    Attributes:
+        time: at which it was made, Unix time in seconds.
+        options: of :data:`OPTIONS`, as they were planned with.
+        processor: ``cpu`` or ``gpu``, of which memory is counted.
+        device: the computers, where they were only described.
+        start_s: to the first step; 0 where it is not known.
+        memory: empty for models that are not built of equal blocks.
+        measured: ``None`` where the computers were only described.
+    """
+
+    time: _Time
+    options: dict[str, Any]
+    processor: str
+    device: str | None
+    steps: Annotated[int, Field(ge=1)]
+    start_s: _Time
+    step: KeptStep
+    machines: tuple[KeptLine, ...]
+    memory: tuple[KeptMemory, ...]
+    measured: KeptMeasured | None
+
+
+@cache
+def _reader() -> TypeAdapter[KeptPlan]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(KeptPlan)
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
+    """Write ``plan.json``, whole or not at all; where it is now, in words.
+
+    An earlier plan makes way. If a run in this directory was planned with it, it is kept under a number.
+
+    Args:
+        plan: all that is told of the plan, with what :class:`KeptPlan` has, as plain values.
+
+    Raises:
+        StorageError: it could not be written; what was there before is as it was.
+    """
+    file = directory / PLAN_FILE
+    record = {"version": VERSION, **plan}
+    make_directory(directory, private=True)
+    begun = list(_begun(directory))
+    aside = unused_name(file) if _was_used(file, begun) else None
+    if aside is not None:  # copied, so that at no moment there is none
+        try:
+            earlier = file.read_bytes()
+        except OSError as error:
+            raise storage_error(file, error) from None
+        write_whole(aside, lambda draft: draft.write_bytes(earlier), private=True)
+    text = json.dumps(record, indent=1)
+    write_whole(file, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), private=True)
+    told = f"the plan is kept in {file}: allhands report compares the next run there with it"
+    if aside is not None:
+        return f"{told}; the plan of an earlier run there is kept as {aside.name}"
+    return f"{told}, not the one that is there already" if begun else told
+
+
+def _begun(directory: Path) -> Iterator[float]:
+    """When the runs of a directory began, those that were set aside included."""
+    usual = Path(METRICS_FILE)
+    for file in directory.glob(f"{usual.stem}*{usual.suffix}"):
+        try:
+            yield from (start.time for start in read_metrics(file).starts[:1])
+        except DataError:
+            continue
+
+
+def _was_used(file: Path, begun: list[float]) -> bool:
+    """Whether a run began after this plan; or nobody can tell, because the plan cannot be read."""
+    if not os.path.exists(file):  # which never raises
+        return False
+    try:
+        made = read_plan(file).time
+    except DataError:
+        return True
+    return any(began >= made for began in begun)
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def read_plan(file: Path) -> KeptPlan:
+    """Read a plan that was kept.
+
+    Raises:
+        DataError: it cannot be read, is torn, of another version, or lacks something.
+    """
+    hint = "plan again: allhands plan with the options of the training"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise DataError("this is too large to be a plan", where=str(file), hint=hint)
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"the plan cannot be read: {error.strerror}", where=str(file), hint=hint) from None
+    except (ValueError, RecursionError):
+        raise DataError("the plan is torn: it is no whole JSON", where=str(file), hint=hint) from None
+    if not isinstance(content, dict):
+        raise DataError("this is no plan: it holds no object", where=str(file), hint=hint)
+    version = cast("dict[str, Any]", content).get("version")
+    if version != VERSION:
+        told = "no version" if version is None else f"version {version!r}"
+        message = f"the plan has {told}, and this allhands reads version {VERSION}"
+        raise DataError(message, where=str(file), hint=hint)
+    try:
+        return _reader().validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(f"the plan has a fault at {place}: {first['msg']}", where=str(file), hint=hint) from None
+
+
+def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, list[str]]:
+    """The latest plan of a directory that was made before a run began there, and what is amiss with plans, in words.
+
+    Args:
+        began: when the run began, in Unix time; ``None`` if that is not known.
+    """
+    usual, notes, plans = Path(PLAN_FILE), list[str](), list[KeptPlan]()
+    numbered = sorted(directory.glob(f"{usual.stem}.*{usual.suffix}"))
+    for file in [directory / PLAN_FILE, *(one for one in numbered if one.name.split(".")[1].isdigit())]:
+        if not os.path.exists(file):
+            continue
+        try:
+            plans.append(read_plan(file))
+        except DataError as error:
+            notes.append(f"{file.name} is not compared: {error.message}.")
+    if plans and began is None:
+        notes.append(f"{PLAN_FILE} is not compared: nothing says when the run began.")
+    if not plans or began is None:
+        return None, notes
+    earlier = [plan for plan in plans if plan.time <= began]
+    if not earlier:
+        late = format_duration(min(plan.time for plan in plans) - began)
+        notes.append(f"{PLAN_FILE} was made {late} after this run had begun: it is no prediction of it, nor compared.")
+        return None, notes
+    return max(earlier, key=lambda plan: plan.time), notes
+
+
+def plan_record(
+    options: Mapping[str, Any], *, processor: str, device: str | None, now: float | None = None
+) -> dict[str, Any]:
+    """What a plan is told apart by: when it was made, for which of :data:`OPTIONS`, and for what."""
+    return {
+        "time": time.time() if now is None else now,
+        "options": {name: options[name] for name in OPTIONS if name in options},
+        "processor": processor,
+        "device": device,
+    }

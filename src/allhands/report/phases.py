@@ -1,0 +1,110 @@
+"""What a step goes into over the course of a run: charts of rank 0's reports, and of each rank's samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from allhands.metrics import RunHistory, TrainReport
+from allhands.monitor import Sample
+from allhands.report.charts import Chart, Line, chart, finite, groups_of
+
+# In the order of a step, each with a colour of its own: as the monitor calls it, and as the page does.
+_PARTS = (
+    ("load", "data wait", 4),
+    ("compute", "compute", 2),
+    ("reduce", "reduce", 3),
+    ("update", "update and rest", 0),
+)
+_WHOLE = 6  # grey
+_MOST_RANKS = 8
+_MOST_POINTS = 60  # of the samples, so that each has many of them and is no chance
+_HEADROOM = 1.08
+PHASES_TOLD = (
+    "Seconds of a step: the wait for data, computing forward and backward, the exchange of gradients with the wait for "
+    "slower ranks (reduce), the update and all else; dashed: all of it. Ranks side by side have the same height."
+)
+
+
+def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample], batches: int = 1) -> Iterator[Chart]:
+    """Of one run the phases of rank 0 as it reported them; where there are several ranks, those of each, as sampled.
+
+    Args:
+        batches: of an update; the samples count these, and the reports updates.
+    """
+    ranks = [(group[0].name, _of_rank(group, batches)) for group in groups_of(samples) if group[0].role == "rank"]
+    known = [(name, lines) for name, lines in ranks if lines]
+    if made := _of_reports(key, label, run):
+        yield replace(made, wide=len(known) > 1)
+    if len(known) < 2:
+        return
+    shown = [y for _, lines in known[:_MOST_RANKS] for line in lines for y in line.y if y is not None]
+    top = max(shown, default=0.0)
+    more = f" (the first {_MOST_RANKS} of {len(known)} ranks)" if len(known) > _MOST_RANKS else ""
+    for place, (name, lines) in enumerate(known[:_MOST_RANKS]):
+        title = f"Phases of a step: {name} of {label}{more}"
+        if made := chart(f"{key}-rank-{place}", title, ("step", "seconds"), "seconds", lines, whole=True):
+            yield replace(made, top=_HEADROOM * top)
+
+
+def _of_reports(key: str, label: str, run: RunHistory) -> Chart | None:
+    known = [one for one in run.train if one.compute_s > 0 and math.isfinite(one.step_time_s)]
+    if not known:
+        return None
+    x = tuple(float(one.step) for one in known)
+    columns = list(zip(*map(_parts_of, known), strict=True))
+    lines = [Line(name, colour, x, finite(columns[place])) for place, (_, name, colour) in enumerate(_PARTS)]
+    lines.append(Line("whole step", _WHOLE, x, tuple(one.step_time_s for one in known), dashed=True))
+    marks = [(float(step), _WHOLE) for step, _ in run.restarts]
+    title = f"Phases of a step: rank 0 of {label}, as reported"
+    made = chart(key, title, ("step", "seconds"), "seconds", lines, marks=marks, whole=True)
+    highest = max((one.step_time_s for one in known), default=0.0)
+    return replace(made, top=_HEADROOM * highest) if made and highest > 0 else made
+
+
+def _parts_of(report: TrainReport) -> tuple[float, ...]:
+    named = (report.data_wait_s, report.compute_s, report.comm_s)
+    return (*named, max(0.0, report.step_time_s - sum(named)))
+
+
+def _of_rank(group: Sequence[Sample], batches: int) -> list[Line]:
+    """The lines of one rank; none if no step of it was seen from its beginning to its end."""
+    points = _merged(list(_stretches(group)))
+    if not points:
+        return []
+    x = tuple(float(step) for step, _, _ in points)
+    columns = [tuple(batches * spent[name] / steps for _, steps, spent in points) for name, _, _ in _PARTS]
+    lines = [Line(name, colour, x, finite(column)) for (_, name, colour), column in zip(_PARTS, columns, strict=True)]
+    whole = tuple(sum(column) for column in zip(*columns, strict=True))
+    return [*lines, Line("whole step", _WHOLE, x, finite(whole), dashed=True)]
+
+
+def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """Between samples at which steps had been done: the last of them, how many, and the seconds of each phase.
+
+    The first step after a start counts as a phase of its own, and is left out.
+    """
+    spent: dict[str, float] = dict.fromkeys((name for name, _, _ in _PARTS), 0.0)
+    before: Sample | None = None
+    for sample in group:
+        if before is not None and (sample.pid != before.pid or sample.phases.get("first")):
+            before = None
+        for name in spent:
+            spent[name] += sample.phases.get(name, 0.0)
+        if sample.step is None or (before is not None and sample.step == before.step):
+            continue
+        if before is not None and before.step is not None and sample.step > before.step:
+            yield sample.step, sample.step - before.step, dict(spent)
+        before, spent = sample, dict.fromkeys(spent, 0.0)
+
+
+def _merged(stretches: list[tuple[int, int, dict[str, float]]]) -> list[tuple[int, int, dict[str, float]]]:
+    """At most so many points: each of several stretches that follow each other."""
+    each = math.ceil(len(stretches) / _MOST_POINTS) or 1
+    merged: list[tuple[int, int, dict[str, float]]] = []
+    for begin in range(0, len(stretches), each):
+        some = stretches[begin : begin + each]
+        spent = {name: sum(one[name] for _, _, one in some) for name in some[0][2]}
+        merged.append((some[-1][0], sum(steps for _, steps, _ in some), spent))
+    return merged

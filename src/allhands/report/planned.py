@@ -1,0 +1,70 @@
+"""What was planned for a run beside what was measured, as words and tables of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from allhands.plan.compared import Comparison, Figure, compare
+from allhands.report.charts import Grid
+from allhands.report.facts import RunFacts
+from allhands.report.words import Judgement
+
+_NONE = "–"
+_MARK = " *"
+_MOST = 6  # differences that are told
+PLANNED_TOLD = (
+    "What allhands plan predicted before the run, and what then was. A step is the median of the reports without the "
+    "first. All steps: from the first to the end, with validations and saving, which no plan has. As planned is within "
+    "15 % of a time and 10 % of memory; what may explain more stands at the top."
+)
+
+
+def comparison_of(run: RunFacts) -> Comparison | None:
+    """The run beside its plan; ``None`` if there is none."""
+    if run.plan is None or run.history.started is None:
+        return None
+    return compare(run.plan, run.history, run.config, run.samples)
+
+
+def plan_words(found: Comparison) -> list[Judgement]:
+    """What is not as planned, and why; or that all of it is."""
+    measured = [figure for figure in found.figures if figure.ratio is not None]
+    off = [figure for figure in measured if figure.off]
+    # Once is enough: what the run expected of itself has words where the plan was right, or had none.
+    words = [_word(one) for one in off if one.key != "expected" or all(other.key != "memory" for other in off)]
+    if measured and found.differences:
+        told = "; ".join(one.told for one in found.differences[:_MOST])
+        more = f"; and {len(found.differences) - _MOST} more" if len(found.differences) > _MOST else ""
+        words.insert(0, Judgement("plan", "note", f"Not trained with the options that were planned: {told}{more}."))
+    if measured and not off:
+        level = "note" if found.differences else "good"
+        words.append(Judgement("plan", level, f"As planned. {'; '.join(figure.told for figure in measured)}."))
+    return words
+
+
+def _word(figure: Figure) -> Judgement:
+    more = figure.ratio is not None and figure.ratio > 1.0
+    grave = more and not figure.marked and figure.key != "start"
+    other = ", with other options" if figure.marked else ""
+    why = f" What may explain it: {'; '.join(figure.why)}." if figure.why else ""
+    return Judgement("plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}.{why}")
+
+
+def planned_grids(label: str, found: Comparison) -> Iterator[Grid]:
+    """A table of the figures, and one of the options in which the run differs from its plan."""
+    if found.figures:
+        marked = any(figure.marked for figure in found.figures)
+        caption = f"{label}: planned and measured" + ("; * with other options than planned" if marked else "")
+        rows = tuple(_row(figure) for figure in found.figures)
+        yield Grid(caption, ("", "planned", "measured", "ratio", "as planned"), rows)
+    if found.differences:
+        rows = tuple((one.planned, one.trained) for one in found.differences)
+        yield Grid(f"{label}: other than planned", ("planned with", "trained with"), rows)
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    shown = figure.shown(figure.planned) or _NONE, figure.shown(figure.measured) or _NONE
+    if figure.ratio is None:
+        return (figure.of, *shown, _NONE, _NONE)
+    mark = _MARK if figure.marked else ""
+    return (figure.of, *shown, f"{figure.ratio:.2f}{mark}", "no" if figure.off else "yes")

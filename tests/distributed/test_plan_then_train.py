@@ -1,0 +1,61 @@
+"""A plan, the training that it was for, and the report in which both stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import run_allhands, write_tokenizer
+
+from allhands.metrics import read_metrics
+from allhands.plan.kept import read_plan
+
+pytestmark = pytest.mark.long
+
+SHAPE = ("--shape", "llama", "--layers", "2", "--dims", "64", "--mlp-dims", "128", "--heads", "2")
+TRAINING = (*SHAPE, "--block-size", "64", "--batch-size", "8", "--sample-prompts", "[]", "--iters", "40", "-n", "2")
+
+
+def words_of(place: Path) -> list[str]:
+    write_tokenizer(place / "tokenizer")
+    (place / "texts").mkdir()
+    lines = [json.dumps({"text": " ".join(f"word{(7 * i + j) % 97}" for j in range(120))}) for i in range(200)]
+    (place / "texts" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (place / "texts" / "valid.jsonl").write_text("\n".join(lines[:20]) + "\n")
+    return ["--data", "texts", "--tokenizer", "tokenizer", "--adapter-path", "run", *TRAINING]
+
+
+def test_planned_trained_and_told(tmp_path: Path) -> None:
+    words = words_of(tmp_path)
+    planned = run_allhands("plan", *words, cwd=tmp_path, timeout=200)
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.splitlines()[-1].startswith("the plan is kept in run/plan.json: ")
+    content = (tmp_path / "run" / "plan.json").read_bytes()
+    report_each = ("--steps-per-report", "5", "--val-batches", "2")
+    trained = run_allhands("pretrain", *words, *report_each, cwd=tmp_path, timeout=200)
+    assert trained.returncode == 0, trained.stderr
+    # The run takes its directory with the plan in it, and leaves that as it is.
+    assert (tmp_path / "run" / "plan.json").read_bytes() == content
+    done = run_allhands("report", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "run" / "report.md").read_text()
+    plan, history = read_plan(tmp_path / "run" / "plan.json"), read_metrics(tmp_path / "run")
+    rows = {
+        cells[1]: cells[2:6] for row in page.splitlines() if len(cells := [one.strip() for one in row.split("|")]) > 5
+    }
+    memory = next(way for way in plan.memory if way.flags == "-n 2")
+    peak = max(max(report.peak_memory_bytes) for report in history.train)
+    shown = rows[f"memory of a rank at its peak ({memory.name})"]
+    assert shown[:2] == [f"{memory.rank_bytes / 1e6:.0f} MB", f"{peak / 1e6:.0f} MB"]
+    assert float(shown[2]) == pytest.approx(peak / memory.rank_bytes, abs=0.006)
+    assert memory.rank_bytes == pytest.approx(peak, rel=0.2)
+    assert {"a step", "all steps", "time to the start"} <= rows.keys()
+    assert all(float(rows[name][2]) > 0 for name in ("a step", "all steps", "time to the start"))
+    assert "Not trained with the options that were planned" not in page
+    # A second run, with other options, is compared with the same plan, and says so.
+    second = run_allhands("pretrain", *words, "--batch-size", "4", *report_each, cwd=tmp_path, timeout=200)
+    assert second.returncode == 0, second.stderr
+    told = run_allhands("plan", "--after", "run", cwd=tmp_path)
+    assert "other than planned: planned with --batch-size 8, trained with --batch-size 4\n" in told.stdout
+    assert told.stdout.count("other than planned") == 1
