@@ -163,6 +163,16 @@ class Loader:
         parts = collate_share(self._windows, shares[self._rank], self._sizing)
         return [replace(part, iteration=iteration, sole=sole) for part in parts]
 
+    def largest(self) -> tuple[int, int]:
+        """What this rank computes at most, by what is longest: padded tokens at once, and micro-batches of a batch."""
+        tokens, most = 0, 0
+        for batch in self._order.longest():
+            share = divide(batch, self._windows.work, self._weights)[self._rank]
+            parts = list(cut_share(self._windows, share, self._sizing))
+            most = max(most, len(parts))
+            tokens = max(tokens, *(len(part) * length for part, length in parts), 0)
+        return tokens, most
+
     def _is_one(self, share: NDArray[np.int64]) -> bool:
         return len(list(cut_share(self._windows, share, self._sizing))) == 1
 

@@ -90,6 +90,16 @@ class GlobalOrder:
         start = within * self.batch_size
         return self._pool(epoch, pool)[start : start + self.batch_size]
 
+    def longest(self, most_pools: int = 16) -> list[NDArray[np.int64]]:
+        """Of each of the first pools of an epoch the batch of its longest examples, whole ones and those left over."""
+        found: list[NDArray[np.int64]] = []
+        for pool in range(min(most_pools, -(-self.batches_per_epoch // POOL_BATCHES))):
+            members = self._pool(0, pool)
+            last = (len(members) - 1) // self.batch_size * self.batch_size
+            starts = {last, max(0, last - self.batch_size)}
+            found += [members[start : start + self.batch_size] for start in sorted(starts)]
+        return found
+
     @lru_cache(maxsize=8)  # noqa: B019 - an order lives as long as its run; eight small pools are kept at most
     def _pool(self, epoch: int, pool: int) -> NDArray[np.int64]:
         """The examples of ``POOL_BATCHES`` batches of an epoch, by length."""

@@ -9,8 +9,7 @@ import psutil
 
 from allhands.accelerator import Accelerator
 from allhands.config import TrainConfig
-from allhands.data.loader import Sizing
-from allhands.data.tokens import Windows
+from allhands.data.loader import Loader
 from allhands.distributed.mesh import Mesh
 from allhands.formatting import format_bytes
 from allhands.model import native
@@ -24,8 +23,7 @@ _WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the m
 def expected_bytes(
     config: TrainConfig,
     loaded: LoadedModel,
-    windows: Windows,
-    sizing: Sizing,
+    loader: Loader,
     mesh: Mesh,
     accelerator: Accelerator,
     present_bytes: int,
@@ -37,20 +35,19 @@ def expected_bytes(
     """
     native_way = accelerator.eager and config.compile != "on" and native.available()
     blocks = blocks_of(loaded.config) if native_way else None
-    if blocks is None or not len(windows):
+    tokens, cuts = loader.largest() if blocks is not None else (0, 0)
+    if blocks is None or not tokens:
         return None
     model: Any = loaded.model
-    longest = int(windows.work.max())
-    share = -(-config.batch_size // mesh.size) * longest
     work = Work(
         method=config.fine_tune_type,
-        tokens=max(longest, min(sizing.max_tokens, share)),
+        tokens=tokens,
         trained_layers=blocks.layers - len(native.before_training(model)),
         weights_bytes=_bytes(model.parameters()),
         trained_bytes=_bytes(model.trainable_parameters()),
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
-        accumulated=share > sizing.max_tokens,
+        accumulated=cuts > 1,
     )
     later = _WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
     return later + of_process(on_cpu(blocks, work), blocks, present_bytes, mx.get_active_memory())
