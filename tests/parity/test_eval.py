@@ -103,17 +103,27 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
         (["--batch-size", "0"], "--batch-size", 2),
         (["--limit", "3"], "no effect without --tasks", 2),
         (["--tasks", "piqa", "--split", "test"], "no effect with --tasks", 2),
+        (["--tasks", "piqa", "--hosts", "a,b"], "no effect with --tasks", 2),
+        (["--hosts", "a,b", "--hostfile", "hosts"], "give one of the two", 2),
+        (["--hosts", "a,,b"], "a name is missing beside a comma", 2),
+        (["--hosts", "a,a"], "a stands there twice", 2),
+        (["--hosts", ""], "must not be empty", 2),
+        (["--hostfile", "nowhere"], "nowhere", 2),
     ],
 )
 def test_wrong_input_is_one_message(tiny_model: Path, tmp_path: Path, words: list[str], said: str, code: int) -> None:
     (tmp_path / "test.jsonl").write_text('{"text": "One day."}\n')
-    done = run_allhands("eval", "--model", tiny_model, "--data", tmp_path, *words)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
+    done = run_allhands("eval", "--model", tiny_model, "--data", tmp_path, *words, env=env)
     if "--tasks" in words:
         done = run_allhands("eval", "--model", tiny_model, *words)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+    assert list(temporary.glob("allhands*")) == []
 
 
 def test_benchmarks_say_what_to_install(tiny_model: Path) -> None:
