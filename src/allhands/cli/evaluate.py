@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -140,7 +141,7 @@ def _supervise(config: EvalConfig) -> int:
             keep_logs=False,
         )
         code = run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
-        kept = code not in (0, Interrupted.exit_code)
+        kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
         return code
     finally:
         if not kept:

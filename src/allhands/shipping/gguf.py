@@ -45,13 +45,17 @@ def gguf_writer(name: str) -> Finish:
     return lambda staged, config: write_gguf(staged, staged / name)
 
 
-def check_convertible(path: Path) -> None:
+def check_convertible(path: Path, *, dense: bool = True) -> None:
     """Refuse a model that cannot be written as GGUF, before any work is done.
+
+    Args:
+        dense: whether it will be unpacked first if it is quantised.
 
     Raises:
         ModelError: its architecture or tokenizer is none that can be.
     """
     config = read_config(path)
+    _require_dense({} if dense else config, path)
     require_known(config, path)
     _Vocabulary.of(path, 0)
 
@@ -66,6 +70,11 @@ def require_known(config: Json, path: Path) -> None:
     ):
         if wrong:
             raise ModelError(f"it cannot be written as GGUF: {what}", where=str(path), hint=_OTHERWISE)
+
+
+def _require_dense(config: Json, path: Path) -> None:
+    if "quantization" in config:
+        raise ModelError("a quantised model cannot be written as GGUF", where=str(path), hint="add --dequantize")
 
 
 def _scaling(config: Json) -> tuple[Json, str | None]:
@@ -83,8 +92,7 @@ def write_gguf(model: Path, out: Path) -> None:
         StorageError: the file cannot be written.
     """
     config = read_config(model)
-    if "quantization" in config:
-        raise ModelError("a quantised model cannot be written as GGUF", where=str(model), hint="add --dequantize")
+    _require_dense(config, model)
     require_known(config, model)
     tensors: dict[str, mx.array] = {}
     for file in sorted(model.glob("model*.safetensors")):
