@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
-from llama_cpp import Llama
+from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
 model = Llama(model_path=sys.argv[1], logits_all=True, verbose=False, n_ctx=256, n_threads=1)
-found: dict[str, np.ndarray] = {}
+found: dict[str, Any] = {}
 for number, text in enumerate(json.loads(sys.stdin.read())):
     model.reset()
     tokens = model.tokenize(text.encode(), add_bos=True, special=True)

@@ -72,7 +72,8 @@ def evaluate(
     config: Annotated[str | None, typer.Option("--config", "-c", help="YAML file with these options.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b).")
+        str | None,
+        typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None,
     num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None,
@@ -207,6 +208,8 @@ def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: 
     from allhands.shipping.harness import Harness, run_harness
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("it names no task", where="--tasks", hint="give names, as in arc_easy,piqa")
     adapter = flags.get("adapter_path")
     harness = Harness(
         flags.get("model", "demo"),
