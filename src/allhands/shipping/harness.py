@@ -46,7 +46,7 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     own = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     named = {str(file): _name_in(file) for file in own}
     tasks = [named.get(str(Path(task)), task) for task in tasks]
-    folders = list(dict.fromkeys(str(file.resolve().parent) for file in own))
+    folders: list[str | Path] = [*dict.fromkeys(file.resolve().parent for file in own)]
     manager = TaskManager(include_path=folders) if folders else TaskManager()
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
