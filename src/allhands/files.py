@@ -178,14 +178,14 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
         temporary.replace(path)
         sync(path.parent)
     except (OSError, RuntimeError) as error:
-        raise _with_space(path, error) from None
+        raise write_error(path, error) from None
     finally:
         if made:
             temporary.unlink(missing_ok=True)
 
 
-def _with_space(path: Path, error: OSError | RuntimeError) -> StorageError:
-    """MLX reports a failed write without its cause: look whether the disk is full."""
+def write_error(path: Path, error: OSError | RuntimeError) -> StorageError:
+    """:func:`storage_error` of a failed write. MLX reports one without its cause: look whether the disk is full."""
     if isinstance(error, RuntimeError):
         try:
             full = os.statvfs(path.parent)

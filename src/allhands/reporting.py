@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,7 +166,10 @@ def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, 
 
 
 def _swanlab(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
-    module.init(project=project, experiment_name=directory.name, logdir=str(directory / "swanlog"), config=config)
+    options = {"project": project, "experiment_name": directory.name, "logdir": str(directory / "swanlog")}
+    # Not in the main thread: there it would take Ctrl-C for itself, and could not give it back from the sink's thread.
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(module.init, config=config, **options).result()
     return module
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from allhands.errors import StorageError
 from allhands.files import make_directory, make_private, make_unused, private_opener, storage_error, sync
 
 _PARTIAL, _REPLACED = "partial", "replaced"
@@ -43,6 +44,11 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
         yield made
     except OSError as error:
         raise storage_error(Path(error.filename or target), error) from error
+    except StorageError as error:
+        if made is None or not (error.where or "").startswith(str(made)):
+            raise
+        # The directory that was asked for: the other one is gone when this is read.
+        raise StorageError(error.message, where=str(target), hint=error.hint) from error
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)

@@ -103,17 +103,27 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
         (["--batch-size", "0"], "--batch-size", 2),
         (["--limit", "3"], "no effect without --tasks", 2),
         (["--tasks", "piqa", "--split", "test"], "no effect with --tasks", 2),
+        (["--tasks", "piqa", "--hosts", "a,b"], "no effect with --tasks", 2),
+        (["--hosts", "a,b", "--hostfile", "hosts"], "give one of the two", 2),
+        (["--hosts", "a,,b"], "a name is missing beside a comma", 2),
+        (["--hosts", "a,a"], "a stands there twice", 2),
+        (["--hosts", ""], "must not be empty", 2),
+        (["--hostfile", "nowhere"], "nowhere", 2),
     ],
 )
 def test_wrong_input_is_one_message(tiny_model: Path, tmp_path: Path, words: list[str], said: str, code: int) -> None:
     (tmp_path / "test.jsonl").write_text('{"text": "One day."}\n')
-    done = run_allhands("eval", "--model", tiny_model, "--data", tmp_path, *words)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
+    done = run_allhands("eval", "--model", tiny_model, "--data", tmp_path, *words, env=env)
     if "--tasks" in words:
         done = run_allhands("eval", "--model", tiny_model, *words)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+    assert list(temporary.glob("allhands*")) == []
 
 
 def test_benchmarks_say_what_to_install(tiny_model: Path) -> None:
@@ -125,6 +135,54 @@ def test_benchmarks_say_what_to_install(tiny_model: Path) -> None:
     done = run_allhands("eval", "--model", tiny_model, "--tasks", "piqa")
     assert done.returncode == 2
     assert "pip install lm_eval" in done.stderr
+
+
+TASK = """task: tea
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: label
+metric_list: [{metric: acc}]
+"""
+
+
+def test_a_task_of_ones_own_in_the_real_harness(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm_eval")
+    rows: list[dict[str, Any]] = [
+        {"question": f"{letter} is", "choices": ["so", "otherwise, I fear"], "label": 1} for letter in "abcd"
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tea.yaml").write_text(TASK.replace("FILE", str(tmp_path / "rows.jsonl")))
+    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    words = ["eval", "--json", "--model", tiny_model, "--tasks"]
+    done = run_allhands(*words, tmp_path / "tea.yaml", env=env)
+    assert done.returncode == 0, done.stderr
+    model: Any
+    model, tokenizer, *_ = load(str(tiny_model))
+
+    def likelihood(question: str, answer: str) -> float:
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (chat, chat + answer))
+        logs = nn.log_softmax(model(mx.array([after]))[0].astype(mx.float32))
+        return sum(float(logs[i - 1, after[i]].item()) for i in range(len(before), len(after)))
+
+    right = [
+        likelihood(row["question"], row["choices"][1]) > likelihood(row["question"], row["choices"][0]) for row in rows
+    ]
+    assert json.loads(done.stdout)["tea"]["acc,none"] == sum(right) / len(right)
+    for task, said in (
+        (tmp_path / "none.yaml", "No such file"),
+        (tmp_path / "rows.yml", "no line `task"),
+        (",", "no task"),
+    ):
+        (tmp_path / "rows.yml").write_text("a: 1\n")
+        done = run_allhands(*words, task)
+        assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
 
 
 def test_benchmarks_score_the_model_with_its_adapter(

@@ -180,6 +180,9 @@ def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.pre"] == "gpt-2"
     assert len(fields["tokenizer.ggml.tokens"]) == 259
     assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    kinds = reader.fields["tokenizer.ggml.token_type"].types
+    assert kinds == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]  # llama.cpp takes no others
+    assert fields["llama.context_length"] == 2048
     assert fields["tokenizer.ggml.eos_token_id"] == 2
 
 

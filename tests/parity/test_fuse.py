@@ -128,7 +128,7 @@ def test_nothing_is_overwritten_unless_asked_and_nothing_but_a_model_ever(base: 
     assert not list(tmp_path.glob(".fused*"))
 
 
-@pytest.mark.parametrize("wrong", ["no model", "other model", "torn", "missing", "upload"])
+@pytest.mark.parametrize("wrong", ["no model", "other model", "torn", "missing", "upload", "list", "name"])
 def test_wrong_input_is_one_message_and_leaves_nothing(base: Path, tmp_path: Path, wrong: str) -> None:
     adapter = write_adapter(base, tmp_path / "run")
     words: list[str | Path] = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused"]
@@ -141,6 +141,10 @@ def test_wrong_input_is_one_message_and_leaves_nothing(base: Path, tmp_path: Pat
         (adapter / "adapters.safetensors").write_bytes(b"torn")
     elif wrong == "missing":
         words[2] = tmp_path / "nowhere"
+    elif wrong == "list":
+        (adapter / "adapter_config.json").write_text("[1]")
+    elif wrong == "name":
+        words += ["--gguf-path", "mine.gguf"]
     else:
         words += ["--upload-repo", "me/mine"]
     done = run_allhands(*words)
@@ -150,6 +154,8 @@ def test_wrong_input_is_one_message_and_leaves_nothing(base: Path, tmp_path: Pat
         "torn": "is torn",
         "missing": "there is no such directory",
         "upload": "allhands upload",
+        "list": "it is not an object",
+        "name": "--export-gguf",
     }[wrong]
     assert done.returncode in (2, 4)
     assert said in done.stderr
@@ -171,3 +177,40 @@ def test_a_fused_model_that_computes_something_else_is_not_kept(
     with pytest.raises(ModelError, match="does not compute"):
         fusing.fuse_model(fusing.FuseOptions(None, adapter), tmp_path / "fused")
     assert not (tmp_path / "fused").exists()
+
+
+def test_a_gguf_of_a_quantised_model_is_refused_before_any_work(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", bits=4)
+    adapter = write_adapter(base, tmp_path / "run")
+    words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", "--export-gguf"]
+    done = run_allhands(*words)
+    assert done.returncode == 4
+    assert f"{base}: a quantised model cannot be written as GGUF" in done.stderr
+    assert "--dequantize" in done.stderr
+    assert not (tmp_path / "fused").exists()
+    assert run_allhands(*words, "--dequantize").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ("[1]", "it is not an object"),
+        ("{}", "there are no lora_parameters"),
+        ('{"lora_parameters": 3, "num_layers": 2}', "there are no lora_parameters"),
+        ('{"lora_parameters": {"rank": 4, "scale": 2.5}}', "num_layers is missing"),
+        ('{"lora_parameters": {"rank": "a", "scale": 2.5}, "num_layers": 2}', "rank is not a number"),
+        ('{"lora_parameters": {"rank": 4}, "num_layers": 2}', "scale is missing"),
+    ],
+)
+def test_a_description_that_is_none_is_found_before_a_model_is_loaded(
+    base: Path, tmp_path: Path, described: str, said: str
+) -> None:
+    from allhands.errors import ModelError
+    from allhands.generate import check_adapter
+
+    adapter = write_adapter(base, tmp_path / "run")
+    check_adapter(adapter)
+    (adapter / "adapter_config.json").write_text(described)
+    with pytest.raises(ModelError, match=said) as caught:
+        check_adapter(adapter)
+    assert caught.value.where == str(adapter / "adapter_config.json")

@@ -348,3 +348,13 @@ def test_ranks_of_this_computer_are_as_many_as_asked_for(
     job = Job(tmp_path / "out", tmp_path / "out/logs", num_ranks=3, backend="ring")
     assert launching.run(job, ["true"]) == 143
     assert err() == ""
+
+
+def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
+    """``--hosts a,b`` is two ranks, so two weights fit: who counts ``-n`` would want one."""
+    from allhands.cli.train import check_launch
+    from allhands.cluster.environment import recognise
+    from allhands.config import build_config
+
+    config = build_config({"hosts": "a,b", "rank_weights": [2, 1]}, None)
+    check_launch(config, recognise({}))

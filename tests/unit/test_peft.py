@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
-from tiny import run_allhands, write_model
+from tiny import run_allhands, write_adapter, write_model
 
 from allhands.errors import ModelError
 from allhands.generate import load_for_generation
@@ -275,6 +276,11 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "adapter_model.bin").write_bytes(b"x")
+    whole = write_adapter(model_path, tmp_path / "whole", "full")
+    strange = tmp_path / "strange"
+    shutil.copytree(peft, strange)
+    config = json.loads((peft / "adapter_config.json").read_text())
+    (strange / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": None}))
     cases: list[tuple[list[Any], int, str]] = [
         (
             ["export", "--adapter-path", mine, "--to", "peft", "--out", out, "--model", small],
@@ -290,10 +296,12 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
         (["import", peft, "--from", "peft", "--out", out, "--model", small], 4, "does not fit the model"),
         (["import", mine, "--from", "peft", "--out", out], 4, "adapter_model.safetensors is missing"),
         (["import", pickled, "--from", "peft", "--out", out], 4, "pickle"),
+        (["export", "--adapter-path", whole, "--to", "peft", "--out", out], 4, "fine_tune_type full"),
+        (["import", strange, "--from", "peft", "--out", out, "--model", small], 4, f"{strange}/adapter_config.json"),
     ]
     for arguments, code, message in cases:
         done = run_allhands(*arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), (arguments, done.stderr)
         assert message in done.stderr
         assert not out.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "peft", "pickled", "small"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "peft", "pickled", "small", "strange", "whole"]

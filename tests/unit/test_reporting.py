@@ -46,8 +46,10 @@ class Service:
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     finished: int = 0
     fails: bool = False
+    in_main_thread: bool | None = None
 
     def init(self, **options: Any) -> Service:
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
         if self.fails:
             raise PermissionError("no API key\nrun login")
         self.started = options
@@ -112,6 +114,8 @@ def test_both_services_get_a_run_named_after_its_directory(services: dict[str, S
         "logdir": str(directory / "swanlog"),
         "config": {"seed": 3},
     }
+    # SwanLab sets a handler of Ctrl-C where it is started in the main thread.
+    assert services["swanlab"].in_main_thread is False
     for sink in sinks:
         sink.emit(TRAIN)
         sink.close()

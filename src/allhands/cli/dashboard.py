@@ -35,7 +35,8 @@ def dashboard(
     that asks a run to save and stop. Only this computer is answered, unless --host says otherwise. Ends with Ctrl-C.
     """
     if not runs.is_dir():
-        raise DataError("there is no such directory", where=str(runs), hint="give the directory in which runs are")
+        there = "this is a file" if runs.exists() else "there is no such directory"
+        raise DataError(there, where=str(runs), hint="give the directory in which runs are")
     if token is not None and len(token) < 8:
         raise ConfigError("a token of fewer than 8 characters can be guessed", where="--token", hint="leave it out")
     import uvicorn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import ConfigError, Interrupted, ModelError
 
 if TYPE_CHECKING:
     from allhands.cluster.environment import Launch
@@ -65,10 +66,14 @@ def evaluate(
     backend: Annotated[str | None, typer.Option("--backend", help="Who moves the bytes. [auto]")] = None,
     cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", help="Cores of each process.")] = None,
     hostfile: Annotated[str | None, typer.Option("--hostfile", help="Computers to evaluate on.")] = None,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", help="Computers to evaluate on, by name: node1,node2:2.")
+    ] = None,
     config: Annotated[str | None, typer.Option("--config", "-c", help="YAML file with these options.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b).")
+        str | None,
+        typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None,
     num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None,
@@ -92,7 +97,7 @@ def evaluate(
 
 def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     """On this process, on several, or as a rank of somebody else's; the exit code."""
-    from allhands.cli.train import check_launch, job_of, leave, rank_0_speaks_first
+    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
     from allhands.cluster.environment import recognise_here
     from allhands.cluster.worker import install
     from allhands.config import build_config
@@ -103,30 +108,45 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
         assert isinstance(config, EvalConfig)
         check_launch(config, launch)
-        _check_adapter(config)
-    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile):
-        from allhands.cli.launching import run
+        # Other computers have files of their own.
+        if launch.launcher != "single" or not (config.hostfile or config.hosts):
+            _check_adapter(config)
+    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
+        return _supervise(config)
+    with install(launch, os.environ) as worker:
+        _evaluate_as_rank(config, launch, worker, as_json)
+        if launch.size > 1:
+            leave(launch)
+    return 0
 
-        # Not in the run's directory: its events are of the training.
-        scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
+
+def _supervise(config: EvalConfig) -> int:
+    """Start the processes, here or on several computers, and answer for them; their logs stay if they have failed."""
+    from allhands.cli.launching import run
+    from allhands.cli.train import job_of, with_hostfile
+
+    # Not in the run's directory: its events are of the training.
+    scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
+    kept = False
+    try:
         job = replace(
-            job_of(config),
+            job_of(with_hostfile(config, scratch)),
             directory=scratch,
             log_dir=scratch / "logs",
             checkpoints=None,
             resume=None,
             max_restarts=0,
             resumes=False,
+            # Rank 0 alone has something to say, and programs read it.
+            tag_output=bool(config.tag_output),
+            keep_logs=False,
         )
         code = run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
-        if code == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+        kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
         return code
-    with install(launch, os.environ) as worker:
-        _evaluate_as_rank(config, launch, worker, as_json)
-        if launch.size > 1:
-            leave(launch)
-    return 0
+    finally:
+        if not kept:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _check_adapter(config: EvalConfig) -> None:
@@ -188,6 +208,8 @@ def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: 
     from allhands.shipping.harness import Harness, run_harness
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("it names no task", where="--tasks", hint="give names, as in arc_easy,piqa")
     adapter = flags.get("adapter_path")
     harness = Harness(
         flags.get("model", "demo"),

@@ -84,9 +84,10 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     import mlx.nn as nn
 
     from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
+    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, require_adapter, to_peft
 
     adapter = _read(adapter_path, *_OURS)
+    require_adapter(adapter.config, str(adapter_path))
     below = model or adapter.config.get("model")
     if not isinstance(below, str):
         hint = "say which model is below it: --model"
@@ -145,7 +146,11 @@ def import_adapter(
         raise ConfigError("the adapter names no model", where=str(path / CONFIG_FILE), hint="say which: --model")
     _require_room(out, _OURS, force=force)
     loaded: Any = load_model(below, trust_remote_code=trust_remote_code)
-    made = from_peft(adapter, num_layers=len(loaded.model.layers))
+    try:
+        made = from_peft(adapter, num_layers=len(loaded.model.layers))
+    except ModelError as error:
+        # It is told of a file; in which directory is known here.
+        raise ModelError(error.message, where=str(path / (error.where or "")), hint=error.hint) from None
     made.config["model"] = below
     # What does not fit is found before anything is in its place.
     _write(made, out, *_OURS, {"format": "mlx"}, lambda directory: put_on(loaded.model, directory))
@@ -173,6 +178,8 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     for name in (weights, config):
         if not (directory / name).is_file():
             there = "" if directory.is_dir() else "; there is no such directory"
+            if directory.is_file():
+                there = "; this is a file, not a directory"
             raise ModelError(f"{name} is missing{there}", where=str(directory), hint="give an adapter's directory")
     try:
         described = json.loads((directory / config).read_text(encoding="utf-8"))
@@ -206,10 +213,15 @@ def _write(
     """Write both files, whole or not at all, and only if ``check`` is content with their directory."""
     import mlx.core as mx
 
+    from allhands.files import write_whole
     from allhands.staging import publish, staging
 
     with staging(out, private=True) as staged:
-        mx.save_safetensors(str(staged / weights), adapter.weights, metadata=dict(metadata))
+        write_whole(
+            staged / weights,
+            lambda temporary: mx.save_safetensors(str(temporary), adapter.weights, metadata=dict(metadata)),
+            private=True,
+        )
         (staged / config).write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         check(staged)
         publish(staged, out, private=True)

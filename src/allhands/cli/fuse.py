@@ -30,8 +30,8 @@ def fuse(
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is in --save-path.")] = False,
     export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = False,
     gguf_path: Annotated[
-        str, typer.Option("--gguf-path", help="Name of that file inside --save-path.")
-    ] = "ggml-model-f16.gguf",
+        str | None, typer.Option("--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]")
+    ] = None,
     upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Not here: allhands upload.")] = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
@@ -47,9 +47,16 @@ def fuse(
 
     options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
     if export_gguf:
-        from allhands.shipping.gguf import gguf_writer
+        from allhands.model.sources import resolve
+        from allhands.shipping.fusing import described
+        from allhands.shipping.gguf import check_convertible, gguf_writer
 
-        done = fuse_model(options, save_path, gguf_writer(gguf_path))
+        # Before any work is done.
+        writer = gguf_writer(gguf_path or "ggml-model-f16.gguf")
+        check_convertible(resolve(described(adapter_path, model)[1]), dense=dequantize)
+        done = fuse_model(options, save_path, writer)
+    elif gguf_path is not None:
+        raise ConfigError("it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf")
     else:
         done = fuse_model(options, save_path)
     tell(done, save_path)

@@ -43,6 +43,7 @@ class Job:
         explain: tells why this back-end was chosen, line by line.
         tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several
             on several computers, or anywhere with ``tag_here``.
+        keep_logs: whether other computers keep ``log_dir`` even if all goes well there.
         sync: the command that brings what the job needs to a computer that lacks it, if there is one.
     """
 
@@ -68,6 +69,7 @@ class Job:
     resumes: bool = True
     tag_output: bool | None = None
     tag_here: bool = True
+    keep_logs: bool = True
     sync: str | None = None
     expected_s: float | None = None
     explain: Callable[[list[str]], None] = lambda lines: None
@@ -228,6 +230,7 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         hang_timeout_s=job.hang_timeout_s,
         weights=job.weights,
         tag_output=job.tagged,
+        keep_logs=job.keep_logs,
     )
 
 

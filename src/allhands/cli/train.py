@@ -56,9 +56,9 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
         if not (config.train or config.test):
             config = config.model_copy(update={"train": True})  # as the command is called
         check_launch(config, launch)
+        if launch.launcher == "single":
+            config = with_hostfile(config, Path(config.adapter_path))
         _check_rehearsal(config, launch)
-    if launch.launcher == "single" and config.hosts:
-        config = _with_hostfile(config)
     if launch.launcher == "single":
         for note in launch.notes:
             print(f"allhands: note: {note}", file=sys.stderr)
@@ -90,7 +90,7 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     """Refuse options that contradict the number of ranks, or a launcher other than this command."""
     if launch.launcher == "allhands":
         return  # fewer ranks than were asked for may be left
-    if not config.hostfile:
+    if not (config.hostfile or config.hosts):
         check_weights(config.rank_weights, config.num_ranks if launch.launcher == "single" else launch.size)
     if launch.launcher == "single":
         return
@@ -130,10 +130,16 @@ def _tell_outstanding(config: TrainConfig) -> None:
         print(f"allhands: {line}", file=sys.stderr)
 
 
-def _with_hostfile(config: TrainConfig) -> TrainConfig:
-    """``--hosts`` as a hostfile in the run's directory."""
-    assert config.hosts is not None
-    path = write_hosts(config.hosts, Path(config.adapter_path) / HOSTS_FILE)
+def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
+    """``--hosts``, if it is given, as a hostfile in ``directory``.
+
+    Raises:
+        ConfigError: the names are not understood.
+        StorageError: the file cannot be written.
+    """
+    if config.hosts is None:
+        return config
+    path = write_hosts(config.hosts, directory / HOSTS_FILE)
     return config.model_copy(update={"hosts": None, "hostfile": str(path)})
 
 

@@ -28,7 +28,7 @@ from allhands.cluster.frames import Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
-from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
 from allhands.files import make_directory, storage_error
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
 
@@ -155,6 +155,17 @@ class Agent:
         for thread in self._outputs:
             thread.join(_FLUSH_S)
         shutil.rmtree(self._run_dir, ignore_errors=True)
+        if not self._hello.get("keep_logs", True):
+            self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        """Those of a job that is of no interest once it is over, unless a rank has failed here."""
+        codes = {end.code for end in self._ranks.exits()} if self._ranks is not None else set[int]()
+        if codes <= {0, Interrupted.exit_code}:
+            log_dir = Path(self._hello["log_dir"]).absolute()
+            shutil.rmtree(log_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # something else lies beside them
+                log_dir.parent.rmdir()
 
     def _own(self) -> range:
         return range(self._first, self._first + self._count)

@@ -39,6 +39,7 @@ class LaunchSpec:
         weights: relative speed of every rank, if they differ.
         rdma: for JACCL, of each computer its devices by which it reaches the others, in their order.
         tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
+        keep_logs: otherwise other computers remove ``log_dir`` when their ranks have ended without an error.
     """
 
     command: Sequence[str]
@@ -54,6 +55,7 @@ class LaunchSpec:
     places: tuple[Place, ...] = ()
     weights: tuple[float, ...] | None = None
     tag_output: bool = False
+    keep_logs: bool = True
     rdma: Sequence[Sequence[Any]] | None = None
 
 

@@ -373,6 +373,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "stop_grace_s": spec.stop_grace_s,
         "weights": spec.weights,
         "tag_output": spec.tag_output,
+        "keep_logs": spec.keep_logs or _is_here(host),
         "relay": not _is_here(host),
         "rdma": [place.host.rdma if place.host else () for place in spec.places] if spec.backend == "jaccl" else None,
         "address": address,

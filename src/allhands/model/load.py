@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
-from allhands.files import storage_error
+from allhands.files import write_error
 from allhands.model.sources import Report, first_line, is_path, resolve, silent
 from allhands.staging import publish, same_files, staging
 
@@ -471,5 +471,5 @@ def save_weights(model: nn.Module, config: Json, out: Path) -> None:
     try:
         mlx_lm.save_model(out, model, donate_model=True)
     except RuntimeError as error:  # how MLX reports a failed write
-        raise storage_error(out, error) from error
+        raise write_error(out / "model.safetensors", error) from error
     mlx_lm.save_config(config, out / "config.json", keep_vision_config=keep_vision)

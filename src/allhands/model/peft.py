@@ -39,6 +39,17 @@ class Adapter:
     config: dict[str, Any]
 
 
+def require_adapter(config: Mapping[str, Any], where: str | None = None) -> None:
+    """Refuse what mlx_lm's ``adapter_config.json`` does not call LoRA or DoRA (ModelError)."""
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        raise ModelError(
+            f"it was trained with fine_tune_type {kind}: these are whole weights, not an adapter",
+            where=where,
+            hint="PEFT holds LoRA and DoRA adapters: take --to hf for the whole model",
+        )
+
+
 def to_peft(adapter: Adapter, *, base: str, modules: Collection[str], embeddings: Collection[str] = ()) -> Adapter:
     """An adapter of mlx_lm's as PEFT reads it.
 
@@ -50,11 +61,7 @@ def to_peft(adapter: Adapter, *, base: str, modules: Collection[str], embeddings
         ModelError: it is no LoRA or DoRA adapter, or adapts what PEFT cannot.
     """
     kind = adapter.config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "dora"):
-        raise ModelError(
-            f"it was trained with fine_tune_type {kind}: these are whole weights, not an adapter",
-            hint="PEFT holds LoRA and DoRA adapters",
-        )
+    require_adapter(adapter.config)
     settings: Mapping[str, Any] = adapter.config["lora_parameters"]
     rank, scale = int(settings["rank"]), float(settings["scale"])
     weights: dict[str, mx.array] = {}
@@ -218,7 +225,9 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
     if bool(config.get("use_dora")) != (magnitudes is not None):
         raise ModelError(f"{name}: use_dora and lora_magnitude_vector contradict each other", where=CONFIG_FILE)
     rank = int(a.shape[0])
-    alpha = float(_of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8)))
+    alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float):
+        raise ModelError(f"lora_alpha is not a number: {alpha!r}", where=CONFIG_FILE, hint=_HOW)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     flat = None if magnitudes is None else magnitudes.reshape(-1)
     return _Module(mx.contiguous(a.T), mx.contiguous(b.T), scale, flat)

@@ -45,21 +45,24 @@ def gguf_writer(name: str) -> Finish:
     return lambda staged, config: write_gguf(staged, staged / name)
 
 
-def check_convertible(path: Path) -> None:
+def check_convertible(path: Path, *, dense: bool = True) -> None:
     """Refuse a model that cannot be written as GGUF, before any work is done.
+
+    Args:
+        dense: whether it will be unpacked first if it is quantised.
 
     Raises:
         ModelError: its architecture or tokenizer is none that can be.
     """
     config = read_config(path)
+    _require_dense({} if dense else config, path)
     require_known(config, path)
     _Vocabulary.of(path, 0)
 
 
 def require_known(config: Json, path: Path) -> None:
     """Refuse what would be written without complaint and compute something else (ModelError)."""
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("type") or scaling.get("rope_type")
+    scaling, kind = _scaling(config)
     for wrong, what in (
         (config["model_type"] not in ARCHITECTURES, f"its architecture is {config['model_type']}"),
         (scaling and kind not in ("linear", "default"), f"its rotary embedding is scaled ({kind})"),
@@ -67,6 +70,18 @@ def require_known(config: Json, path: Path) -> None:
     ):
         if wrong:
             raise ModelError(f"it cannot be written as GGUF: {what}", where=str(path), hint=_OTHERWISE)
+
+
+def _require_dense(config: Json, path: Path) -> None:
+    if "quantization" in config:
+        raise ModelError("a quantised model cannot be written as GGUF", where=str(path), hint="add --dequantize")
+
+
+def _scaling(config: Json) -> tuple[Json, str | None]:
+    """How the rotary embedding is scaled, and the kind of that; newer configs have it beside the theta."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or (parameters if "factor" in parameters else {})
+    return scaling, scaling.get("type") or scaling.get("rope_type")
 
 
 def write_gguf(model: Path, out: Path) -> None:
@@ -77,8 +92,7 @@ def write_gguf(model: Path, out: Path) -> None:
         StorageError: the file cannot be written.
     """
     config = read_config(model)
-    if "quantization" in config:
-        raise ModelError("a quantised model cannot be written as GGUF", where=str(model), hint="add --dequantize")
+    _require_dense(config, model)
     require_known(config, model)
     tensors: dict[str, mx.array] = {}
     for file in sorted(model.glob("model*.safetensors")):
@@ -88,8 +102,16 @@ def write_gguf(model: Path, out: Path) -> None:
     vocabulary = _Vocabulary.of(model, rows)
     heads = config["num_attention_heads"]
     theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
-    config = {"num_key_value_heads": heads, "rms_norm_eps": 1e-5, **config, "rope_theta": theta}
-    metadata: dict[str, Any] = prepare_metadata(config, vocabulary)
+    scaling, kind = _scaling(config)
+    # llama.cpp loads no model without a context length; 2048 is what a Llama without one has in transformers.
+    defaults = {"num_key_value_heads": heads, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+    known = {key: value for key, value in config.items() if value is not None}
+    metadata: dict[str, Any] = prepare_metadata({**defaults, **known, "rope_theta": theta}, vocabulary)
+    if kind == "linear":
+        metadata["llama.rope.scaling.type"] = kind
+        metadata["llama.rope.scaling.factor"] = mx.array(scaling["factor"], dtype=mx.float32)
+    # prepare_metadata writes unsigned numbers, at which llama.cpp refuses the file.
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].astype(mx.int32)
     width = int(config.get("head_dim") or config["hidden_size"] // heads)
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         metadata[f"llama.{key}"] = mx.array(width, dtype=mx.uint32)
@@ -182,8 +204,7 @@ class _Vocabulary:
         found: dict[str, Any] = {"tokenizer.ggml.model": "llama" if self.rule is None else "gpt2"}
         if self.rule is not None:
             found["tokenizer.ggml.pre"] = self.rule
-            if self.merges:
-                found["tokenizer.ggml.merges"] = self.merges
+            found["tokenizer.ggml.merges"] = self.merges  # llama.cpp wants them even if there are none
         found["tokenizer.ggml.add_bos_token"] = mx.array(first == self.tokenizer.bos_token_id)
         if self.tokenizer.pad_token_id is not None:
             found["tokenizer.ggml.padding_token_id"] = mx.array(self.tokenizer.pad_token_id, dtype=mx.uint32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,11 @@ class Harness:
 def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Results by task, as lm-evaluation-harness names them. It has to be installed.
 
+    Args:
+        tasks: names, or YAML files that describe tasks as its own do.
+
     Raises:
-        ConfigError: it cannot be imported, or there is no such task.
+        ConfigError: it cannot be imported, or there is no such task or file.
         DataError: the data of a task cannot be had.
         ModelError: model or adapter cannot be loaded.
     """
@@ -39,7 +43,11 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
     except ImportError as error:
         message = f"lm-evaluation-harness cannot be imported ({error})"
         raise ConfigError(message, where="--tasks", hint="pip install lm_eval, with all that it needs") from None
-    manager = TaskManager()
+    own = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
+    named = {str(file): _name_in(file) for file in own}
+    tasks = [named.get(str(Path(task)), task) for task in tasks]
+    folders: list[str | Path] = [*dict.fromkeys(file.resolve().parent for file in own)]
+    manager = TaskManager(include_path=folders) if folders else TaskManager()
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
         hint = "`lm-eval ls tasks` lists those there are"
@@ -72,3 +80,15 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
         hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
         raise DataError(f"the tasks' data cannot be had: {first_line(error)}", where="--tasks", hint=hint) from None
     return found["results"]
+
+
+def _name_in(file: Path) -> str:
+    """What the task of a YAML file is called. Not parsed: such files name functions, and are read where they run."""
+    try:
+        found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"{file}: {reason}", where="--tasks", hint="give the path of a task's YAML file") from None
+    if found is None:
+        raise ConfigError(f"{file} has no line `task: NAME`", where="--tasks", hint="add one") from None
+    return found[1]

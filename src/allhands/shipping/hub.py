@@ -23,7 +23,8 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
         ModelError: the directory holds no model, or the Hub refuses.
     """
     if not directory.is_dir():
-        raise ModelError("there is no such directory", where=str(directory), hint="give a model's or an adapter's")
+        there = "this is a file" if directory.exists() else "there is no such directory"
+        raise ModelError(there, where=str(directory), hint="give a model's or an adapter's")
     if not any((directory / name).is_file() for name in _KNOWN) and not list(directory.glob("*.gguf")):
         hint = "give a directory that allhands fuse, export or train wrote"
         raise ModelError("there is no model and no adapter in it", where=str(directory), hint=hint)

@@ -9,6 +9,7 @@ from pathlib import Path
 from allhands.errors import DataError
 from allhands.eval_config import EvalConfig
 from allhands.evaluate import Evaluator
+from allhands.generate import check_adapter
 from allhands.train.preparing import Surroundings, prepare
 
 
@@ -41,6 +42,8 @@ def run_evaluation(config: EvalConfig, surroundings: Surroundings) -> Evaluation
     Raises:
         AllhandsError: one of its classes for every kind of wrong input or failure.
     """
+    if config.adapter_path:
+        check_adapter(Path(config.adapter_path))
     start = Path(config.adapter_path) / "adapters.safetensors" if config.adapter_path else None
     ready = prepare(config, surroundings, Path(config.adapter_path), start)
     windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]

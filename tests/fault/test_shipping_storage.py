@@ -1,0 +1,38 @@
+"""What is shipped where there is no room for it: one message that names the directory, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import run_allhands, write_adapter, write_model
+
+_KB = 8  # a file may have no more; the adapter alone has more
+
+
+@pytest.mark.parametrize(
+    "words", ["fuse --save-path", "export --to peft --out", "export --to hf --out", "import --out"]
+)
+def test_a_write_that_fails_is_one_message_and_leaves_nothing(tmp_path: Path, words: str) -> None:
+    base = write_model(tmp_path / "base", hidden=64)
+    adapter = write_adapter(base, tmp_path / "run")
+    verb, *rest = words.split()
+    command = [sys.executable, "-m", "allhands", verb, *rest, str(tmp_path / "out")]
+    if verb == "import":
+        done = run_allhands("export", "--adapter-path", adapter, "--to", "peft", "--out", tmp_path / "peft")
+        assert done.returncode == 0, done.stderr
+        command += ["--from", "peft", str(tmp_path / "peft")]
+    else:
+        command += ["--adapter-path", str(adapter)]
+    before = sorted(path.name for path in tmp_path.iterdir())
+    limited = ["bash", "-c", f'ulimit -f {_KB}; exec "$@"', "bash", *command]
+    env = {**os.environ, "ALLHANDS_NATIVE": "off", "ALLHANDS_CACHE": str(tmp_path.parent / "cache")}
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 5, done.stderr
+    assert f"error: {tmp_path / 'out'}: cannot be written" in done.stderr
+    assert "what to do" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
