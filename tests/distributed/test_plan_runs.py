@@ -29,6 +29,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def highest_memory(place: Path, name: str, *options: str) -> int:
+    """Of the rank that has taken most in a real run, before what is written and drawn at the end."""
+    run = place / f"run-{name}"
+    more = ("--iters", "6", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "6")
+    done = run_allhands("pretrain", *words_of(place), *more, *options, "--adapter-path", str(run), timeout=200)
+    assert done.returncode == 0, done.stderr
+    return max(peak for report in read_metrics(run).train for peak in report.peak_memory_bytes)
+
+
 def words_of(place: Path) -> list[str]:
     return ["--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), *TRAINING]
 
@@ -45,7 +54,8 @@ def seconds_of_a_step(place: Path, name: str, *where: str) -> float:
 
 
 def planned(place: Path, *where: str) -> dict[str, Any]:
-    done = run_allhands("plan", *words_of(place), "--iters", "1000", *where, "--json", timeout=200)
+    kept = ("--adapter-path", str(place / "planned"))
+    done = run_allhands("plan", *words_of(place), "--iters", "1000", *kept, *where, "--json", timeout=200)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert [line["machines"] for line in found["machines"]] == [1, 2]
@@ -64,6 +74,32 @@ def test_memory_is_as_planned(found: dict[str, Any]) -> None:
     assert found["memory"][0]["rank_bytes"] == pytest.approx(found["measured"]["expected_bytes"], rel=1e-6)
     assert "each of 2 processes of this computer has" in found["notes"][0]
     assert found["machines"][1]["prediction"]["compute_s"] < found["machines"][0]["prediction"]["compute_s"]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_each_way_takes_the_memory_that_was_planned(place: Path, found: dict[str, Any]) -> None:
+    built = [way for way in found["memory"] if way["built"]]
+    assert [way["name"] for way in built] == ["as it is", "half micro-batches", "checkpointing", "data parallel"]
+    for number, way in enumerate(built):
+        options = ("--cores-per-rank", "1", *way["flags"].split())
+        peak = highest_memory(place, f"way-{number}", *options)
+        assert way["rank_bytes"] == pytest.approx(peak, rel=0.1), way["name"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--shape", "mixtral", "--experts", "4", "--experts-per-token", "2"),
+        ("--grad-accumulation-steps", "2", "--batch-size", "32"),
+        ("--optimizer", "muon", "--shape", "qwen3"),
+    ],
+)
+def test_memory_of_other_trainings_is_as_planned(place: Path, more: tuple[str, ...]) -> None:
+    kept = ("--adapter-path", str(place / "planned"))
+    done = run_allhands("plan", *words_of(place), "--iters", "1000", *kept, *more, "--json", timeout=200)
+    assert done.returncode == 0, done.stderr
+    peak = highest_memory(place, "-".join(word.strip("-") for word in more), *more)
+    assert json.loads(done.stdout)["memory"][0]["rank_bytes"] == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.skipif(not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer only")

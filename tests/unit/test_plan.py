@@ -169,6 +169,14 @@ def test_numbers_of_a_model_with_experts() -> None:
     assert adapter_weights(MIXTRAL, 1, 8, ["block_sparse_moe.switch_mlp.up_proj"]) == 8 * 8 * (4096 + 14336)
 
 
+def test_a_rank_computes_its_share_in_micro_batches_no_larger_than_before() -> None:
+    work = Work("full", 2048, 16, 100, 100, "adamw", accumulated=True, batch_tokens=8192)
+    assert [work.divided(n).tokens for n in (1, 2, 4, 8)] == [2048, 2048, 2048, 1024]
+    assert [work.divided(n).accumulated for n in (1, 2, 4, 8)] == [True, True, False, False]
+    # Accumulated over batches, not for want of room.
+    assert replace(work, batch_tokens=2048).divided(2).accumulated
+
+
 def test_experts_are_divided_and_the_rest_is_not() -> None:
     work = Work("full", 8192, 32, 93_400_000_000, 93_400_000_000, "adamw")
     found = {s.name: s for s in strategies(work, MIXTRAL, 8, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)}
@@ -210,6 +218,11 @@ def test_each_way_saves_what_it_divides() -> None:
         "tensors sharded",
         "pipeline of layers",
     }
+    names = {s.name for s in strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False)}
+    assert names == found.keys() - {"optimizer divided"}
+    whole = replace(work, optimizer="muon")
+    found_whole = strategies(whole, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False)
+    assert "optimizer divided" not in {s.name for s in found_whole}
     small = list(strategies(work, LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
     assert [s.ranks for s in small] == [1, 1, 1]
 

@@ -315,8 +315,9 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         trained_bytes=trained * _word_of_gradients(config, model),
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
-        accumulated=share > most,
+        accumulated=share > most or config.grad_accumulation_steps > 1,
         masters=masters,
+        batch_tokens=share,
     )
 
 
@@ -324,7 +325,7 @@ def _present(blocks: Blocks | None, work: Work | None, measured: Calibration | N
     """Bytes of a process on a CPU that are no arrays of its training: as it has said itself, or about so many."""
     if blocks is None or work is None or measured is None or measured.expected_bytes is None:
         return _PROGRAM_BYTES
-    return max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), blocks, 0, 0))
+    return max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
 
 
 def _prices(asked: Asked, devices: list[Device]) -> Prices:

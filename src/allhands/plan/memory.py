@@ -9,7 +9,7 @@ block. The multiples were measured: ``tests/parity/test_expected_memory.py`` com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Method = Literal["lora", "dora", "full"]
@@ -21,6 +21,7 @@ _CHUNK_ROWS = 256  # of the loss
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
 # In the update, weight by weight: the gradient, and a part of the new values beside the old.
 _UPDATE, _UPDATE_OF_MUON = 1.25, 1.5
+_HEADS = 2.95
 # Keys of configurations that tell of experts: of these all blocks are alike if nothing of _UNEVEN is set.
 _EXPERTS = ("num_local_experts", "num_experts")
 _UNEVEN = ("n_routed_experts", "mlp_only_layers", "first_k_dense_replace", "shared_expert_intermediate_size")
@@ -77,6 +78,7 @@ class Work:
         recomputed: whether blocks' activations are computed again in place of being kept.
         accumulated: whether a batch is more than one micro-batch.
         masters: whether the optimizer has float32 copies of weights in half precision.
+        batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
     """
 
     method: Method
@@ -88,6 +90,15 @@ class Work:
     recomputed: bool = False
     accumulated: bool = False
     masters: bool = False
+    batch_tokens: int = 0
+
+    def divided(self, ranks: int) -> Work:
+        """That of each of so many ranks with a share of the batch."""
+        whole = self.batch_tokens or self.tokens
+        part = max(1, whole // ranks)
+        # What is summed for another reason than the size of the batch still is.
+        summed = self.accumulated and (whole <= self.tokens or part > self.tokens)
+        return replace(self, tokens=min(self.tokens, part), batch_tokens=part, accumulated=summed)
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class Memory:
         optimizer: what it keeps of each trained weight.
         backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
         activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
+        beside: what the process takes that is no array: room of the products with the head.
     """
 
     weights: int
@@ -108,6 +120,7 @@ class Memory:
     update: int
     activations: int = 0
     logits: int = 0
+    beside: int = 0
 
     @property
     def arrays(self) -> int:
@@ -128,14 +141,21 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
     gradients = _gradients(blocks, work)
     states = _STATES.get(work.optimizer, 2)
     chunk = min(_CHUNK_ROWS, work.tokens) * blocks.vocabulary * _FLOAT
+    update = int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes)
+    head = 0
+    if work.method == "full" and layers == blocks.layers:
+        # The embedding's gradient, as input and as head, before they are one.
+        head = blocks.vocabulary * blocks.dims * _FLOAT
+        update = max(update, work.trained_bytes + int(_HEADS * head))
     return Memory(
         weights=work.weights_bytes,
         optimizer=states * work.trained_bytes,
         backward=int(values * held) + gradients,
         loss=int(values * forward) + chunk,
-        update=int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes),
+        update=update,
         activations=int(values * held),
         logits=chunk,
+        beside=int(1.2 * _CHUNK_ROWS * blocks.vocabulary * _FLOAT + 0.5 * head),
     )
 
 
@@ -198,12 +218,12 @@ def _dot(sizes: tuple[int, ...], factors: tuple[float, ...]) -> float:
     return sum(size * factor for size, factor in zip(sizes, factors, strict=True))
 
 
-def of_process(memory: Memory, blocks: Blocks, present_bytes: int, present_arrays: int) -> int:
+def of_process(memory: Memory, present_bytes: int, present_arrays: int) -> int:
     """The peak of the whole process.
 
     Args:
         present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the difference stays.
     """
     # Room of the matrix products, and pages that the allocator keeps between sizes.
-    more = 16e6 + 0.05 * (memory.arrays - present_arrays) + 1.2 * _CHUNK_ROWS * blocks.vocabulary * _FLOAT
+    more = 16e6 + 0.05 * (memory.arrays - present_arrays) + memory.beside
     return int(present_bytes + memory.arrays - present_arrays + more)

@@ -181,18 +181,20 @@ def _memory(job: Job, ranks: int) -> tuple[Strategy, ...]:
         job.work,
         blocks,
         ranks,
-        min(job.step.bucket_bytes, job.step.gradient_bytes),
+        job.step.bucket_bytes,
         lambda work: job.of(blocks, work),
         quantised=job.quantised,
+        divides=not job.present_bytes,
     )
     if not job.present_bytes:
         return tuple(found)
     # Of a process on a CPU everything counts, and the exchange's buckets beside it.
     made: list[Strategy] = []
+    beside = job.of(blocks, job.work).beside
     for each in found:
         arrays = each.rank_bytes - each.parts["buckets"]
-        memory = Memory(0, 0, arrays, 0, 0)
-        whole = of_process(memory, blocks, job.present_bytes, 0) + each.parts["buckets"]
+        memory = Memory(0, 0, arrays, 0, 0, beside=beside)
+        whole = of_process(memory, job.present_bytes, 0) + each.parts["buckets"]
         made.append(replace(each, rank_bytes=whole))
     return tuple(made)
 

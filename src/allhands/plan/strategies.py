@@ -10,6 +10,7 @@ from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
+_WHOLE = ("muon", "adafactor")  # optimizers that look at whole matrices
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,14 @@ class Strategy:
 
 
 def strategies(
-    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Callable[[Work], Memory], *, quantised: bool
+    work: Work,
+    blocks: Blocks,
+    ranks: int,
+    bucket_bytes: int,
+    of: Callable[[Work], Memory],
+    *,
+    quantised: bool,
+    divides: bool = True,
 ) -> Iterator[Strategy]:
     """All ways that make sense for this work on ``ranks`` computers, the simplest first.
 
@@ -41,6 +49,7 @@ def strategies(
         work: of one computer alone, with the whole batch in micro-batches as it would cut it.
         of: the arrays of a rank's work at its peak.
         quantised: whether the model's weights are already.
+        divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
     """
     yield _of("as it is", 1, work, of(work), 0)
     one = replace(work, tokens=max(1, work.tokens // 2), accumulated=True)
@@ -53,12 +62,13 @@ def strategies(
         yield _of("weights in 4 bits", 1, small, of(small), 0, flags="allhands model get MODEL --quantize 4")
     if ranks < 2:
         return
-    share = replace(work, tokens=max(1, work.tokens // ranks))
+    share = work.divided(ranks)
     memory = of(share)
     yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=f"-n {ranks}")
-    parted = replace(memory, optimizer=memory.optimizer // ranks)
-    flags = f"-n {ranks} --shard-optimizer on"
-    yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)
+    if divides and work.optimizer not in _WHOLE:
+        parted = replace(memory, optimizer=memory.optimizer // ranks)
+        flags = f"-n {ranks} --shard-optimizer on"
+        yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)
     if work.method == "full":
         block = work.weights_bytes // max(1, blocks.layers)
         whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)

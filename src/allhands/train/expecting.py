@@ -47,10 +47,10 @@ def expected_bytes(
         trained_bytes=_bytes(model.trainable_parameters()),
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
-        accumulated=cuts > 1,
+        accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
     )
     later = _WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
-    return later + of_process(on_cpu(blocks, work), blocks, present_bytes, mx.get_active_memory())
+    return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
 
 
 def _bytes(tree: Any) -> int:
