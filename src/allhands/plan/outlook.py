@@ -181,7 +181,7 @@ def _memory(job: Job, ranks: int) -> tuple[Strategy, ...]:
         job.work,
         blocks,
         ranks,
-        job.step.bucket_bytes,
+        min(job.step.bucket_bytes, job.step.gradient_bytes),
         lambda work: job.of(blocks, work),
         quantised=job.quantised,
         divides=not job.present_bytes,

@@ -10,7 +10,7 @@ from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
-_WHOLE = ("muon", "adafactor")  # optimizers that look at whole matrices
+_DIVISIBLE = ("adam", "adamw", "sgd")  # optimizers, as allhands.train.dividing has them
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def strategies(
     share = work.divided(ranks)
     memory = of(share)
     yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=f"-n {ranks}")
-    if divides and work.optimizer not in _WHOLE:
+    if divides and work.optimizer in _DIVISIBLE:
         parted = replace(memory, optimizer=memory.optimizer // ranks)
         flags = f"-n {ranks} --shard-optimizer on"
         yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)
