@@ -59,6 +59,7 @@ class Cluster:
     directory: Path
     ssh_command: str
     _slowed: set[str] = field(default_factory=set[str])
+    _relays: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
 
     @property
     def names(self) -> list[str]:
@@ -97,10 +98,10 @@ class Cluster:
             _do("ip", "netns", "exec", node.namespace, "tc", "qdisc", "del", "dev", "eth0", "root")
             self._slowed.discard(name)
 
-    def slow(self, name: str, rate: str, delay: str = "0ms") -> bool:
+    def slow(self, name: str, rate: str, delay: str = "0ms", burst: str = "64kb") -> bool:
         """Make the cable slow in both directions, for example ``("10mbit", "20ms")``; whether packets are delayed too.
 
-        A kernel without netem can only lower the rate.
+        A kernel without netem can only lower the rate, and lets ``burst`` through at once.
         """
         node = self.nodes[name]
         self._slowed.add(name)
@@ -109,9 +110,37 @@ class Cluster:
             try:
                 _do(*words, "netem", "rate", rate, "delay", delay)
             except subprocess.CalledProcessError:
-                _do(*words, "tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
+                _do(*words, "tbf", "rate", rate, "burst", burst, "latency", "400ms")
                 delay = "0ms"
         return delay != "0ms"
+
+    def delay(self, name: str, seconds: float) -> None:
+        """Make the cable long: what goes in comes out that much later, on either end, for good; only once."""
+        port = self.nodes[name].port
+        near, far = (port.replace("ahv", kind, 1) for kind in ("ahw", "ahx"))
+        _do("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        bridge = f"ahb{self.address.split('.')[2]}"
+        _do("ip", "link", "set", port, "nomaster")
+        _do("ip", "link", "set", far, "master", bridge, "up")
+        _do("ip", "link", "set", near, "up")
+        program = Path(__file__).with_name("delaying.py")
+        self._relays.append(subprocess.Popen([sys.executable, str(program), port, near, str(seconds)]))
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a cable is long."""
+        return bool(self._relays)
+
+    def give_core(self, name: str, core: int) -> None:
+        """Let everything that is started on that computer from now on run on one core."""
+        sshd = self.nodes[name].sshd
+        assert sshd is not None
+        psutil.Process(sshd.pid).cpu_affinity([core])
+
+    def stop_relays(self) -> None:
+        """End what delays frames."""
+        for relay in self._relays:
+            _end(relay)
 
     def command(self, name: str, argv: Sequence[str]) -> list[str]:
         """The command line that runs ``argv`` on that computer, without ssh."""
@@ -179,6 +208,7 @@ def namespaces(count: int, directory: Path, private: Sequence[Path] = ()) -> Ite
         known = [("127.0.0.1", "localhost"), *((node.address, node.name) for node in nodes.values())]
         (directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in known))
         cluster = Cluster(nodes, f"10.77.{number}.1", directory, f"ssh -F {shlex.quote(str(config))}")
+        stack.callback(cluster.stop_relays)
         for node in nodes.values():
             _plug_in(node, bridge)
             _start_sshd(node, directory, private)
@@ -233,9 +263,10 @@ def _remove(bridge: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         _do("ip", "netns", "delete", namespace.name)
     # A pair of ends goes with its namespace, but only when the last process in there has been cleared away.
-    for end in Path("/sys/class/net").glob(f"ahv{number}-*"):
-        with suppress(subprocess.CalledProcessError):
-            _do("ip", "link", "delete", end.name)
+    for kind in ("ahv", "ahw"):
+        for end in Path("/sys/class/net").glob(f"{kind}{number}-*"):
+            with suppress(subprocess.CalledProcessError):
+                _do("ip", "link", "delete", end.name)
     _do("ip", "link", "delete", bridge)
 
 
