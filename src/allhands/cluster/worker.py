@@ -232,7 +232,7 @@ class WorkerContext:
 
     def _say(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and self._log_dir is None:
-            error = Interrupted("stopped before the first step; nothing was trained")
+            error = Interrupted("stopped before the first step")
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return
         if not isinstance(error, AllhandsError):

@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import ModelCardData
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 
-from allhands.errors import ModelError
+from allhands.errors import ConfigError, ModelError
 from allhands.generate import check_adapter, put_on
 from allhands.model.load import (
     Json,
@@ -127,14 +127,15 @@ def described(adapter_path: Path, model: str | None) -> tuple[str, str]:
     """Kind of an adapter, which is looked at, and the model below it: ``model``, or the one that it names.
 
     Raises:
-        ModelError: the adapter is missing or torn, or names no model.
+        ModelError: the adapter is missing or torn.
+        ConfigError: it names no model, and no ``model`` was given.
     """
     check_adapter(adapter_path)
     config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
     below = model or config.get("model")
     if not isinstance(below, str):
         hint = "say which model is below it: --model"
-        raise ModelError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
     return str(config.get("fine_tune_type", "lora")), below
 
 
