@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from namespaces import Cluster, namespaces
-from tiny import run_allhands, write_tokenizer
-
-from allhands.metrics import read_metrics
+from planned_training import TWENTY_STEPS, seconds_of_a_step, words_of, write_texts
+from tiny import run_allhands
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer"),
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two computers"),
 ]
-
-SHAPE = ("--shape", "llama", "--layers", "4", "--dims", "256", "--mlp-dims", "768", "--heads", "4")
-TRAINING = (*SHAPE, "--block-size", "256", "--batch-size", "16", "--packing", "--sample-prompts", "[]")
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +32,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("data")
-    write_tokenizer(folder / "tokenizer")
-    (folder / "texts").mkdir()
-    lines = [json.dumps({"text": " ".join(f"word{(7 * i + j) % 97}" for j in range(120))}) for i in range(400)]
-    (folder / "texts" / "train.jsonl").write_text("\n".join(lines) + "\n")
-    return "--data", str(folder / "texts"), "--tokenizer", str(folder / "tokenizer"), *TRAINING
+    write_texts(folder, 400)
+    return words_of(folder)
 
 
 def round_trip_s(cluster: Cluster) -> float:
@@ -60,7 +52,7 @@ def round_trip_s(cluster: Cluster) -> float:
 
 @pytest.mark.parametrize("link", ["10gbit", "1gbit", "100mbit", "1gbit+5ms", "100mbit+5ms"])
 def test_a_step_takes_as_long_as_planned(
-    cluster: Cluster, words: tuple[str, ...], tmp_path: Path, link: str, record_property: pytest.RecordProperty
+    cluster: Cluster, words: list[str], tmp_path: Path, link: str, record_property: pytest.RecordProperty
 ) -> None:
     rate, _, delay = link.partition("+")
     second = cluster.names[1]
@@ -74,10 +66,9 @@ def test_a_step_takes_as_long_as_planned(
     done = run_allhands("plan", *words, *hosts, *run, "--iters", "1000", "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     planned = json.loads(done.stdout)["machines"][1]["prediction"]
-    few = ("--iters", "20", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "20")
-    done = run_allhands("pretrain", *words, *hosts, *run, *few, timeout=300)
+    done = run_allhands("pretrain", *words, *hosts, *run, *TWENTY_STEPS, timeout=300)
     assert done.returncode == 0, done.stderr
-    really = statistics.median(report.step_time_s for report in read_metrics(tmp_path / "run").train[4:])
+    really = seconds_of_a_step(tmp_path / "run")
     record_property("seconds", (planned, really))
     print(f"{link}: {really:.3f} s, {planned['step_s']:.3f} planned, of which {planned['exposed_s']:.3f} waiting")
     assert planned["step_s"] == pytest.approx(really, rel=0.15)

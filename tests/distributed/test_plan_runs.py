@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import run_allhands, write_tokenizer
+from planned_training import TWENTY_STEPS, seconds_of_a_step, words_of, write_texts
+from tiny import run_allhands
 
 from allhands.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 
-SHAPE = ("--shape", "llama", "--layers", "4", "--dims", "256", "--mlp-dims", "768", "--heads", "4")
-TRAINING = (*SHAPE, "--block-size", "256", "--batch-size", "16", "--packing", "--sample-prompts", "[]")
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
-    write_tokenizer(folder / "tokenizer")
-    (folder / "texts").mkdir()
-    lines = [json.dumps({"text": " ".join(f"word{(7 * i + j) % 97}" for j in range(120))}) for i in range(400)]
-    (folder / "texts" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    write_texts(folder, 400)
     return folder
 
 
@@ -36,21 +30,6 @@ def highest_memory(place: Path, name: str, *options: str) -> int:
     done = run_allhands("pretrain", *words_of(place), *more, *options, "--adapter-path", str(run), timeout=200)
     assert done.returncode == 0, done.stderr
     return max(peak for report in read_metrics(run).train for peak in report.peak_memory_bytes)
-
-
-def words_of(place: Path) -> list[str]:
-    return ["--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), *TRAINING]
-
-
-def seconds_of_a_step(place: Path, name: str, *where: str) -> float:
-    """The median of steps of a real run, after the first ones."""
-    run = place / f"run-{name}"
-    more = ("--iters", "20", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "20")
-    done = run_allhands(
-        "pretrain", *words_of(place), *more, *where, "--cores-per-rank", "1", "--adapter-path", str(run), timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    return statistics.median(report.step_time_s for report in read_metrics(run).train[4:])
 
 
 def planned(place: Path, *where: str) -> dict[str, Any]:
@@ -105,5 +84,8 @@ def test_memory_of_other_trainings_is_as_planned(place: Path, more: tuple[str, .
 @pytest.mark.skipif(not os.environ.get("ALLHANDS_TEST_TIMES"), reason="ALLHANDS_TEST_TIMES: on a quiet computer only")
 def test_steps_of_processes_take_as_long_as_planned(place: Path, found: dict[str, Any]) -> None:
     for line, ranks in zip(found["machines"], ("1", "2"), strict=True):
-        really = seconds_of_a_step(place, ranks, "-n", ranks)
+        run = ("-n", ranks, "--cores-per-rank", "1", "--adapter-path", str(place / f"run-{ranks}"))
+        done = run_allhands("pretrain", *words_of(place), *TWENTY_STEPS, *run, timeout=200)
+        assert done.returncode == 0, done.stderr
+        really = seconds_of_a_step(place / f"run-{ranks}")
         assert line["prediction"]["step_s"] == pytest.approx(really, rel=0.15)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tiny import run_allhands, write_tokenizer
+from planned_training import write_texts
+from tiny import run_allhands
 
 from allhands.metrics import read_metrics
 from allhands.plan.kept import read_plan
@@ -18,10 +18,7 @@ TRAINING = (*SHAPE, "--block-size", "64", "--batch-size", "8", "--sample-prompts
 
 
 def words_of(place: Path) -> list[str]:
-    write_tokenizer(place / "tokenizer")
-    (place / "texts").mkdir()
-    lines = [json.dumps({"text": " ".join(f"word{(7 * i + j) % 97}" for j in range(120))}) for i in range(200)]
-    (place / "texts" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    lines = write_texts(place, 200)
     (place / "texts" / "valid.jsonl").write_text("\n".join(lines[:20]) + "\n")
     return ["--data", "texts", "--tokenizer", "tokenizer", "--adapter-path", "run", *TRAINING]
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.blas import native_library
-from allhands.model import native_experts, native_products
+from allhands.model import native_arrays, native_experts, native_products
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
 from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
@@ -111,17 +111,14 @@ class _Norm(nn.RMSNorm):
 
 
 def _gated(gate: mx.array, up: mx.array) -> mx.array:
-    views = floats(gate), floats(up)
     out, room = new(*gate.shape)
-    native_library().allhands_gated(*map(at, views), at(room), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+    native_arrays.gate(floats(gate), floats(up), room)
     return out
 
 
 def _gated_back(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    views = floats(primals[0]), floats(primals[1]), floats(cotangent)
     (in_gate, first), (in_up, second) = new(*cotangent.shape), new(*cotangent.shape)
-    pointers = [at(each) for each in (*views, first, second)]
-    native_library().allhands_gated_back(*pointers, ctypes.c_ssize_t(cotangent.size))  # type: ignore[union-attr]
+    native_arrays.gate_back(floats(primals[0]), floats(primals[1]), floats(cotangent), first, second)
     return in_gate, in_up
 
 

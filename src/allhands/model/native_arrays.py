@@ -94,3 +94,14 @@ def multiply(
     beta = ctypes.c_float(1.0 if into is not None and add else 0.0)
     native_library().cblas_sgemm(*integers, ctypes.c_float(scale), *factors, beta, at(out), ctypes.c_int(columns))  # type: ignore[union-attr]
     return out
+
+
+def gate(gate: Array, up: Array, into: Array) -> None:
+    """``silu(gate) * up``, element-wise."""
+    native_library().allhands_gated(*map(at, (gate, up, into)), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+
+
+def gate_back(gate: Array, up: Array, cotangent: Array, in_gate: Array, in_up: Array) -> None:
+    """The gradients of :func:`gate`, written to the last two."""
+    pointers = map(at, (gate, up, cotangent, in_gate, in_up))
+    native_library().allhands_gated_back(*pointers, ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]

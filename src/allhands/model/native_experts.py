@@ -6,7 +6,6 @@ Here the places are sorted by expert, each expert is one product, and what is ke
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,10 +15,10 @@ import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from allhands.blas import native_library
+from allhands.model import native_arrays
 from allhands.model.choices import PLAIN
 from allhands.model.fastmath import swiglu_form, with_vjp
-from allhands.model.native_arrays import Array, at, floats, forward_only, multiply, new, rows
+from allhands.model.native_arrays import Array, floats, forward_only, multiply, new, rows
 
 
 class _Layer(Protocol):
@@ -149,6 +148,7 @@ def experts(x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int
     numbers = np.asarray(indices).reshape(-1)
     order = np.argsort(numbers, kind="stable")
     ends = np.searchsorted(numbers[order], np.arange(count + 1))
+    idle = np.flatnonzero(np.diff(ends) == 0)  # experts that nothing goes to
     places = order // chosen
     halves: list[Array] = []  # not MLX's, which holds on to the memory of arrays that are gone
 
@@ -179,7 +179,7 @@ def experts(x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int
         made = [new(*array.shape) for array in given[1:]]
         wanted = [view for _, view in made]
         for view in wanted:
-            view[...] = 0.0  # of experts that nothing goes to
+            view[idle] = 0.0
         first, second = len(gate.trained), len(gate.trained) + len(up.trained)
         each = np.empty_like(towards)
         for expert, part in parts():
@@ -187,8 +187,7 @@ def experts(x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int
             one, other = halves[0][part], halves[1][part]
             inner = down.back(_gated(one, other), theirs, expert, wanted[second:])
             in_one, in_other = np.empty_like(one), np.empty_like(other)
-            pointers = [at(view) for view in (one, other, inner, in_one, in_other)]
-            native_library().allhands_gated_back(*pointers, ctypes.c_ssize_t(one.size))  # type: ignore[union-attr]
+            native_arrays.gate_back(one, other, inner, in_one, in_other)
             in_mine = gate.back(mine, in_one, expert, wanted[:first])
             in_mine += up.back(mine, in_other, expert, wanted[first:second])
             each[order[part]] = in_mine
@@ -204,5 +203,5 @@ def experts(x: mx.array, indices: mx.array, layers: Sequence[_Layer], count: int
 
 def _gated(gate: Array, up: Array) -> Array:
     out = np.empty_like(gate)
-    native_library().allhands_gated(at(gate), at(up), at(out), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+    native_arrays.gate(gate, up, out)
     return out

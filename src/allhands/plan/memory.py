@@ -169,8 +169,7 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     values = work.tokens * _HALF
     kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
     if blocks.experts:
-        mixed = (blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys)
-        kept = _dot(mixed, (8.5, 4.9, 2.7, 2.4))
+        kept = _dot(_mixed(blocks), (8.5, 4.9, 2.7, 2.4))
     layers = work.trained_layers
     held = layers * blocks.dims + kept if work.recomputed else layers * kept
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
@@ -195,11 +194,16 @@ def _of_a_block(blocks: Blocks, method: Method) -> tuple[float, float]:
     if method == "dora":  # by MLX's own operations, of which every result is kept
         return _dot(parts, (28.0, 17.8, 10.1, 15.4)), 0.0
     if blocks.experts:
-        mixed = (blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys)
+        mixed = _mixed(blocks)
         if method == "full":
             return _dot(mixed, (8.4, 0.4, 3.2, 2.6)), _dot(mixed, (6.0, 4.5, 0.0, 0.0))
         return _dot(mixed, (9.0, 1.0, 3.0, 2.6)), _dot(mixed, (3.0, 5.0, 0.0, 0.0))
     return _dot(parts, (10.0, 3.0, 2.0, 2.0)), _dot(parts, (2.4, 3.0, 0.0, 0.0))
+
+
+def _mixed(blocks: Blocks) -> tuple[int, ...]:
+    """Widths of a block with experts, for one token: each expert that computes it has its own."""
+    return blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys
 
 
 def _gradients(blocks: Blocks, work: Work) -> int:

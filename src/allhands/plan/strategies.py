@@ -10,7 +10,8 @@ from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
-_DIVISIBLE = ("adam", "adamw", "sgd")  # optimizers, as allhands.train.dividing has them
+# Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
+ELEMENTWISE = ("adam", "adamw", "sgd")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def strategies(
     share = work.divided(ranks)
     memory = of(share)
     yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=f"-n {ranks}")
-    if divides and work.optimizer in _DIVISIBLE:
+    if divides and work.optimizer in ELEMENTWISE:
         parted = replace(memory, optimizer=memory.optimizer // ranks)
         flags = f"-n {ranks} --shard-optimizer on"
         yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from allhands.config import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.errors import ConfigError
+from allhands.plan.strategies import ELEMENTWISE
 
-# Of MLX's those for which an array is no more than its numbers, so that any part of it can be updated by itself.
-_ELEMENTWISE = ("adam", "adamw", "sgd")
 # Trained numbers from which on the update takes a GPU longer than 0.5 ms.
 _WORTH_IT = 1 << 26
 
@@ -32,7 +31,7 @@ def divides(
     if communicator.size == 1 or config.shard_optimizer == "off":
         return False
     problems = {
-        f"{config.optimizer} updates an array as a whole": config.optimizer not in _ELEMENTWISE,
+        f"{config.optimizer} updates an array as a whole": config.optimizer not in ELEMENTWISE,
         "a callback looks at whole gradients": wants_gradients,
         "operations are computed one by one on this processor": eager,
     }
@@ -40,7 +39,7 @@ def divides(
     if config.shard_optimizer == "auto":
         return found is None and worth_dividing(communicator, trained, masters)
     if found is not None:
-        hint = "add --compile on" if eager else f"leave it out, or take one of {', '.join(_ELEMENTWISE)}"
+        hint = "add --compile on" if eager else f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
         raise ConfigError(f"the optimizer cannot be divided: {found}", where="--shard-optimizer on", hint=hint)
     return True
 
