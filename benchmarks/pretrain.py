@@ -58,6 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iters", type=positive, default=300)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--ranks", type=positive, default=1, help="processes, or GPUs (%(default)s)")
+    parser.add_argument("--validations", type=positive, default=10, help="of the whole split, on the way (%(default)s)")
     parser.add_argument("--peers", type=partial(peer_list, PEERS), default=("allhands", "torch"))
     parser.add_argument(
         "--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one, and one made"
@@ -100,6 +101,10 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     for peer in found.values():
         if "valid_loss" in peer:
             peer["bits_per_byte"] = peer["valid_loss"] / math.log(2) * ratio
+    for peer in found.values():
+        if "valid_curve" in peer:
+            best = min(loss for _, loss in peer["valid_curve"])
+            peer["least_bits_per_byte"] = best / math.log(2) * ratio
     kept = ("shape", "numbers", "vocabulary", "block_size", "batch_size", "iters", "learning_rate", "ranks")
     return {
         "date": datetime.date.today().isoformat(),
@@ -126,22 +131,24 @@ def torch_python(options: argparse.Namespace) -> Path:
 
 def by_allhands(options: argparse.Namespace, python: Path, work: Path, run: Path) -> dict[str, Any]:
     """A run of ``allhands pretrain``."""
-    report = max(1, options.iters // 30)
+    report, validate = intervals(options)
     words = (
         f"pretrain --data {options.data} --tokenizer {work / 'tokenizer'} --shape {options.shape} --adapter-path {run} "
         f"--block-size {options.block_size} --batch-size {options.batch_size} --iters {options.iters} "
         f"-n {options.ranks} --learning-rate {options.learning_rate} --steps-per-report {report} "
-        f"--steps-per-eval {options.iters} --val-batches -1 --save-every {options.iters} --sample-prompts []"
+        f"--steps-per-eval {validate} --val-batches -1 --save-every {options.iters} --sample-prompts []"
     ).split()
     for name, value in options.numbers.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     run_measured([str(python), "-m", "allhands", *words], work / "log", environ(), options.timeout)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     reports = [event for event in events if event["event"] == "train"]
-    last = [event for event in events if event["event"] == "valid"][-1]
+    valid = [event for event in events if event["event"] == "valid" and event["step"]]
+    last = valid[-1]
     return {
         "tokens_per_s": [event["tokens_per_s"] for event in reports[1:]] or [reports[0]["tokens_per_s"]],
         "curve": [[event["step"], event["loss"]] for event in reports],
+        "valid_curve": [[event["step"], event["loss"]] for event in valid],
         "valid_loss": last["loss"],
         "bits_per_byte": last["bits_per_byte"],
         "peak_bytes": max(reports[-1]["peak_memory_bytes"]),
@@ -149,13 +156,20 @@ def by_allhands(options: argparse.Namespace, python: Path, work: Path, run: Path
     }
 
 
+def intervals(options: argparse.Namespace) -> tuple[int, int]:
+    """Steps from one report to the next, and from one validation to the next."""
+    return max(1, options.iters // 30), max(1, options.iters // options.validations)
+
+
 def by_torch(options: argparse.Namespace, peer: str, python: Path, work: Path, run: Path) -> dict[str, Any]:
     """A run of ``pretrain_torch.py``."""
-    out, report = work / f"{peer}.json", max(1, options.iters // 30)
+    out = work / f"{peer}.json"
+    report, validate = intervals(options)
     words = (
         f"--model {run / 'model'} --data {options.data} --out {out} --scratch {work} --iters {options.iters} "
-        f"--batch-size {options.batch_size} --block-size {options.block_size} --report {report} --seed 0 "
-        f"--threads {max(1, num_cores() // options.ranks)} --learning-rate {options.learning_rate}"
+        f"--batch-size {options.batch_size} --block-size {options.block_size} --report {report} "
+        f"--validate {validate} --seed 0 --threads {max(1, num_cores() // options.ranks)} "
+        f"--learning-rate {options.learning_rate}"
     ).split()
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     command = [str(python), *(several if options.ranks > 1 else []), str(HERE / "pretrain_torch.py"), *words]
@@ -176,6 +190,7 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
         if "error" not in one:
             made.append(row_of("pre-training", TITLES[peer], "tokens/s", one["tokens_per_s"], "higher"))
             made.append(row_of("loss at the end", TITLES[peer], "bits per byte", [one["bits_per_byte"]], "lower"))
+            made.append(row_of("lowest loss", TITLES[peer], "bits per byte", [one["least_bits_per_byte"]], "lower"))
             made.append(row_of("memory", TITLES[peer], "bytes", [one["peak_bytes"]], "lower"))
     return with_ratios(made)
 
@@ -189,22 +204,26 @@ def report(found: dict[str, Any]) -> str:
         f"{settings['shape']} {json.dumps(settings['numbers'])}, {settings['iters']} batches of {batch} "
         f"({tokens / 1e6:.1f} M) of {settings['data']}, {settings['ranks']} process(es)",
         "",
-        "| | tokens/s | validation loss | bits per byte | peak memory |",
-        "|---|---|---|---|---|",
+        "| | tokens/s | validation loss at the end | bits per byte | at the lowest | peak memory of a process |",
+        "|---|---|---|---|---|---|",
     ]
     for peer, one in found["found"].items():
         if "error" in one:
-            lines.append(f"| {TITLES[peer]} | {one['error']} | | | |")
+            lines.append(f"| {TITLES[peer]} | {one['error']} | | | | |")
             continue
         speed = one["tokens_per_s"]
         lines.append(
             f"| {TITLES[peer]} | {statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f}) "
-            f"| {one['valid_loss']:.3f} | {one['bits_per_byte']:.3f} | {one['peak_bytes'] / 2**20:,.0f} MiB |"
+            f"| {one['valid_loss']:.3f} | {one['bits_per_byte']:.3f} | {one['least_bits_per_byte']:.3f} "
+            f"| {one['peak_bytes'] / 2**20:,.0f} MiB |"
         )
-    lines += ["", "training loss by batch:"]
-    for peer, one in found["found"].items():
-        if "curve" in one:
-            lines.append(f"  {TITLES[peer]}: " + ", ".join(f"{step}: {loss:.2f}" for step, loss in one["curve"][::3]))
+    for title, key in (("training", "curve"), ("validation", "valid_curve")):
+        lines += ["", f"{title} loss by batch:"]
+        for peer, one in found["found"].items():
+            points = one.get(key, [])
+            shown = points[:: max(1, len(points) // 10)]
+            if shown:
+                lines.append(f"  {TITLES[peer]}: " + ", ".join(f"{step}: {loss:.2f}" for step, loss in shown))
     return "\n".join(lines)
 
 

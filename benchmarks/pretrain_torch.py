@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("model", "data", "out", "scratch"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("iters", "batch-size", "block-size", "threads", "report", "seed"):
+    for name in ("iters", "batch-size", "block-size", "threads", "report", "validate", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--compile", action="store_true")
@@ -113,7 +113,7 @@ def main() -> None:
         return torch.autocast("cuda" if on_gpu else "cpu", dtype=torch.bfloat16, enabled=on_gpu)
 
     draw = np.random.default_rng([options.seed, rank])
-    curve, times, began = [], [], time.perf_counter()
+    curve, valid_curve, times, began = [], [], [], time.perf_counter()
     for iteration in range(options.iters):
         begun = time.perf_counter()
         for group in optimizer.param_groups:
@@ -130,12 +130,15 @@ def main() -> None:
         if (iteration + 1) % options.report == 0:
             curve.append([iteration + 1, value])
             print(f"step {iteration + 1} loss {value:.3f}", file=sys.stderr, flush=True)
+        if (iteration + 1) % options.validate == 0 or iteration + 1 == options.iters:
+            valid_curve.append([iteration + 1, validate(model, valid, options, cast, device)])
     trained_s = time.perf_counter() - began
     result = {
         "step_s": times,
         "trained_s": trained_s,
         "curve": curve,
-        "valid_loss": validate(model, valid, options, cast, device),
+        "valid_curve": valid_curve,
+        "valid_loss": valid_curve[-1][1],
         "valid_tokens": len(valid),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else _peak(),
         "parameters": sum(p.numel() for p in model.parameters()),

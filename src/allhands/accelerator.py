@@ -41,9 +41,14 @@ class Accelerator:
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
         """How shares of a batch are cut and padded here; ``compiled`` steps should meet few shapes."""
-        if self.kind == "cpu":
-            return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
-        return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
+        return sizing_of(self.kind, micro_batch_tokens, compiled=compiled)
+
+
+def sizing_of(kind: str, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
+    """:meth:`Accelerator.sizing` of a device of that kind, which need not be here."""
+    if kind == "cpu":
+        return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
+    return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
 
 
 def detect() -> Accelerator:

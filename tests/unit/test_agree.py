@@ -9,7 +9,7 @@ import pytest
 from twins import ThreadCommunicator, errors_of, run_ranks
 
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Alone, require
+from allhands.distributed.backend import Alone
 from allhands.errors import DistributedError
 
 FACTS: dict[str, Any] = {
@@ -102,11 +102,3 @@ def test_texts_of_very_unequal_length_and_foreign_letters_travel_whole() -> None
 def test_values_that_are_no_json_are_compared_by_their_text() -> None:
     assert outcome({"dtype": mx.float32}, {"dtype": mx.float32}) == [None, None]
     assert "bfloat16" in errors_of(outcome({"dtype": mx.float32}, {"dtype": mx.bfloat16}))[0]
-
-
-def test_what_a_backend_lacks_is_refused_with_those_that_have_it() -> None:
-    require(Alone(), "all_sum")
-    with pytest.raises(DistributedError) as caught:
-        require(Alone(), "sum_scatter")
-    assert caught.value.where == "--backend"
-    assert caught.value.hint == "use one of: nccl"

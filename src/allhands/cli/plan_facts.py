@@ -21,7 +21,6 @@ from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
 from allhands.plan.speed import StepModel, fitted
 from allhands.pretrain_config import pretraining
 
-_MICRO_BATCH = {"cpu": 2048, "metal": 16384, "cuda": 16384}
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
 _PROGRAM_BYTES = 150_000_000
 _DEFAULT_ITERS = 1000
@@ -300,11 +299,13 @@ def _steps(config: TrainConfig, measured: Calibration | None) -> int:
 def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None) -> Work | None:
     if model.blocks is None:
         return None
+    from allhands.accelerator import sizing_of
+
     share = config.batch_size * config.max_seq_length
     if measured is not None and not config.packing:
         # Rows are as long as they are, not as long as they may be.
         share = min(share, int(1.15 * measured.points[0][0]))
-    most = config.micro_batch_tokens or _MICRO_BATCH[kind]
+    most = sizing_of(kind, config.micro_batch_tokens, compiled=False).max_tokens
     trained = _trained(config, model, measured)
     masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
     return Work(

@@ -97,21 +97,6 @@ def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
     return communicator.all_sum(row)[communicator.rank * each : (communicator.rank + 1) * each]
 
 
-def require(communicator: Communicator, operation: str) -> None:
-    """Refuse at configuration time what would throw in the middle of a run.
-
-    Raises:
-        DistributedError: the back-end lacks ``operation``.
-    """
-    if operation not in CAPABILITIES[communicator.backend]:
-        able = sorted(name for name, operations in CAPABILITIES.items() if operation in operations)
-        raise DistributedError(
-            f"the {communicator.backend} back-end has no {operation}",
-            where="--backend",
-            hint=f"use one of: {', '.join(able)}",
-        )
-
-
 def connect(backend: str, size: int, rank: int) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
 
