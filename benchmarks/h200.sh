@@ -11,6 +11,7 @@
 # BUILT         1: all kernels are built side by side before gpu.py measures (first steps are then those of a later process)
 # GPUS          what gpu_many.py measures (of 1,2,4,8 those that are here)
 # MANY_WORKS    and on what (full,smol,lora)
+# STORIES       a folder with train.jsonl and valid.jsonl: pretrain.py learns from it, on all GPUs
 # RESULTS       where the records go (benchmarks/results)
 # COMMIT        what to call the code, where there is no git
 set -u
@@ -53,6 +54,10 @@ run "$here/gpu.py" --python "$pythons" --peers "$peers" --steps "${STEPS:-30}" $
 if [ "$gpus" -gt 1 ]; then
   run "$here/gpu_many.py" --python "$pythons" --peers "$many" --steps "${STEPS:-30}" ${GPUS:+--gpus "$GPUS"} \
     ${MANY_WORKS:+--works "$MANY_WORKS"}
+fi
+if [ -n "${STORIES:-}" ]; then
+  run "$here/pretrain.py" --python "$pythons" --data "$STORIES" --ranks "$gpus" --shape smollm2-135m --vocabulary 4096 \
+    --block-size 512 --batch-size $((32 * gpus)) --learning-rate 1e-3 --peers "$(echo "$many" | sed 's/,torch,/,/')"
 fi
 "$PYTHON" "$here/regressions.py" --results "$ALLHANDS_BENCHMARK_RESULTS" || failed="$failed regressions.py"
 if [ -n "$failed" ]; then
