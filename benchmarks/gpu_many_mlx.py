@@ -53,12 +53,11 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     from mlx.utils import tree_flatten
     from rounds import in_rounds, sizes_of
 
-    from allhands.accelerator import detect, peak_memory_bytes
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed.reduce import barrier
     from allhands.train.dividing import worth_dividing
 
-    accelerator, sizes = detect(), sizes_of(asked["steps"])
+    sizes = sizes_of(asked["steps"])
     total = sum(sizes)
     model = build(asked["work"])
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
@@ -104,7 +103,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
         mine.append([seconds, *(sum(part) / size for part in parts)])
         at += size
     everyone = communicator.all_gather(mx.array(mine)[None]).tolist()
-    peaks = communicator.all_gather(mx.array([peak_memory_bytes(accelerator) / 1e6])).tolist()
+    peaks = communicator.all_gather(mx.array([mx.get_peak_memory() / 1e6])).tolist()
     barrier(communicator)  # nobody leaves while another may still be in the exchange
     names = ("times", "compute_s", "comm_s", "data_wait_s")
     found = {name: [[step[i] for step in rank] for rank in everyone] for i, name in enumerate(names)}

@@ -53,8 +53,9 @@ class Evaluator:
         # Always the same examples, so that losses of one run, and of several, can be compared.
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
         share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
+        fitted = sizing if sizing.ladder else sizing.fitted(windows.work)
         # Cut once: for a large set that takes seconds.
-        self._parts = list(cut_share(windows, share, sizing))
+        self._parts = list(cut_share(windows, share, fitted))
 
     def __call__(self, step: int = 0) -> tuple[float, int]:
         """Mean loss a trained token after ``step`` batches and the number of those tokens, the same on every rank.

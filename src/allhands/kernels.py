@@ -34,7 +34,15 @@ _KINDS = {"cpu": ".so", "ptx": ".ptx"}  # a directory of MLX's, and how the file
 _DRAFT = ".draft-"
 # How MLX hands kernels to an NVIDIA GPU: each at once instead of graphs of a hundred, whose making takes the host
 # longer than their kernels take the GPU; and after so many, what they no longer need is freed. Measured in training.
-_DIRECTLY = {"MLX_USE_CUDA_GRAPHS": "0", "MLX_MAX_OPS_PER_BUFFER": "28"}
+_DIRECTLY = {
+    "MLX_USE_CUDA_GRAPHS": "0",
+    "MLX_MAX_OPS_PER_BUFFER": "28",
+    # Plans of attention, one for each shape; MLX ends a process that has made more than twice as many, over all of its
+    # life, as it keeps.
+    "MLX_CUDA_SDPA_CACHE_SIZE": "1024",
+    "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "1024",
+    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
+}
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
 _TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
 _FINISHED = 0o400  # the mode of what has been in the cache or in a rank's copy of it, and is not written to again

@@ -6,6 +6,11 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+
+from allhands.accelerator import sizing_of
+from allhands.data.order import micro_batches
+
 # A process of its own: one that ran other tests has memory of theirs to give back while this one measures.
 GROWS = """
 import json, subprocess, sys
@@ -26,3 +31,16 @@ def test_peak_memory_is_that_of_this_process_and_not_of_its_parent() -> None:
     assert last == 1
     assert grown - before > 0.8 * 480e6
     assert 20e6 < child < grown - 0.5 * 480e6
+
+
+def test_cuda_meets_few_shapes_whether_compiled_or_not() -> None:
+    """cuDNN plans attention anew for each length, and a pass of few tokens takes as long as one of two thousand."""
+    assert sizing_of("cuda", None, compiled=False) == sizing_of("cuda", None, compiled=True)
+    cuda, metal = sizing_of("cuda", None, compiled=False), sizing_of("metal", None, compiled=False)
+    assert (cuda.few_shapes, metal.few_shapes) == (True, False)
+    lengths = np.random.default_rng(0).integers(40, 1000, 5000)
+    assert len(cuda.fitted(lengths).ladder) == 24
+    assert metal.fitted(lengths).ladder == ()
+    # Eight chats of which one is long: one pass on CUDA; for 30 tokens on a CPU it would be two.
+    sizes = np.array([100] * 7 + [350])
+    assert [len(micro_batches(np.arange(8), sizes, 16384, each.overhead_tokens)) for each in (cuda, metal)] == [1, 2]

@@ -326,7 +326,10 @@ def test_a_person_s_own_launching_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "platform", "linux")
     environ = {"MLX_MAX_OPS_PER_BUFFER": "7"}
     kernels.launch_directly(environ)
-    assert environ == {"MLX_MAX_OPS_PER_BUFFER": "7", "MLX_USE_CUDA_GRAPHS": "0"}
+    assert (environ["MLX_MAX_OPS_PER_BUFFER"], environ["MLX_USE_CUDA_GRAPHS"]) == ("7", "0")
+    # MLX ends a process that has planned attention for more shapes than twice what it keeps.
+    assert environ["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
+    assert int(environ["MLX_CUDA_SDPA_CACHE_SIZE"]) == int(environ["MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE"]) >= 1024
     assert kernels.launches_directly(environ)
     assert not kernels.launches_directly({})
     assert not kernels.launches_directly({"MLX_USE_CUDA_GRAPHS": "1"})

@@ -30,6 +30,7 @@ from allhands.plan.strategies import strategies
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
 FREE = Link("free", float("inf"), 0.0)
 LLAMA = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
+SMALLER = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=50304)
 MIXTRAL = Blocks(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
 SMOL = Blocks(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
 
@@ -196,6 +197,10 @@ def test_experts_are_divided_and_the_rest_is_not() -> None:
         (LLAMA, Work("full", 8192, 16, 2_471_645_608, 2_471_645_608, "adamw"), 20.6),
         (LLAMA, Work("lora", 8192, 16, 2_494_000_000, 22_544_384, "adamw"), 14.3),
         (SMOL, Work("full", 16384, 30, 269_030_016, 269_030_016, "adamw"), 9.9),
+        # Of another vocabulary: with float32 copies, all layers adapted, and 8 layers of what was 4 bits.
+        (SMALLER, Work("full", 8192, 16, 2_152_337_408, 2_152_337_408, "adamw", masters=True), 27.8),
+        (SMALLER, Work("lora", 8192, 16, 2_152_337_408 + 22_544_384, 22_544_384, "adamw"), 13.88),
+        (SMALLER, Work("lora", 8192, 8, 2_152_337_408 + 11_272_192, 11_272_192, "adamw"), 8.82),
     ],
 )
 def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: Blocks, work: Work, gigabytes: float) -> None:

@@ -99,8 +99,12 @@ def test_other_devices_keep_their_layers_unless_small(
 ) -> None:
     model: Any = load_model(str(write_model(tmp_path / "model", bits=4))).model
     tokens = mx.array([[5, 80, 200]])
+    model.set_dtype(mx.float16)
     before = np.array(model(tokens).astype(mx.float32))
+    # As it computes, packed or not: float32 would be as slow as it is large.
+    types = {mx.float16, mx.uint32}
     assert prepare_quantized(model, device(kind, memory_bytes), compact=True) == replaced
     left = sum(hasattr(module, "bits") for _, module in model.named_modules())
+    assert {value.dtype for name, value in tree_flatten(model.parameters()) if name.endswith("weight")} <= types
     assert left == 3 * 7 + 1 - replaced
-    np.testing.assert_allclose(np.array(model(tokens).astype(mx.float32)), before, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(model(tokens).astype(mx.float32)), before, rtol=0, atol=1e-2)

@@ -21,6 +21,9 @@ class Device:
         before, self.limit = self.limit, limit
         return before
 
+    def begin(self) -> None:
+        self.most = self.stays
+
     def run(self, ahead: RunAhead, *sizes: int) -> int:
         """A step whose micro-batches have so many tokens and need ten bytes for each; the limit while it ran."""
         ahead.before(max(sizes, default=0))
@@ -32,7 +35,7 @@ class Device:
 
 def made(memory: int = 600) -> tuple[Device, RunAhead]:
     device = Device()
-    return device, RunAhead(memory, set_limit=device.set_limit, peak=lambda: device.most)
+    return device, RunAhead(memory, set_limit=device.set_limit, begin=device.begin, peak=lambda: device.most)
 
 
 def test_in_the_first_step_nothing_runs_ahead_and_it_gives_the_limit() -> None:
@@ -50,10 +53,18 @@ def test_a_larger_step_is_measured_again() -> None:
     assert device.run(ahead, 99) == 1023
 
 
-def test_a_rank_without_samples_has_no_limit_yet() -> None:
+def test_what_was_there_before_is_no_need() -> None:
     device, ahead = made()
-    assert device.run(ahead) == OWN
-    assert device.limit == OWN
+    device.most = 5_000  # as loading has held
+    device.run(ahead, 50)
+    assert (ahead.need, device.limit) == (600, 558)
+
+
+def test_a_rank_without_samples_has_the_limit_of_those_that_need_nothing() -> None:
+    device, ahead = made()
+    assert device.limit == 360
+    assert device.run(ahead) == 360
+    assert (device.limit, ahead.need) == (360, 0)
     assert device.run(ahead, 5) == 0
     assert device.limit == 360  # 0.6 of the device: there is room for more than the 150 bytes needed
 

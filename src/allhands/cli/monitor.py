@@ -255,10 +255,12 @@ def _estimates(rows: Sequence[Row]) -> dict[str, list[str]]:
 def _of_mlx(rows: Sequence[Row]) -> dict[str, list[str]]:
     if all(row.last.mlx_active_bytes is None for row in rows):
         return {}
+    needs = [row.last.mlx_estimated_bytes for row in rows]
     return {
         "MLX\nactive": [_bytes(row.last.mlx_active_bytes) for row in rows],
         "MLX\ncache": [_bytes(row.last.mlx_cache_bytes) for row in rows],
         "MLX\npeak": [_bytes(row.peak_mlx_bytes or None) for row in rows],
+        **({"MLX\nneeds": [_bytes(one) for one in needs]} if any(needs) else {}),
     }
 
 

@@ -20,6 +20,8 @@ from allhands.metrics.events import decode_event
 from allhands.monitor import read_samples
 
 _STEPS = 6  # of which the first does not count: it compiles, and fills caches
+_STEPS_OF_GPU = 24  # some of which meet no shape for the first time
+_COMPILED_FROM = 400  # batches, as `allhands train` decides
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
     *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
@@ -38,10 +40,12 @@ class Calibration:
         total: parameters of the model.
         examples: of the training data.
         start_s: from the command to the first step.
-        peak_bytes: of the process (CPU) or of MLX's arrays (GPU), with the whole batch.
+        peak_bytes: of the process (CPU), or what it needs of MLX's arrays (GPU), with the whole batch.
         cores_per_rank: that it had, where they were counted.
         expected_bytes: what the process itself expected to need before its first step, where it knows that.
         seconds: that all of it took.
+        largest: padded tokens that are computed at once at most in the whole training, and into how many such parts a
+            batch is cut; ``None`` in what an earlier version has kept.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -53,9 +57,10 @@ class Calibration:
     expected_bytes: int | None
     seconds: float
     cores_per_rank: int | None = None
+    largest: tuple[int, int] | None = None
 
 
-def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
+def calibrate(config: TrainConfig, timeout_s: float, *, on_gpu: bool) -> Calibration:
     """Train a few steps with the whole batch and with half of it, each in a process of its own.
 
     Raises:
@@ -63,19 +68,25 @@ def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
     """
     began = time.perf_counter()
     sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
-    runs = [_run(config, size, timeout_s) for size in sizes]
+    runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes]
     first = runs[0]
     return Calibration(
-        points=tuple(_point(run) for run in runs),
+        points=tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs),
         exchanged=first.started.trainable_params,
         total=first.started.total_params,
         examples=first.started.num_train_examples,
         start_s=first.start_s,
-        peak_bytes=max(report.peak_memory_bytes[0] for report in first.reports),
+        peak_bytes=max((report.needed_bytes or report.peak_memory_bytes)[0] for report in first.reports),
         expected_bytes=first.expected_bytes,
         seconds=time.perf_counter() - began,
         cores_per_rank=first.started.cores_per_rank,
+        largest=first.started.largest,
     )
+
+
+def steps_of(*, on_gpu: bool) -> int:
+    """Of each of the two runs."""
+    return _STEPS_OF_GPU if on_gpu else _STEPS
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,25 @@ def _point(run: _Run) -> tuple[float, float]:
     return tokens, tokens * each
 
 
-def _run(config: TrainConfig, batch_size: int, timeout_s: float) -> _Run:
+def _point_of_gpu(run: _Run) -> tuple[float, float]:
+    """The same where the passes of the next step are handed out in each.
+
+    The last step has none, and its own were computed in the one before: it does not count. Nor do, if there are others,
+    those of a shape that was met for the first time, as most of a long training are not, and those before them: such
+    passes are not handed out ahead.
+    """
+    counted = list(zip(run.reports, run.reports[1:-1], run.reports[2:], strict=False))
+    old = [each for before, each, after in counted if before.shapes == each.shapes == after.shapes]
+    # A device gets quicker until its clock and its caches are where they stay.
+    chosen = old[len(old) // 3 :] if len(old) > 1 else [each for _, each, _ in counted] or list(run.reports)
+    tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in chosen)
+    return tokens, statistics.mean(report.step_time_s for report in chosen)
+
+
+def _run(config: TrainConfig, batch_size: int, timeout_s: float, *, on_gpu: bool) -> _Run:
     with tempfile.TemporaryDirectory(prefix="allhands-plan-") as folder:
         place = Path(folder)
-        values = settings(config, batch_size, place / "run")
+        values = settings(config, batch_size, place / "run", on_gpu=on_gpu)
         (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
         began = time.time()
         try:
@@ -111,7 +137,7 @@ def _run(config: TrainConfig, batch_size: int, timeout_s: float) -> _Run:
             )
         except subprocess.TimeoutExpired:
             hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
-            message = f"{_STEPS} steps took longer than {timeout_s:g} s"
+            message = f"{steps_of(on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
             raise ConfigError(message, where="--timeout-s", hint=hint) from None
         if done.returncode:
             raise _failure(done.stderr, done.returncode)
@@ -129,22 +155,25 @@ def _expected(run: Path) -> int | None:
         return None
 
 
-def settings(config: TrainConfig, batch_size: int, directory: Path) -> Mapping[str, Any]:
+def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False) -> Mapping[str, Any]:
     """The options of a short run: what is computed in a step is that of ``config``."""
+    steps = steps_of(on_gpu=on_gpu)
+    long = (config.iters or (0 if config.epochs else 1000)) >= _COMPILED_FROM
     values = {name: value for name, value in config.model_dump(mode="json").items() if name not in _DROPPED}
     changed = {
         "train": True,
         "batch_size": batch_size,
         "grad_accumulation_steps": 1,
-        "iters": _STEPS,
+        "iters": steps,
         "adapter_path": str(directory),
         "steps_per_report": 1,
         "val_batches": 0,
-        "save_every": _STEPS,
+        "save_every": steps,
         "keep_last": 0,
         "keep_best": False,
         "sample_prompts": [],
         "lr_schedule": None,
+        "compile": "on" if on_gpu and long and config.compile == "auto" else config.compile,
     }
     return {name: value for name, value in {**values, **changed}.items() if value is not None}
 
@@ -156,7 +185,7 @@ def _failure(told: str, code: int) -> AllhandsError:
     hint = next((line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)), None)
     kinds = {kind.exit_code: kind for kind in _kinds(AllhandsError)}
     message = found[-1] if found else (lines[-1] if lines else f"it ended with {code}")
-    return kinds.get(code, AllhandsError)(message, where=f"a training of {_STEPS} steps", hint=hint)
+    return kinds.get(code, AllhandsError)(message, where="a training of a few steps", hint=hint)
 
 
 def _kinds(of: type[AllhandsError]) -> list[type[AllhandsError]]:

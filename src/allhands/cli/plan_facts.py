@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allhands.cli.plan_calibration import Calibration, calibrate
+from allhands.cli.plan_calibration import Calibration, calibrate, steps_of
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_bytes, format_count, format_duration
@@ -73,8 +73,9 @@ def facts_of(
     notes: list[str] = []
     measured: Calibration | None = None
     if not devices:
-        say("training six steps with the whole batch, and with half of it ...")
-        measured = calibrate(_as_one_of(config, notes), asked.timeout_s)
+        steps = steps_of(on_gpu=kind != "cpu")
+        say(f"training {steps} steps with the whole batch, and with half of it ...")
+        measured = calibrate(_as_one_of(config, notes), asked.timeout_s, on_gpu=kind != "cpu")
         notes.append(_told(measured))
     step = _step(config, model, kind, measured, devices, notes)
     link = _link(config, asked, len(devices), say, notes)
@@ -97,6 +98,12 @@ def facts_of(
         once=asked.once,
         prices=_prices(asked, devices),
     )
+    if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
+        from allhands.accelerator import device_memory
+        from allhands.train.runahead import limit_for
+
+        most = limit_for(on_gpu(model.blocks, work).arrays, device_memory())
+        notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
     return job, notes, measured
 
 
@@ -236,7 +243,7 @@ def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -
     if measured is not None:
         return measured.exchanged
     if model.blocks is None:
-        hint = "let it be trained for six steps: leave --device out"
+        hint = "let it be trained for a few steps: leave --device out"
         raise ConfigError("this model is not built of equal blocks: nothing can be estimated", hint=hint)
     blocks, layers = model.blocks, _trained_layers(config, model.blocks)
     if config.fine_tune_type == "full":
@@ -302,17 +309,27 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
     from allhands.accelerator import sizing_of
 
     share = config.batch_size * config.max_seq_length
-    if measured is not None and not config.packing:
+    most = sizing_of(kind, config.micro_batch_tokens, compiled=False).max_tokens
+    if kind != "cpu" and measured is not None and measured.largest:
+        most, cuts = measured.largest
+        share = min(share, most * cuts)
+    elif measured is not None and not config.packing:
         # Rows are as long as they are, not as long as they may be.
         share = min(share, int(1.15 * measured.points[0][0]))
-    most = sizing_of(kind, config.micro_batch_tokens, compiled=False).max_tokens
     trained = _trained(config, model, measured)
+    weights = model.weights_bytes
+    if kind == "cuda" and model.bits and measured is not None:
+        from allhands.accelerator import device_memory
+        from allhands.model.quantized import held_dense
+
+        if held_dense(measured.total, device_memory()):
+            weights = 2 * measured.total
     masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
     return Work(
         method=config.fine_tune_type,
         tokens=max(min(config.max_seq_length, share), min(most, share)),
         trained_layers=_trained_layers(config, model.blocks),
-        weights_bytes=model.weights_bytes + (0 if config.fine_tune_type == "full" else 4 * trained),
+        weights_bytes=weights + (0 if config.fine_tune_type == "full" else 4 * trained),
         trained_bytes=trained * _word_of_gradients(config, model),
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,

@@ -17,7 +17,7 @@ from allhands.data.order import GlobalOrder, divide, micro_batches
 from allhands.data.tokens import Windows
 
 # Lengths that compiled steps may have. 48 keep padding under 3 % on real chats, for some hundred compiled shapes.
-NUM_RUNGS = 48
+NUM_RUNGS = 48  # by which hardly anything is padded
 # Distinct lengths that the choice of the rungs looks at.
 _CANDIDATES = 512
 
@@ -86,18 +86,20 @@ class Sizing:
     Attributes:
         max_tokens: padded tokens a micro-batch at most.
         overhead_tokens: fixed cost of a further micro-batch, in tokens.
-        few_shapes: whether lengths and numbers of trained places are rounded up, because every shape is compiled.
+        few_shapes: whether lengths and numbers of trained places are rounded up, because each shape is prepared for.
+        num_rungs: lengths of the ladder that :meth:`fitted` makes.
         ladder: allowed padded lengths, ascending; a length above the last one, or every one if empty, stays.
     """
 
     max_tokens: int
     overhead_tokens: int = 32
     few_shapes: bool = False
+    num_rungs: int = NUM_RUNGS
     ladder: tuple[int, ...] = ()
 
     def fitted(self, work: NDArray[Any]) -> Sizing:
         """With the ladder that pads windows of these lengths least, where few shapes are wanted."""
-        return replace(self, ladder=best_ladder(work, NUM_RUNGS)) if self.few_shapes else self
+        return replace(self, ladder=best_ladder(work, self.num_rungs)) if self.few_shapes else self
 
     def padded(self, lengths: NDArray[Any]) -> NDArray[np.int64]:
         """The padded length for each of ``lengths``."""

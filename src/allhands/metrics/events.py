@@ -18,6 +18,7 @@ class RunStarted:
 
     ``step`` counts the batches done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
     supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it goes on from, if that is not the run's own.
+    ``largest`` is what rank 0 computes at once at most, in padded tokens, and into how many such parts a batch is cut.
     """
 
     name: str
@@ -37,6 +38,7 @@ class RunStarted:
     attempt: int = 1
     elapsed_s: float = 0.0
     resumed_from: str | None = None
+    largest: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class TrainReport:
     tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s`` counts
     from the latest start of the run (:func:`read_metrics` adds the time before a restart), and
     ``peak_memory_bytes`` has one entry a rank: the peak of the process on a CPU, of MLX's memory on a GPU;
-    ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere.
+    ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere. ``needed_bytes`` is what a rank's largest step so
+    far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
+    ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
     """
 
     step: int
@@ -69,6 +73,8 @@ class TrainReport:
     compute_s: float = 0.0  # earlier versions did not write it, nor what follows
     peak_rss_bytes: tuple[int, ...] = ()
     peak_mlx_bytes: tuple[int, ...] = ()
+    needed_bytes: tuple[int, ...] = ()
+    shapes: int = 0
 
 
 @dataclass(frozen=True)

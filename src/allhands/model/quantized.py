@@ -25,7 +25,7 @@ from allhands.model.split import dense_weight
 from allhands.trees import unflatten
 
 # Of the device's memory.
-_SMALL_SHARE = 0.05
+_SMALL_SHARE = 0.025
 
 
 class UnpackedLinear(nn.Module):
@@ -91,7 +91,7 @@ def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bo
 
     The values, and so the adapters that come out, are those of the quantised model. CPUs need it; with CUDA, which
     builds its kernels for quantised products when they are first used (a minute and more), it is done for models
-    that are small beside the device's memory.
+    that are small beside the device's memory, which then hold their weights in the type that they compute in.
 
     Args:
         compact: on a CPU, hold the blocks' layers as codes (training: many tokens at a time) instead of dense
@@ -101,17 +101,24 @@ def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bo
         Number of layers replaced.
     """
     if accelerator.kind == "cpu":
-        count = _substitute_all(model, compact=compact)
+        count = _substitute_all(model, compact=compact, dtype=mx.float32)
         prepare_dense(model)
         return count
-    dense_bytes = 4 * count_parameters(model)
-    if accelerator.kind == "cuda" and dense_bytes < _SMALL_SHARE * accelerator.memory_bytes:
-        return _substitute_all(model, compact=False)
+    if accelerator.kind == "cuda" and held_dense(count_parameters(model), accelerator.memory_bytes):
+        return _substitute_all(model, compact=False, dtype=None)
     return 0
 
 
-def _substitute_all(model: nn.Module, *, compact: bool) -> int:
+def held_dense(parameters: int, memory_bytes: int) -> bool:
+    """Whether a quantised model of so many parameters is made dense for CUDA, with two bytes each."""
+    return 2 * parameters < _SMALL_SHARE * memory_bytes
+
+
+def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) -> int:
     """Replace every quantised layer by a dense one, or with ``compact`` by codes where that is possible.
+
+    Args:
+        dtype: of dense weights, or ``None`` for what the layer computes in.
 
     Returns:
         Number of layers replaced.
@@ -125,7 +132,7 @@ def _substitute_all(model: nn.Module, *, compact: bool) -> int:
         # DoRA needs the weight itself, and the head its own dense form.
         in_block = ".layers." in f".{name}"
         as_codes = compact and in_block and name.rpartition(".")[0] not in adapted_weights
-        new = _substitute(module, compact=as_codes)
+        new = _substitute(module, compact=as_codes, dtype=dtype)
         mx.eval(new.parameters())
         model.update_modules(unflatten([(name, new)]))
         del module
@@ -144,14 +151,15 @@ def _is_quantized(module: Any) -> bool:
     return isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
 
 
-def _substitute(module: Any, *, compact: bool) -> nn.Module:
+def _substitute(module: Any, *, compact: bool, dtype: mx.Dtype | None) -> nn.Module:
     if isinstance(module, nn.QuantizedLinear) and compact and module.mode == "affine":
         return UnpackedLinear(module)
     new: nn.Module = nn.Linear(1, 1, bias="bias" in module)
     if isinstance(module, nn.QuantizedEmbedding):
         new = nn.Embedding(1, 1)
     elif "bias" in module:
-        new.bias = module.bias.astype(mx.float32)
-    new.weight = dense_weight(module).astype(mx.float32)
+        new.bias = module.bias.astype(dtype or module.bias.dtype)
+    weight = dense_weight(module)
+    new.weight = weight.astype(dtype or weight.dtype)
     new.freeze()
     return new

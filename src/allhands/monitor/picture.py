@@ -167,10 +167,15 @@ def _draw_mlx(axes: Axes, ranks: Sequence[_Track], grid: Floats, x: Floats) -> N
         axes.plot(x, (active + cache) / scale, color=track.colour, lw=0.5 * width, ls=DASHED)
         if peak := max((sample.mlx_peak_bytes or 0 for sample in track.samples), default=0):
             axes.axhline(peak / scale, color=track.colour, lw=0.8, ls=":")
+    estimates = [track.samples[-1].mlx_estimated_bytes for track in ranks if track.samples]
+    for estimate in {one for one in estimates if one}:
+        axes.axhline(estimate / scale, color=GREY, ls=(0, (1, 3)))
     axes.set_title("MLX's memory, rank by rank", loc="left")
     axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
-    looks = {"active": "-", "active and cache": DASHED, "highest active": ":"}
+    looks: dict[str, Any] = {"active": "-", "active and cache": DASHED, "highest active": ":"}
+    if any(estimates):
+        looks["estimated need"] = (0, (1, 3))
     handles = [Line2D([], [], color=GREY, ls=look, label=label) for label, look in looks.items()]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
 

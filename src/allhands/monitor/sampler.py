@@ -38,6 +38,7 @@ class Identity:
     run: str = ""
     attempt: int = 1
     estimated_bytes: int | None = None
+    mlx_estimated_bytes: int | None = None
 
 
 class PhaseClock:
@@ -110,10 +111,11 @@ class ProcessSampler:
         """See :meth:`PhaseClock.beat`."""
         self.clock.beat(phase, step)
 
-    def expect(self, estimated_bytes: int) -> None:
-        """Note in all samples from now on what this process is expected to need at its peak."""
+    def expect(self, estimated_bytes: int, *, arrays: bool = False) -> None:
+        """Note in all samples from now on what this process, or its ``arrays`` on a GPU, are expected to need."""
         with self._lock:
-            self._identity = replace(self._identity, estimated_bytes=estimated_bytes)
+            name = "mlx_estimated_bytes" if arrays else "estimated_bytes"
+            self._identity = replace(self._identity, **{name: estimated_bytes})
 
     def resident(self) -> int:
         """The memory of this process now, in bytes."""
@@ -187,6 +189,7 @@ class ProcessSampler:
             phase=phase,
             phases=phases,
             estimated_bytes=who.estimated_bytes,
+            mlx_estimated_bytes=who.mlx_estimated_bytes,
             began=self._began,
             **device,
         )

@@ -42,7 +42,8 @@ class Sample:
             of time in which it computed.
         step: batches done. ``phase`` is what the training thread does now, ``phases`` how many seconds of each there
             were since the last sample.
-        estimated_bytes: what was expected to be needed, if somebody has said so beforehand.
+        estimated_bytes: what was expected to be needed, if somebody has said so beforehand; ``mlx_estimated_bytes`` of
+            MLX's arrays on a GPU.
         ended: whether this is the process's last word.
         began: Unix time in seconds at which the process itself began, before anything was loaded.
     """
@@ -71,6 +72,7 @@ class Sample:
     phase: str | None = None
     phases: dict[str, float] = field(default_factory=dict[str, float])
     estimated_bytes: int | None = None
+    mlx_estimated_bytes: int | None = None
     ended: bool = False
     began: float | None = None
 

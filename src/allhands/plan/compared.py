@@ -229,7 +229,7 @@ def _why_step(plan: KeptPlan, line: KeptLine, reports: Sequence[TrainReport]) ->
         found.append(f"the exchange took {_seconds(exchange)} of a step, and {_seconds(planned)} were planned: {cause}")
     if not found and step > line.prediction.step_s:
         found.append(
-            "the plan counts the quickest of six steps; or the computer did something else besides, or had become hot"
+            "the plan counts the quickest of few steps; or the computer did something else besides, or had become hot"
         )
     return found or ["the computer did something else while it was planned"]
 
@@ -288,16 +288,19 @@ def _memory(
 
 
 def _peak(plan: KeptPlan, memory: KeptMemory, reports: Sequence[TrainReport], *, marked: bool) -> Figure:
-    peaks = [max(report.peak_memory_bytes) for report in reports if report.peak_memory_bytes]
-    name = f"memory of a rank at its peak ({memory.name})"
+    peaks = [max(report.needed_bytes or report.peak_memory_bytes) for report in reports if report.peak_memory_bytes]
+    # On an NVIDIA GPU a rank takes more where it is free; what it needs was seen in a step with nothing ahead.
+    needed = any(report.needed_bytes for report in reports)
+    name = f"memory that a rank needs ({memory.name})" if needed else f"memory of a rank at its peak ({memory.name})"
     figure = Figure("memory", name, memory.rank_bytes, max(peaks, default=0) or None, marked)
     return _explained(figure, _why_memory(plan, figure, reports))
 
 
 def _expected(reports: Sequence[TrainReport], samples: Sequence[Sample]) -> Iterator[Figure]:
     """What the ranks expected of themselves before their first step, where they could."""
-    expected = max((one.estimated_bytes or 0 for one in samples if one.role == "rank"), default=0)
-    peaks = [max(report.peak_rss_bytes) for report in reports if report.peak_rss_bytes]
+    told = [one.estimated_bytes or one.mlx_estimated_bytes or 0 for one in samples if one.role == "rank"]
+    expected = max(told, default=0)
+    peaks = [max(report.needed_bytes or report.peak_rss_bytes) for report in reports if report.peak_rss_bytes]
     if expected and peaks:
         figure = Figure("expected", "memory of a rank, as the run itself expected it", expected, max(peaks))
         yield _explained(figure, filter(None, [_rose(expected, reports)]))
@@ -311,9 +314,9 @@ def _why_memory(plan: KeptPlan, figure: Figure, reports: Sequence[TrainReport]) 
     if more and (rose := _rose(figure.planned or 0.0, reports)):
         yield rose
     elif more and tokens > 1.0 + _TOKENS:
-        yield "longer rows than those of the six steps that it was planned with"
+        yield "longer rows than those of the steps that it was planned with"
     elif more:
-        yield "longer rows and batches of more shapes than those of the six steps that it was planned with; validations"
+        yield "longer rows and batches of more shapes than those of the steps that it was planned with; validations"
     elif tokens < 1.0 - _TOKENS:
         yield "shorter rows than it was planned with"
     elif not plan.device:
@@ -322,7 +325,7 @@ def _why_memory(plan: KeptPlan, figure: Figure, reports: Sequence[TrainReport]) 
 
 def _rose(planned: float, reports: Sequence[TrainReport]) -> str:
     """That the peak was as planned at first, and when it was no more; empty if it never was."""
-    peaks = [(report.step, max(report.peak_memory_bytes)) for report in reports if report.peak_memory_bytes]
+    peaks = [(one.step, max(one.needed_bytes or one.peak_memory_bytes)) for one in reports if one.peak_memory_bytes]
     above = next((place for place, (_, peak) in enumerate(peaks) if peak > (1.0 + OFF["bytes"]) * planned), 0)
     if not above:
         return ""

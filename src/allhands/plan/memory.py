@@ -17,6 +17,7 @@ Method = Literal["lora", "dora", "full"]
 _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2
 _CHUNK_ROWS = 256  # of the loss
+_LOGITS = 512 << 20  # bytes of them at once on a GPU
 # Values for each trained weight that an optimizer keeps.
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
 # In the update, weight by weight: the gradient, and a part of the new values beside the old.
@@ -162,9 +163,10 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
 def on_gpu(blocks: Blocks, work: Work) -> Memory:
     """What a step takes on a GPU with nothing ahead, in half precision.
 
-    The multiples are those of three works on an H200 (``benchmarks/gpu.py``: 20.6, 14.3 and 9.9 GB); SwiGLU's output is
-    computed again, the loss has all logits at once. Of models with experts none was measured there: these multiples are
-    those of MLX's own operations on a CPU.
+    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-22.md``); SwiGLU's output is
+    computed again. The loss has all logits at once where the head is trained, and else four times as many of them as
+    fill :data:`_LOGITS`. Neither checkpointing nor models with experts were measured there: the multiples of the
+    latter are those of MLX's own operations on a CPU.
     """
     values = work.tokens * _HALF
     kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
@@ -174,6 +176,8 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     held = layers * blocks.dims + kept if work.recomputed else layers * kept
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
     logits = work.tokens * blocks.vocabulary * _HALF
+    if work.method != "full":
+        logits = 4 * min(_LOGITS, logits)
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)

@@ -185,7 +185,7 @@ def _needs(label: str, run: RunFacts) -> Grid | None:
         return None
     rows: list[tuple[str, ...]] = []
     for row in run.rows:
-        expected = row.last.estimated_bytes
+        expected = row.last.estimated_bytes or row.last.mlx_estimated_bytes
         trained = _in_training(run, row.last.rank)
         share = f"{trained / expected:.0%}" if expected and trained else _NONE
         rows.append(
@@ -206,8 +206,11 @@ def _needs(label: str, run: RunFacts) -> Grid | None:
 
 
 def _in_training(run: RunFacts, rank: int | None) -> int:
-    """The highest resident memory that a rank has reported, before what is written and drawn at the end."""
-    peaks = (one.peak_rss_bytes for one in run.history.train)
+    """The highest resident memory that a rank has reported, before what is written and drawn at the end.
+
+    On an NVIDIA GPU it is what the rank needed there.
+    """
+    peaks = [one.needed_bytes or one.peak_rss_bytes for one in run.history.train]
     return 0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
 
 

@@ -14,7 +14,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.formatting import format_bytes
 from allhands.model import native
 from allhands.model.load import LoadedModel
-from allhands.plan.memory import Work, blocks_of, of_process, on_cpu
+from allhands.plan.memory import Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.trees import flatten
 
 _WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
@@ -28,13 +28,15 @@ def expected_bytes(
     accelerator: Accelerator,
     present_bytes: int,
 ) -> int | None:
-    """The process's peak in training; ``None`` where that is not known: on GPUs, and for other kinds of models.
+    """The process's peak in training; ``None`` where that is not known: on Macs, and for other kinds of models.
+
+    On an NVIDIA GPU it is what the rank needs of MLX's memory there.
 
     Args:
         present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
     """
     native_way = accelerator.eager and config.compile != "on" and native.available()
-    blocks = blocks_of(loaded.config) if native_way else None
+    blocks = blocks_of(loaded.config) if native_way or accelerator.kind == "cuda" else None
     tokens, cuts = loader.largest() if blocks is not None else (0, 0)
     if blocks is None or not tokens:
         return None
@@ -48,9 +50,17 @@ def expected_bytes(
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
+        masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
     )
+    if accelerator.kind == "cuda":
+        return on_gpu(blocks, work).arrays
     later = _WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
     return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+
+
+def _in_half(model: Any) -> bool:
+    """Whether what is trained has two bytes a number."""
+    return any(array.dtype.size == 2 for _, array in flatten(model.trainable_parameters()))
 
 
 def _bytes(tree: Any) -> int:

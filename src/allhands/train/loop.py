@@ -23,7 +23,7 @@ from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, 
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
-from allhands.monitor.process import peak_rss_bytes
+from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
 from allhands.train.saving import CopyError, SaveKind
@@ -283,6 +283,8 @@ def _report(parts: LoopParts, state: LoopState, started: float) -> None:
         epoch=state.iteration / parts.order.batches_per_epoch,
         peak_rss_bytes=peaks[1],
         peak_mlx_bytes=peaks[2],
+        needed_bytes=peaks[3] if any(peaks[3]) else (),
+        shapes=len(parts.step.shapes),
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):
@@ -290,9 +292,9 @@ def _report(parts: LoopParts, state: LoopState, started: float) -> None:
 
 
 def _peaks_per_rank(parts: LoopParts) -> list[tuple[int, ...]]:
-    """Of every rank: what counts as its peak here, its resident memory's, and that of MLX's arrays, in bytes."""
+    """Of every rank: what counts as its peak here, its resident memory's, that of MLX's arrays, and what it needs."""
     # In MiB, because float32 (which every back-end can gather) is exact only to 2**24.
-    mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), mx.get_peak_memory()]
+    mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
     found = numbers(parts.communicator.all_gather(mx.array([peak / 2**20 for peak in mine], dtype=mx.float32)))
     return [tuple(int(value * 2**20) for value in found[kind :: len(mine)]) for kind in range(len(mine))]
 

@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -186,7 +186,7 @@ class _Run:
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(loader)
         step = self._step(optimizer, state, compiled)
-        sink.emit(self._started(total, state))
+        sink.emit(self._started(total, state, loader.largest()))
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
             self._say([f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"])
@@ -198,7 +198,7 @@ class _Run:
         def waits(seconds: float) -> None:
             self.surroundings.waits(state.iteration, seconds)
 
-        with Prefetcher(load, end=total, waits=waits) as prefetcher, self._saver(optimizer) as saver:
+        with closing(step), Prefetcher(load, end=total, waits=waits) as prefetcher, self._saver(optimizer) as saver:
             parts = LoopParts(
                 config=config,
                 order=order,
@@ -325,8 +325,9 @@ class _Run:
         expected = expected_bytes(self.config, ready.loaded, loader, self.mesh, ready.accelerator, present)
         if expected is None:
             return
-        self.observer.expect(expected)
-        if note := scarce(expected, present, self.mesh.local_size):
+        self.observer.expect(expected, arrays=not ready.accelerator.eager)
+        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.eager else None
+        if note:
             self._say([f"note: {note}"])
         elif self.config.log_level == "verbose":
             self._say([f"expected: at most {format_bytes(expected)} of memory for this process"])
@@ -424,7 +425,7 @@ class _Run:
         assert evaluator is not None
         return evaluator(step)[0]
 
-    def _started(self, total: int, state: LoopState) -> RunStarted:
+    def _started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
         config, windows, restored = self.config, self.ready.data.train, self.ready.restored
         fresh = pretraining(config)
         return RunStarted(
@@ -445,6 +446,7 @@ class _Run:
             attempt=self.surroundings.attempt,
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
+            largest=largest,
         )
 
     @contextmanager

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from allhands.monitor.process import MLX_PEAK
+
 # What fits a card of 24 GB is kept within that; more is of little use: on an H200 it made LoRA of 1.2 billion
 # parameters 3 % faster with 37 GB, and full training of 135 million 6 % with 29.
 _CARD = 24_000_000_000
@@ -43,34 +45,42 @@ def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
 class RunAhead:
     """Finds the limit by the first step of the largest micro-batch so far, in which nothing runs ahead.
 
+    Until then it is that of a step which needs nothing.
+
     Attributes:
         device_bytes: memory of the device.
         exchanging: see :func:`limit_for`.
         set_limit: takes bytes, gives the limit before.
-        peak: the most bytes in use so far.
+        begin: begins to count the most bytes in use anew, which ``peak`` gives.
+        need: the most that such a step has held.
     """
 
     device_bytes: int
     exchanging: bool = False
     set_limit: Callable[[int], int] = mx.set_memory_limit
-    peak: Callable[[], int] = mx.get_peak_memory
+    begin: Callable[[], object] = MLX_PEAK.begin
+    peak: Callable[[], int] = MLX_PEAK.part
+    need: int = 0
 
     def __post_init__(self) -> None:
         self._most = 0
-        self._own: int | None = None  # MLX's, while ours is set
         self._measured = False
+        self._own: int | None = self.set_limit(self._limit())  # MLX's, while ours is set
 
     def before(self, largest: int) -> None:
         """To be called before a step with the places of its largest micro-batch; more than ever are measured."""
         if largest > self._most:
             self._most, self._measured = largest, False
-            self._set(0)
+            self.set_limit(0)
+            # What loading or measuring has held is no need of a step's.
+            self.begin()
 
     def after(self) -> None:
         """To be called after it, when everything has been computed."""
         if not self._measured and self._most:
             self._measured = True
-            self._set(limit_for(self.peak(), self.device_bytes, exchanging=self.exchanging))
+            self.need = max(self.need, self.peak())
+            self.set_limit(self._limit())
 
     def close(self) -> None:
         """Give MLX its own limit back."""
@@ -78,7 +88,5 @@ class RunAhead:
             self.set_limit(self._own)
             self._own = None
 
-    def _set(self, limit: int) -> None:
-        before = self.set_limit(limit)
-        if self._own is None:
-            self._own = before
+    def _limit(self) -> int:
+        return limit_for(self.need, self.device_bytes, exchanging=self.exchanging)

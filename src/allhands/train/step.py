@@ -162,6 +162,16 @@ class TrainStep:
         """What this rank keeps and updates, if not everything."""
         return None if self._graph is None else self._graph.shards
 
+    def close(self) -> None:
+        """Give MLX its own limit of memory back."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the largest step so far held with nothing ahead; 0 where nothing ever is."""
+        return 0 if self._ahead is None else self._ahead.need
+
     def gather(self, *, keep: bool) -> None:
         """Let the optimizer's state be read where ``keep`` is; called by all ranks together. See :attr:`shards`."""
         if self._graph is not None:

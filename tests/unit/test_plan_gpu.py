@@ -1,0 +1,139 @@
+"""Plans on a GPU, where a step has the passes of the next one: what their short training counts, and what runs show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_runs import write_run, write_samples
+
+from allhands.cli.plan_calibration import Calibration, calibrate, settings, steps_of
+from allhands.config import TrainConfig
+from allhands.metrics import JsonlSink, RunStarted, TrainReport, read_metrics
+from allhands.monitor import decode_sample, encode_sample
+from allhands.plan.compared import compare
+from allhands.plan.kept import PLAN_FILE, keep_plan, read_plan
+
+TOKENS = 4000.0
+PASS_S, UPDATE_S, NEW_S = 0.040, 0.010, 0.100  # NEW_S more for a shape that was never met
+
+
+def steps(tokens: float, shapes: list[int]) -> list[tuple[float, int]]:
+    """Seconds of each step and shapes so far: its update, the pass of the next step, and its own if that is still due.
+
+    A pass is not handed out in the step before where its shape was never met.
+    """
+    pass_s = tokens / TOKENS * PASS_S
+    news = [after - before for before, after in pairwise([0, *shapes, shapes[-1]])]
+    found: list[tuple[float, int]] = []
+    for place, count in enumerate(shapes):
+        seconds = UPDATE_S + (pass_s + NEW_S if news[place] else 0.0)
+        if place < len(shapes) - 1 and not news[place + 1]:
+            seconds += pass_s
+        found.append((seconds, count))
+    return found
+
+
+def calibrated(
+    monkeypatch: pytest.MonkeyPatch, told: dict[int, list[tuple[float, int]]], **options: Any
+) -> tuple[Calibration, list[dict[str, Any]]]:
+    """By trainings that write what is ``told`` of each batch size, and the options that they were given."""
+    asked: list[dict[str, Any]] = []
+
+    def train(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        values = json.loads(Path(command[-1]).read_text())
+        asked.append(values)
+        run = Path(values["adapter_path"])
+        run.mkdir()
+        sink = JsonlSink(run / "metrics.jsonl")
+        facts = {"name": "run", "model": "m", "method": "lora", "num_ranks": 1, "backend": "none", "batch_size": 8}
+        sizes = {"total_steps": 24, "trainable_params": 10, "total_params": 100, "num_train_examples": 500}
+        sink.emit(RunStarted(**facts, **sizes, cores_per_rank=None, versions={}, time=9e9, largest=(8192, 1)))  # type: ignore[arg-type]
+        tokens = TOKENS * values["batch_size"] / 8
+        for number, (seconds, shapes) in enumerate(told[values["batch_size"]], 1):
+            zeros = dict.fromkeys(("loss", "learning_rate", "grad_norm", "data_wait_s", "comm_s", "elapsed_s"), 0.0)
+            sink.emit(
+                TrainReport(
+                    step=number,
+                    tokens_per_s=tokens / seconds,
+                    trained_tokens_per_s=tokens / seconds,
+                    trained_tokens=0,
+                    step_time_s=seconds,
+                    peak_memory_bytes=(30_000,),
+                    epoch=0.0,
+                    needed_bytes=(20_000,),
+                    shapes=shapes,
+                    **zeros,
+                )
+            )
+        sink.close()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("allhands.cli.plan_calibration.subprocess.run", train)
+    return calibrate(TrainConfig(batch_size=8, **options), 9.0, on_gpu=True), asked
+
+
+def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [1] * steps_of(on_gpu=True)
+    found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
+    assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S))
+    assert found.points[1] == pytest.approx((TOKENS / 2, PASS_S / 2 + UPDATE_S))
+    assert (found.peak_bytes, found.largest) == (20_000, (8192, 1))  # what it needs, not what it took
+
+
+def test_steps_that_met_a_shape_for_the_first_time_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8]
+    found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
+    assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S))
+
+
+def test_where_all_shapes_are_new_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = list(range(1, 25))
+    found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
+    assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S + NEW_S))
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({"iters": 399}, "auto"),
+        ({"iters": 400}, "on"),
+        ({}, "on"),
+        ({"epochs": 3}, "auto"),
+        ({"compile": "off"}, "off"),
+    ],
+)
+def test_short_runs_are_compiled_if_the_training_will_be(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: str
+) -> None:
+    shapes = [1] * steps_of(on_gpu=True)
+    _, asked = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)}, **options)
+    assert [(one["compile"], one["iters"]) for one in asked] == [(compiled, 24)] * 2
+    on_cpu = settings(TrainConfig(**options), 8, Path("run"))
+    assert (on_cpu["compile"], on_cpu["iters"]) == (options.get("compile", "auto"), steps_of(on_gpu=False))
+
+
+def test_a_plan_is_held_to_what_a_rank_needed_not_to_what_it_took(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ranks=1)
+    write_samples(run, ranks=1)
+    values: dict[str, Any] = {
+        **{"time": 1.0, "options": {}, "processor": "gpu", "device": None, "steps": 60, "start_s": 2.0},
+        **{"step": {"tokens": 200.0}, "measured": {"exchanged": 1_000, "cores_per_rank": 1}},
+        "machines": [{"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}],
+        "memory": [{"name": "as it is", "ranks": 1, "rank_bytes": 400_000_000, "built": True, "flags": ""}],
+    }
+    keep_plan(run, values)
+    history = read_metrics(run)
+    history = replace(history, train=[replace(one, needed_bytes=(410_000_000,)) for one in history.train])
+    lines = (run / "logs" / "monitor-rank-0.jsonl").read_text().splitlines()
+    samples = [replace(decode_sample(line), estimated_bytes=None, mlx_estimated_bytes=395_000_000) for line in lines]
+    assert decode_sample(encode_sample(samples[0])) == samples[0]
+    found = compare(read_plan(run / PLAN_FILE), history, {}, samples)
+    told = {figure.key: figure for figure in found.figures}
+    assert told["memory"].told == "Memory that a rank needs (as it is): 410 MB, 1.02 times the 400 MB planned"
+    assert (told["expected"].planned, told["expected"].measured) == (395_000_000, 410_000_000)
