@@ -87,7 +87,7 @@ def loaded_by(*arguments: str) -> set[str]:
 
 # What the parser itself needs; anything else would be waited for by everybody at every command.
 PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
-OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels"}
+OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels", ".versions"}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)], ids=" ".join)

@@ -305,7 +305,7 @@ def compare(
 ) -> None:
     """Answer held-out prompts before and after training.
 
-    The answers are shown side by side, with a score of how pirate they are.
+    The answers are shown side by side; of pirates, with a score of how pirate they are.
     """
     from allhands.cli.talk import run_compare
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
@@ -101,6 +102,8 @@ def facts_of(
 
 
 def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
+    if not (config.hosts or config.hostfile or devices):
+        require_cores(config.num_ranks)
     values = {
         "--link": asked.link,
         "--hosts": config.hosts,
@@ -370,7 +373,7 @@ def _measured_link(config: TrainConfig, say: Callable[[str], object], notes: lis
     options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
     found = measure(chosen, config.backend, options)
     if found.whole is None:
-        why = "; ".join(str(failure) for failure in found.failures) or "no group came together"
+        why = "; ".join(failure.message for failure in found.failures) or "no group came together"
         raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
     whole = found.whole
     notes.append(
