@@ -78,6 +78,16 @@ def calibrate(config: TrainConfig, timeout_s: float) -> Calibration:
     )
 
 
+def time_to_start(config: TrainConfig, timeout_s: float) -> float:
+    """Seconds from the command to the first step with all of ``config.num_ranks`` processes of this computer.
+
+    Raises:
+        AllhandsError: it could not be trained; what the training said.
+    """
+    changed = {"num_ranks": config.num_ranks, "backend": config.backend, "iters": 2, "save_every": 2}
+    return _run(config, config.batch_size, timeout_s, changed).start_s
+
+
 @dataclass(frozen=True)
 class _Run:
     started: RunStarted
@@ -95,10 +105,10 @@ def _point(run: _Run) -> tuple[float, float]:
     return tokens, tokens * each
 
 
-def _run(config: TrainConfig, batch_size: int, timeout_s: float) -> _Run:
+def _run(config: TrainConfig, batch_size: int, timeout_s: float, changed: Mapping[str, Any] | None = None) -> _Run:
     with tempfile.TemporaryDirectory(prefix="allhands-plan-") as folder:
         place = Path(folder)
-        values = settings(config, batch_size, place / "run")
+        values = {**settings(config, batch_size, place / "run"), **(changed or {})}
         (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
         began = time.time()
         try:
