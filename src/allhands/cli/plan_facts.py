@@ -18,7 +18,7 @@ from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
 from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.outlook import Job, Prices
-from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
+from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam
 from allhands.plan.speed import StepModel, fitted
 from allhands.pretrain_config import pretraining
 
@@ -357,13 +357,16 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         share = min(share, int(1.15 * rows.tokens * config.batch_size))
     most = sizing_of(kind, config.micro_batch_tokens, compiled=False).max_tokens
     trained = _trained(config, model, measured)
+    trained_bytes = trained * _word_of_gradients(config, model)
+    fresh = pretraining(config) is not None
     masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
     return Work(
         method=config.fine_tune_type,
         tokens=max(min(config.max_seq_length, share), min(most, share)),
         trained_layers=_trained_layers(config, model.blocks),
         weights_bytes=model.weights_bytes + (0 if config.fine_tune_type == "full" else 4 * trained),
-        trained_bytes=trained * _word_of_gradients(config, model),
+        trained_bytes=trained_bytes,
+        by_adam_bytes=left_to_adam(model.blocks, config.optimizer, trained_bytes, model.word) if fresh else 0,
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=share > most or config.grad_accumulation_steps > 1,

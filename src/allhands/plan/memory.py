@@ -78,6 +78,7 @@ class Work:
         recomputed: whether blocks' activations are computed again in place of being kept.
         accumulated: whether a batch is more than one micro-batch.
         masters: whether the optimizer has float32 copies of weights in half precision.
+        by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
         batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
     """
 
@@ -91,6 +92,7 @@ class Work:
     accumulated: bool = False
     masters: bool = False
     batch_tokens: int = 0
+    by_adam_bytes: int = 0
 
     def divided(self, ranks: int) -> Work:
         """That of each of so many ranks with a share of the batch."""
@@ -149,7 +151,7 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
         update = max(update, work.trained_bytes + int(_HEADS * head))
     return Memory(
         weights=work.weights_bytes,
-        optimizer=states * work.trained_bytes,
+        optimizer=states * work.trained_bytes + work.by_adam_bytes,
         backward=int(values * held) + gradients,
         loss=int(values * forward) + chunk,
         update=update,
@@ -174,7 +176,7 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     held = layers * blocks.dims + kept if work.recomputed else layers * kept
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
     logits = work.tokens * blocks.vocabulary * _HALF
-    states = _STATES.get(work.optimizer, 2) * work.trained_bytes
+    states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)
     return Memory(

@@ -77,7 +77,14 @@ def strategies(
         whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)
         whole = replace(whole, backward=whole.backward - work.trained_bytes * (ranks - 1) // ranks)
         yield _of("parameters sharded", ranks, share, whole, 2 * block, built=False)
-    tensor = of(replace(work, weights_bytes=work.weights_bytes // ranks, trained_bytes=work.trained_bytes // ranks))
+    tensor = of(
+        replace(
+            work,
+            weights_bytes=work.weights_bytes // ranks,
+            trained_bytes=work.trained_bytes // ranks,
+            by_adam_bytes=work.by_adam_bytes // ranks,
+        )
+    )
     # What lies between the products is on every rank whole: about a third of what is kept.
     saved = tensor.activations - (tensor.activations // 3 + 2 * tensor.activations // (3 * ranks))
     tensor = replace(
@@ -99,6 +106,7 @@ def strategies(
             trained_layers=layers,
             weights_bytes=work.weights_bytes // ranks,
             trained_bytes=work.trained_bytes // ranks,
+            by_adam_bytes=work.by_adam_bytes // ranks,
         )
         yield _of("pipeline of layers", ranks, piece, of(piece), 0, built=False)
 
