@@ -161,6 +161,14 @@ def test_what_cannot_be_parsed_is_code_2_without_traceback(
     assert "Traceback" not in out + err
 
 
+def test_a_choice_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, "export", "--to", "foo", "--out", "x")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "Error: Invalid value for '--to': 'foo' is not one of 'peft', 'hf', 'gguf', 'ollama'.",
+    )
+
+
 def test_a_near_miss_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--batch-size" in run_main(capsys, "train", "--batch-sise", "3")[2]
     assert "train" in run_main(capsys, "trian")[2]
