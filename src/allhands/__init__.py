@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands.blas import preload_with_mlx
 from allhands.kernels import prepare
+from allhands.versions import __version__
 
 if TYPE_CHECKING:
     from allhands.api import finetune, pretrain
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from allhands.train.callbacks import Callback
     from allhands.world import World, average_gradients, init
 
-__version__ = "0.1.0"
 __all__ = [
     "AllhandsError",
     "Callback",

@@ -51,6 +51,7 @@ class Evaluator:
         self._beat = beat
         wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
+        self.num_windows = wanted
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
         share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
         fitted = sizing if sizing.ladder else sizing.fitted(windows.work)

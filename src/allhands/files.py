@@ -132,6 +132,7 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
     Raises:
         StorageError: it cannot be made, or another process has it.
     """
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
     make_directory(directory, private=private)
     if claim_mark(directory) in os.environ.get(CLAIMED, "").split():
         yield
@@ -154,6 +155,12 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
             for draft in directory.glob(f"**/{_DRAFT}*"):
                 draft.unlink(missing_ok=True)
         yield
+    except BaseException:
+        # What failed before it wrote anything leaves no empty directory behind.
+        with suppress(OSError):
+            for made in missing:
+                made.rmdir()
+        raise
     finally:
         os.close(descriptor)
 

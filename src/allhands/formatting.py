@@ -21,9 +21,9 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """``95000``, ``1.47 M``, ``494 M``, ``7.62 B``."""
+    """``95,000``, ``1.47 M``, ``494 M``, ``7.62 B``."""
     if number < 1e6:
-        return f"{number:.0f}"
+        return f"{number:,.0f}"
     return f"{number / 1e6:.3g} M" if number < 999.5e6 else f"{number / 1e9:.3g} B"
 
 

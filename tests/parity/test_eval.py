@@ -65,6 +65,14 @@ def test_the_loss_is_that_of_a_plain_loop(tiny_model: Path, tiny_data: Path, ada
         assert found["split"] == split
 
 
+def test_examples_that_were_left_out_are_not_counted(tiny_model: Path, tiny_data: Path) -> None:
+    words = ["--model", tiny_model, "--data", tiny_data, "--split", "train", "--test-batches", 2, "--batch-size", 3]
+    assert evaluated(*words)["num_examples"] == 6
+    assert evaluated(*words, "--packing", "--max-seq-length", 16)["num_examples"] is None
+    done = run_allhands("eval", *map(str, words), "--packing", "--max-seq-length", "16")
+    assert "2 batches of 3 rows" in done.stdout
+
+
 def test_two_processes_give_the_number_of_one_and_leave_the_run_alone(
     tiny_model: Path, tiny_data: Path, adapter: Path
 ) -> None:

@@ -76,6 +76,16 @@ def test_full_training(place: Path, tmp_path: Path) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("head", ["--tied", "--no-tied"])
+def test_large_vocabularies(place: Path, tmp_path: Path, optimizer: str, head: str) -> None:
+    # Embeddings, and a head of its own, are half of the weights or more; muon leaves them to adamw.
+    more = ("--vocabulary", "30000", head, "--optimizer", optimizer)
+    peak, expected = pretrain(place, tmp_path / "run", *more)
+    assert expected == pytest.approx(peak, rel=0.1)
+
+
+@needs_native
 @pytest.mark.parametrize("method", ["lora", pytest.param("dora", marks=pytest.mark.long)])
 def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
     pretrain(place, tmp_path / "base", "--iters", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,7 @@ LAYERS: dict[str, int] = {
     "allhands.formatting": 0,
     "allhands.gpus": 0,
     "allhands.faults": 0,
+    "allhands.versions": 0,
     "allhands.kernels": 0,
     "allhands.native": 0,
     "allhands.checkpoints": 1,
@@ -321,6 +323,8 @@ def test_all_is_exact_and_every_name_can_be_had() -> None:
     tree = sources()["allhands"]
     typed = {alias.name for node in ast.walk(tree) if _for_types_only(node) for alias in _imported(node)}
     assert set(allhands.__all__) == typed | {"__version__"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert allhands.__version__ == project["version"]
     for name in allhands.__all__:
         assert getattr(allhands, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'finetoon'"):

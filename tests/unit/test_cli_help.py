@@ -87,7 +87,7 @@ def loaded_by(*arguments: str) -> set[str]:
 
 # What the parser itself needs; anything else would be waited for by everybody at every command.
 PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
-OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels"}
+OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels", ".versions"}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)], ids=" ".join)
@@ -159,6 +159,14 @@ def test_what_cannot_be_parsed_is_code_2_without_traceback(
     assert code == 2
     assert "Error" in err
     assert "Traceback" not in out + err
+
+
+def test_a_choice_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, "export", "--to", "foo", "--out", "x")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "Error: Invalid value for '--to': 'foo' is not one of 'peft', 'hf', 'gguf', 'ollama'.",
+    )
 
 
 def test_a_near_miss_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

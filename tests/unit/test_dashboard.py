@@ -197,9 +197,10 @@ def test_it_ends_cleanly(root: Path) -> None:
         with dashboard(root) as running:
             running.json("/api/runs")
             running.process.send_signal(number)
-            running.process.wait(20)
+            # That is how it is meant to end: as `allhands serve` does.
+            assert running.process.wait(20) == 0
             assert running.process.stderr is not None
-            assert "Traceback" not in running.process.stderr.read()
+            assert running.process.stderr.read() == ""
 
 
 def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_path: Path) -> None:

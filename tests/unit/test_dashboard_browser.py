@@ -23,8 +23,9 @@ def test_it_shows_runs_as_they_go_on(browser: Any, tmp_path: Path, width: int, s
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(f"{running.address}?run=first")
+        page.goto(running.address)
         page.wait_for_selector("[data-drawn]")
+        assert page.is_checked("#runs tbody tr:has-text('first') input"), "the only run is shown unasked"
         assert page.text_content("#state") == "1 run, 0 going on"
         # A second run, written while the page is open, and chosen with the keyboard.
         write_run(tmp_path / "second")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -78,6 +79,21 @@ def test_what_is_private_is_for_its_owner_alone_under_every_umask(tmp_path: Path
         assert mode(tmp_path / "run") == 0o700
     with claimed(tmp_path / "shared", private=False):
         assert mode(tmp_path / "shared") == 0o777 & ~umask
+
+
+def test_what_fails_leaves_no_empty_directory_behind(tmp_path: Path) -> None:
+    for there in (False, True):
+        place = tmp_path / "runs" / "first"
+        if there:
+            place.mkdir(parents=True)
+        with pytest.raises(KeyError), claimed(place):
+            raise KeyError
+        assert place.exists() == there
+        assert (tmp_path / "runs").exists() == there
+    with suppress(KeyError), claimed(tmp_path / "second"):
+        (tmp_path / "second" / "note").touch()
+        raise KeyError
+    assert (tmp_path / "second" / "note").exists()
 
 
 def test_modes_of_what_exists_stay(tmp_path: Path) -> None:

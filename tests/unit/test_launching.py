@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny import run_allhands
 
 from allhands.checkpoints import checkpoint_path, write_checkpoint
 from allhands.cli import launching, notices
@@ -358,3 +360,35 @@ def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
 
     config = build_config({"hosts": "a,b", "rank_weights": [2, 1]}, None)
     check_launch(config, recognise({}))
+
+
+# --- more processes than there is room for --------------------------------------------------------------
+
+
+def test_more_processes_than_cores_can_carry_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from allhands.cli.netbench import chosen_hosts
+
+    monkeypatch.setattr(launching, "_cores", lambda: 2)
+    launching.check(Job(Path(), Path(), num_ranks=16, backend="ring"))
+    for ask in (
+        lambda: launching.check(Job(Path(), Path(), num_ranks=17, backend="ring")),
+        lambda: chosen_hosts(None, None, 17),
+    ):
+        with pytest.raises(ConfigError, match="17 processes on 2 cores") as told:
+            ask()
+        assert told.value.where == "-n"
+        assert "-n 2 gives each a core of its own; 16 at most" in str(told.value.hint)
+
+
+@pytest.mark.parametrize("verb", ["train", "pretrain", "eval", "plan", "launch", "cluster bench"])
+def test_every_verb_that_starts_processes_refuses_999(verb: str, tiny_model: Path, tiny_data: Path) -> None:
+    words = ["--model", str(tiny_model), "--data", str(tiny_data)]
+    own = {
+        "pretrain": ["--tokenizer", str(tiny_model), "--data", str(tiny_data)],
+        "launch": ["--", "true"],
+        "cluster bench": [],
+    }
+    began = time.monotonic()
+    done = run_allhands(*verb.split(), "-n", "999", *own.get(verb, words))
+    assert (done.returncode, "999 processes on" in done.stderr) == (2, True), done.stderr
+    assert time.monotonic() - began < 10

@@ -486,7 +486,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_other_units() -> None:
     assert [format_count(n) for n in (95_000, 1.47e6, 494e6, 7.62e9)] == [
-        "95000",
+        "95,000",
         "1.47 M",
         "494 M",
         "7.62 B",

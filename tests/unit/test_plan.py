@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -14,6 +15,7 @@ from allhands.cluster.figures import Figures, Timing
 from allhands.errors import ConfigError
 from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport
 from allhands.metrics.events import encode_event
+from allhands.model.load import load_tokenizer
 from allhands.plan import advice as chart
 from allhands.plan.advice import Situation, advise
 from allhands.plan.chart import draw_chart
@@ -304,7 +306,63 @@ def test_all_of_it_together() -> None:
     assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
 
 
+def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
+    apart, together = look_ahead(job(numbers=(1, 2))), look_ahead(job(numbers=(1, 2), together=True))
+    hours = together.lines[1].training_s / 3600
+    assert apart.lines[1].money == pytest.approx(2 * hours * (2.0 + 0.05))
+    assert together.lines[1].money == pytest.approx(hours * (2.0 + 0.05))
+    assert together.lines[1].kwh == pytest.approx(hours * 0.1)
+    place = [each.name for each in together.memory].index("data parallel")
+    enough_for_one = together.memory[place].rank_bytes * 3 // 2
+    fits = [look_ahead(job(numbers=(1, 2), together=t, usable_bytes=enough_for_one)).fits[place] for t in (False, True)]
+    assert fits == [True, False]
+    assert [one.memory[place].flags for one in (apart, together)] == ["--hostfile hosts.json", "-n 2"]
+
+
+def test_the_start_of_several_is_what_was_measured_with_them() -> None:
+    found = look_ahead(job(numbers=(1, 2, 3), started=(3, 11.0)))
+    assert [line.start_s for line in found.lines] == [5.0, 8.0, 11.0]
+    for line in found.lines:
+        assert line.training_s == pytest.approx(line.start_s + 36_000 * line.prediction.step_s)
+    assert [line.start_s for line in look_ahead(job(numbers=(1, 2))).lines] == [5.0, 5.0]
+
+
+def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
+    short = advise(replace(FINE, alone_s=98.0))
+    assert short.path[-1].why == "about 1m38s"
+    once = advise(replace(FINE, again=False, alone_s=200_000))
+    assert once.path[0].why == "--once, but several would save 1d02h"
+    assert "does not fit" in advise(replace(FINE, again=False, fits_one=False)).path[0].why
+    assert advise(replace(FINE, again=False, alone_s=20_000)).path[0].why == "--once"
+
+
 # --- the command --------------------------------------------------------------------------------------
+
+
+def test_rows_are_as_long_as_those_of_the_data_that_are_named(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path
+) -> None:
+    words = ("plan", "--device", "M1 Pro 32GB", "--json", "--model", str(tiny_model), "--batch-size", "4")
+    lengths = _token_counts(tiny_model, tiny_data / "train.jsonl")
+    told = run_allhands(*words, "--data", str(tiny_data), "--epochs", "3", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    mean = sum(lengths) / len(lengths)
+    assert found["step"]["tokens"] == pytest.approx(4 * mean)
+    assert found["steps"] == 3 * -(-len(lengths) // 4)
+    assert f"for rows of {mean:.0f} tokens on the average, of which the data have {len(lengths)}" in found["notes"]
+    unnamed = json.loads(run_allhands(*words, "--iters", "9", cwd=tmp_path).stdout)
+    assert unnamed["step"]["tokens"] == 4 * 2048
+    assert unnamed["notes"][0] == "for rows of 2048 tokens, the longest there can be: no --data is named"
+    missing = run_allhands(*words, "--data", "nowhere", "--iters", "9", cwd=tmp_path)
+    assert (missing.returncode, missing.stdout) == (3, "")
+    assert "nowhere: the data folder does not exist" in missing.stderr
+
+
+def _token_counts(model: Path, file: Path) -> list[int]:
+    tokenizer: Any = load_tokenizer(str(model)).tokenizer
+    rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    return [len(tokenizer.encode(tokenizer.apply_chat_template(row, tokenize=False))) for row in rows]
 
 
 def test_computers_by_description(tmp_path: Path) -> None:
@@ -315,7 +373,8 @@ def test_computers_by_description(tmp_path: Path) -> None:
     assert [line["machines"] for line in found["machines"]] == [1, 2]
     assert found["steps"] == 200_000
     assert found["usable_bytes"] == 24_000_000_000
-    assert "good within a factor" in found["notes"][0]
+    assert any("good within a factor" in note for note in found["notes"])
+    assert found["notes"][0] == "for rows of 2048 tokens, the longest there can be: rows are packed"
     shown = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
     assert "Is distributing worth it?" in shown.stdout
     *lines, kept = shown.stdout.splitlines()

@@ -238,7 +238,7 @@ def test_other_options_are_named_and_the_figures_marked(tmp_path: Path) -> None:
         "planned with --batch-size 16, trained with --batch-size 8",
         "planned with --no-packing, trained with --packing",
         "planned with --iters 100, trained with --iters 60",
-        "planned with 2000 trained parameters, trained with 1000 trained parameters",
+        "planned with 2,000 trained parameters, trained with 1,000 trained parameters",
     ]
     assert all(one.marked for one in found.figures)
     words = told(found)

@@ -225,6 +225,10 @@ def test_data_without_questions_is_explained(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").unlink()
     with pytest.raises(DataError, match="test"):
         held_out_prompts(str(tmp_path), 3)
+    (tmp_path / "test.jsonl").touch()
+    with pytest.raises(DataError, match="the file is empty") as told:
+        held_out_prompts(str(tmp_path), 3)
+    assert told.value.where == str(tmp_path / "test.jsonl")
 
 
 # --- comparison and score ----------------------------------------------------------------------------

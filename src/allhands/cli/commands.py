@@ -305,7 +305,7 @@ def compare(
 ) -> None:
     """Answer held-out prompts before and after training.
 
-    The answers are shown side by side, with a score of how pirate they are.
+    The answers are shown side by side; of pirates, with a score of how pirate they are.
     """
     from allhands.cli.talk import run_compare
 
@@ -389,7 +389,7 @@ def demo(
 
 def version() -> None:
     """Versions of allhands and of what it stands on."""
-    import importlib.metadata as metadata
+    from allhands.versions import version_of
 
     for name in ("allhands", "mlx", "mlx-lm", "numpy"):
-        typer.echo(f"{name} {metadata.version(name)}")
+        typer.echo(f"{name} {version_of(name) or 'is not installed'}")

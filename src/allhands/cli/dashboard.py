@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -57,7 +60,14 @@ def dashboard(
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_WORKS_S
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    signal.signal(signal.SIGTERM, _stop)
+    # Either signal is how it is meant to end; uvicorn ends its work, and then sends itself the signal again.
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _addresses() -> list[str]:

@@ -8,12 +8,12 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from allhands.formatting import format_bytes
+from allhands.versions import version_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,13 +80,8 @@ def as_dictionary(report: _Report) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    found = {package: version_of(package) or "not installed" for package in _PACKAGES}
+    return {"python": platform.python_version(), **found}
 
 
 def _device() -> dict[str, Any]:

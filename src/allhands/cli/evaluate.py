@@ -186,7 +186,10 @@ def _as_json(config: EvalConfig, found: Evaluation) -> str:
 
 
 def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
-    about = f"{config.split} split of {config.data}: {found.num_examples} examples, {found.num_tokens} tokens counted"
+    count = f"{found.num_examples} examples"
+    if found.num_examples is None:
+        count = f"{config.test_batches} batches of {config.batch_size} rows"
+    about = f"{config.split} split of {config.data}: {count}, {found.num_tokens} tokens counted"
     lines = [about, f"loss {found.loss:.4f}  perplexity {found.perplexity:.3f}"]
     if found.bits_per_byte is not None:
         lines[1] += f"  {found.bits_per_byte:.4f} bits per byte"

@@ -21,6 +21,8 @@ from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.errors import ConfigError
 from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
 
+RANKS_A_CORE = 8  # at most: to try many ranks out on a small computer
+
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
 
@@ -116,8 +118,28 @@ def check(job: Job) -> None:
         _check_backend(job, size)
 
 
+def require_cores(num_ranks: int) -> None:
+    """Refuse more processes than this computer can start in reasonable time: each takes memory, and its turn.
+
+    Raises:
+        ConfigError: there are more than :data:`RANKS_A_CORE` for each core.
+    """
+    cores = _cores()
+    if num_ranks > RANKS_A_CORE * cores:
+        raise ConfigError(
+            f"{num_ranks} processes on {cores} core{'s' * (cores > 1)}: they would only wait for each other",
+            where="-n",
+            hint=f"-n {cores} gives each a core of its own; {RANKS_A_CORE * cores} at most are started here",
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _check_cores(cores_per_rank: int | None, size: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    require_cores(size)
+    cores = _cores()
     if cores_per_rank and cores_per_rank * size > cores:
         raise ConfigError(
             f"{size} ranks with {cores_per_rank} cores each, but there are {cores} cores",
@@ -279,9 +301,7 @@ def _resizer(job: Job) -> Callable[[LaunchSpec], LaunchSpec]:
 
 def _fair_share(num_ranks: int) -> int | None:
     """Cores of each local process when the person has not said: all of them, divided."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return max(1, _cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
 def _members(job: Job, run_id: str) -> Members:

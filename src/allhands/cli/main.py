@@ -81,6 +81,9 @@ def _exit_of(error: Exception) -> int | None:
         return ConfigError.exit_code
     show = getattr(error, "show", None)
     if callable(show):
+        # The parser shows the validator's own words, with what they are before them.
+        if isinstance(message := getattr(error, "message", None), str):
+            vars(error)["message"] = message.removeprefix("Value error, ")
         show()
         return int(getattr(error, "exit_code", 2))
     if type(error).__name__ in ("Exit", "Abort"):

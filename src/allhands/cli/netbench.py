@@ -65,7 +65,7 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
     """The computers that the options name; without any, this one with two ranks.
 
     Raises:
-        ConfigError: options contradict each other, or name no computer.
+        ConfigError: options contradict each other, name no computer, or ask it for too many processes.
     """
     from allhands.cluster.hosts import Host, host_from_name, read_hostfile
 
@@ -85,6 +85,9 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
         if len(set(names)) < len(names):
             raise ConfigError("a computer is named twice", where="--hosts", hint="slots go into a hostfile")
         return tuple(host_from_name(name, "--hosts") for name in names)
+    from allhands.cli.launching import require_cores
+
+    require_cores(num_ranks or 2)
     return (Host("this computer", slots=num_ranks or 2),)
 
 

@@ -15,7 +15,7 @@ from allhands.errors import ConfigError
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
     from allhands.plan.compared import Comparison
-    from allhands.plan.outlook import Outlook
+    from allhands.plan.outlook import Job, Outlook
 
 # Everything that is not this command's own is an option of the training that is planned.
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -216,8 +216,8 @@ def _show_time(console: Any, outlook: Outlook) -> None:
         f"{100 * step.serial_fraction:.0f} % gets no shorter with more",
         markup=False,
     )
-    heads = ["machines", "a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson"]
-    table = _table(heads)
+    heads = ("a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson")
+    table = _table([_unit(job), *heads])
     for line in outlook.lines:
         found, laws = line.prediction, outlook.laws[line.machines]
         speed_up = outlook.lines[0].training_s / line.training_s
@@ -238,9 +238,14 @@ def _show_time(console: Any, outlook: Outlook) -> None:
         if costs:
             console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
     if len(outlook.lines) > 1:
-        console.print(f"Beyond {outlook.enough}, another machine saves less than 5 % of a step.", markup=False)
+        another = "process with as many cores" if job.together else "machine"
+        console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
         console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
     console.print()
+
+
+def _unit(job: Job) -> str:
+    return "processes" if job.together else "machines"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -253,7 +258,8 @@ def _table(heads: Sequence[str]) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=True)
+        # On a narrow terminal names go on in a second line; numbers are never cut.
+        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
     return table
 
 
@@ -264,9 +270,10 @@ def _show_memory(console: Any, outlook: Outlook) -> None:
         return
     usable = outlook.job.usable_bytes
     title = "Memory of a rank at its peak" + ("" if usable is None else f"; there are {format_bytes(usable)}")
+    title += " for all of them" if outlook.job.together else ""
     console.print(title, markup=False)
     kept = ("weights", "optimizer", "gradients", "activations", "logits")
-    table = _table(["machines: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])
+    table = _table([f"{_unit(outlook.job)}: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])
     words = {True: "yes", False: "no", None: "?"}
     how: list[str] = []
     for strategy, fits in zip(outlook.memory, outlook.fits, strict=True):

@@ -89,6 +89,16 @@ def steps_of(*, on_gpu: bool) -> int:
     return _STEPS_OF_GPU if on_gpu else _STEPS
 
 
+def time_to_start(config: TrainConfig, timeout_s: float) -> float:
+    """Seconds from the command to the first step with all of ``config.num_ranks`` processes of this computer.
+
+    Raises:
+        AllhandsError: it could not be trained; what the training said.
+    """
+    changed = {"num_ranks": config.num_ranks, "backend": config.backend, "iters": 2, "save_every": 2}
+    return _run(config, config.batch_size, timeout_s, changed).start_s
+
+
 @dataclass(frozen=True)
 class _Run:
     started: RunStarted
@@ -121,10 +131,17 @@ def _point_of_gpu(run: _Run) -> tuple[float, float]:
     return tokens, statistics.mean(report.step_time_s for report in chosen)
 
 
-def _run(config: TrainConfig, batch_size: int, timeout_s: float, *, on_gpu: bool) -> _Run:
+def _run(
+    config: TrainConfig,
+    batch_size: int,
+    timeout_s: float,
+    changed: Mapping[str, Any] | None = None,
+    *,
+    on_gpu: bool = False,
+) -> _Run:
     with tempfile.TemporaryDirectory(prefix="allhands-plan-") as folder:
         place = Path(folder)
-        values = settings(config, batch_size, place / "run", on_gpu=on_gpu)
+        values = {**settings(config, batch_size, place / "run", on_gpu=on_gpu), **(changed or {})}
         (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
         began = time.time()
         try:

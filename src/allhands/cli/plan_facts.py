@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allhands.cli.plan_calibration import Calibration, calibrate, steps_of
+from allhands.cli.launching import require_cores
+from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_bytes, format_count, format_duration
@@ -17,7 +18,7 @@ from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
 from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.outlook import Job, Prices
-from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token
+from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam
 from allhands.plan.speed import StepModel, fitted
 from allhands.pretrain_config import pretraining
 
@@ -57,6 +58,14 @@ class _Model:
     word: int
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Of the training data: tokens of a row on the average, and how many rows there are, where that is known."""
+
+    tokens: float
+    number: int | None
+
+
 def facts_of(
     config: TrainConfig, asked: Asked, say: Callable[[str], object]
 ) -> tuple[Job, list[str], Calibration | None]:
@@ -77,14 +86,17 @@ def facts_of(
         say(f"training {steps} steps with the whole batch, and with half of it ...")
         measured = calibrate(_as_one_of(config, notes), asked.timeout_s, on_gpu=kind != "cpu")
         notes.append(_told(measured))
-    step = _step(config, model, kind, measured, devices, notes)
+    rows = _rows(config, measured, say, notes)
+    step = _step(config, model, kind, measured, devices, rows, notes)
     link = _link(config, asked, len(devices), say, notes)
-    work = _work(config, model, kind, measured)
+    work = _work(config, model, kind, measured, rows)
+    together = not devices and config.num_ranks > 1 and not (config.hosts or config.hostfile)
     usable = min((each.usable_bytes for each in devices), default=0) or _usable_here(kind)
     base = devices[0].flops if devices else 1.0
     job = Job(
-        steps=_steps(config, measured),
+        steps=_steps(config, rows),
         start_s=measured.start_s if measured else 0.0,
+        started=_started(config, asked, say) if together else None,
         step=step,
         link=link,
         speeds=tuple(each.flops / base for each in devices) or (1.0,),
@@ -96,6 +108,7 @@ def facts_of(
         present_bytes=_present(model.blocks, work, measured) if kind == "cpu" else 0,
         quantised=model.bits > 0,
         once=asked.once,
+        together=together,
         prices=_prices(asked, devices),
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
@@ -108,6 +121,8 @@ def facts_of(
 
 
 def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
+    if not (config.hosts or config.hostfile or devices):
+        require_cores(config.num_ranks)
     values = {
         "--link": asked.link,
         "--hosts": config.hosts,
@@ -263,47 +278,82 @@ def _step(
     kind: str,
     measured: Calibration | None,
     devices: list[Device],
+    rows: _Rows,
     notes: list[str],
 ) -> StepModel:
-    rows = config.batch_size * config.grad_accumulation_steps
+    number = config.batch_size * config.grad_accumulation_steps
+    tokens = rows.tokens * number
     if measured is not None:
         serial_s, token_s = fitted(measured.points)
-        tokens = measured.points[0][0] * config.grad_accumulation_steps
     else:
         trained, where = _trained(config, model, None), devices[0]
         assert model.blocks is not None, "the line before has said so"
         layers = _trained_layers(config, model.blocks)
         flops = flops_per_token(model.blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint)
-        tokens = float(rows * config.max_seq_length)
         # The update moves some thirty bytes of each trained number.
         serial_s = 0.002 + trained * 30.0 / _BANDWIDTH[where.kind]
         token_s = where.seconds(flops)
         notes.append(
-            f"{where.name}: estimated from what its maker says it can do, for rows of {config.max_seq_length} tokens: "
-            "good within a factor of 1.5, not better; a short training there tells (allhands plan on that computer)"
+            f"{where.name}: estimated from what its maker says it can do: good within a factor of 1.5, not better; "
+            "a short training there tells (allhands plan on that computer)"
         )
     from allhands.distributed.reduce import bucket_bytes_for
 
     word = _word_of_gradients(config, model)
     bucket = bucket_bytes_for("nccl" if kind == "cuda" else "ring", config.bucket_mb)
     gradient = _trained(config, model, measured) * word
-    return StepModel(serial_s, tokens, token_s, rows, gradient, bucket, overlapped=kind == "cuda")
+    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped=kind == "cuda")
 
 
-def _steps(config: TrainConfig, measured: Calibration | None) -> int:
+def _rows(config: TrainConfig, measured: Calibration | None, say: Callable[[str], object], notes: list[str]) -> _Rows:
+    """As the short training has seen them; else those of the data that are named, else as long as they may be."""
+    if measured is not None:
+        return _Rows(measured.points[0][0] / config.batch_size, measured.examples)
+    named = {"data", "hf_dataset"} & config.model_fields_set
+    if not named or config.packing:
+        why = "rows are packed" if config.packing else "no --data is named"
+        notes.append(f"for rows of {config.max_seq_length} tokens, the longest there can be: {why}")
+        return _Rows(float(config.max_seq_length), None)
+    say("reading the data ...")
+    found = _read(config)
+    notes.append(f"for rows of {found.tokens:.0f} tokens on the average, of which the data have {found.number:,}")
+    return found
+
+
+def _read(config: TrainConfig) -> _Rows:
+    """Tokenised as for the training, which finds the tokens again."""
+    from allhands.model.load import load_bare_tokenizer, load_tokenizer
+    from allhands.train.datasets import find_splits, open_data
+
+    alone = config.model_copy(update={"val_batches": 0, "test": False, "early_stopping_patience": None})
+    fresh, trust = pretraining(config), config.trust_remote_code
+    tokenizer = load_tokenizer(config.model, trust_remote_code=trust) if fresh is None else None
+    tokenizer = tokenizer or load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust)  # type: ignore[union-attr]
+    data = open_data(alone, find_splits(alone), tokenizer)
+    rows = data.train
+    assert rows is not None
+    return _Rows(data.stored["train"].report.num_tokens / len(rows), len(rows))
+
+
+def _started(config: TrainConfig, asked: Asked, say: Callable[[str], object]) -> tuple[int, float]:
+    say(f"starting it in {config.num_ranks} processes ...")
+    return config.num_ranks, time_to_start(config, asked.timeout_s)
+
+
+def _steps(config: TrainConfig, rows: _Rows) -> int:
     """Optimizer updates."""
     each = config.grad_accumulation_steps
     if config.iters:
         return math.ceil(config.iters / each)
-    if config.epochs and measured is not None:
-        return math.ceil(config.epochs * math.ceil(measured.examples / config.batch_size) / each)
+    if config.epochs and rows.number is not None:
+        return math.ceil(config.epochs * math.ceil(rows.number / config.batch_size) / each)
     if config.epochs:
-        hint = "give --iters: how many examples there are is only known when they have been read"
+        hint = "give --iters: how many rows there are is only known when the data have been read"
         raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
     return math.ceil(_DEFAULT_ITERS / each)
 
 
-def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None) -> Work | None:
+def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None, rows: _Rows) -> Work | None:
     if model.blocks is None:
         return None
     from allhands.accelerator import sizing_of
@@ -313,10 +363,12 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
     if kind != "cpu" and measured is not None and measured.largest:
         most, cuts = measured.largest
         share = min(share, most * cuts)
-    elif measured is not None and not config.packing:
+    elif not config.packing:
         # Rows are as long as they are, not as long as they may be.
-        share = min(share, int(1.15 * measured.points[0][0]))
+        share = min(share, int(1.15 * rows.tokens * config.batch_size))
     trained = _trained(config, model, measured)
+    trained_bytes = trained * _word_of_gradients(config, model)
+    fresh = pretraining(config) is not None
     weights = model.weights_bytes
     if kind == "cuda" and model.bits and measured is not None:
         from allhands.accelerator import device_memory
@@ -330,7 +382,8 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         tokens=max(min(config.max_seq_length, share), min(most, share)),
         trained_layers=_trained_layers(config, model.blocks),
         weights_bytes=weights + (0 if config.fine_tune_type == "full" else 4 * trained),
-        trained_bytes=trained * _word_of_gradients(config, model),
+        trained_bytes=trained_bytes,
+        by_adam_bytes=left_to_adam(model.blocks, config.optimizer, trained_bytes, model.word) if fresh else 0,
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=share > most or config.grad_accumulation_steps > 1,
@@ -387,7 +440,7 @@ def _measured_link(config: TrainConfig, say: Callable[[str], object], notes: lis
     options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
     found = measure(chosen, config.backend, options)
     if found.whole is None:
-        why = "; ".join(str(failure) for failure in found.failures) or "no group came together"
+        why = "; ".join(failure.message for failure in found.failures) or "no group came together"
         raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
     whole = found.whole
     notes.append(

@@ -9,7 +9,6 @@ is silent, or gone, or this process is killed, everything that it has started is
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import queue
 import shutil
@@ -31,6 +30,7 @@ from allhands.cluster.reaper import Reaper
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
 from allhands.files import make_directory, storage_error
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
+from allhands.versions import versions_of
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05
@@ -300,10 +300,7 @@ def available_cores() -> int:
 
 def self_description() -> dict[str, Any]:
     """Return what the supervisor compares among computers: name, cores and versions."""
-    versions: dict[str, str] = {"python": sys.version.split()[0]}
-    for name in ("allhands", "mlx"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = {"python": sys.version.split()[0], **versions_of("allhands", "mlx")}
     return {"hostname": socket.gethostname(), "cores": available_cores(), "versions": versions}
 
 

@@ -7,7 +7,6 @@ all-reduce decides, kept in the user's cache; without one the table does, in whi
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from allhands.cluster.hosts import Host
 from allhands.errors import AllhandsError, ConfigError
 from allhands.files import make_directory, write_whole
 from allhands.formatting import format_duration
+from allhands.versions import versions_of
 
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
@@ -341,9 +341,7 @@ def _key(facts: Facts, cores_per_rank: int | None) -> str:
     """What a measurement depends on: the computer, its ranks, and the versions of what moves the bytes."""
     parts: list[Any] = [_VERSION, socket.gethostname(), platform.machine(), _cores(), facts.num_ranks, cores_per_rank]
     parts += [facts.hosts[0].mpi, facts.hosts[0].gpus]
-    for name in ("allhands", "mlx"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            parts.append(importlib.metadata.version(name))
+    parts += versions_of("allhands", "mlx").values()
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

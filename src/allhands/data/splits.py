@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from allhands.data.hub import load_hub, split_names
 from allhands.data.reading import TYPE_NAMES, file_type, read_records
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.store import input_hash
-from allhands.errors import ConfigError, DataError
+from allhands.errors import AllhandsError, ConfigError, DataError
 
 _PART = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$")
 
@@ -157,6 +158,18 @@ def _hash(path: Path) -> str:
     except OSError as error:
         hint = "give yourself permission to read it: chmod u+r FILE"
         raise DataError(f"cannot read the file: {error.strerror}", where=str(path), hint=hint) from error
+
+
+@contextmanager
+def full_places(data_dir: Path) -> Generator[None, None, None]:
+    """Put the folder before a ``train.jsonl:12`` that an error names."""
+    try:
+        yield
+    except AllhandsError as error:
+        file = Path(re.sub(r":\d+$", "", error.where or ""))
+        if error.where and not file.is_absolute() and (data_dir.expanduser() / file).is_file():
+            error.where = str(data_dir / error.where)
+        raise
 
 
 def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:

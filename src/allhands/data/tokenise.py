@@ -19,7 +19,6 @@ from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
 from allhands.data.store import StoreWriter, TokenSetReport, file_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.versions import version_of
 
 # A chunk's encodings are alive at once: some 100 bytes a character.
 CHUNK_CHARACTERS = 1 << 20
@@ -109,7 +109,7 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
         "named": {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
         "class": type(getattr(tokenizer, "_tokenizer", tokenizer)).__name__,
         # mlx_lm has templates of its own for some models.
-        "versions": [tokenizers.__version__, transformers.__version__, version("mlx-lm")],
+        "versions": [tokenizers.__version__, transformers.__version__, version_of("mlx-lm")],
     }
     # mlx_lm's wrapper may have a template of its own in place of the tokenizer's.
     own = getattr(tokenizer, "_chat_template", None)

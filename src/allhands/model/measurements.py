@@ -7,7 +7,6 @@ by the rules of :mod:`allhands.model.choices`.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from allhands.files import make_directory, write_whole
 from allhands.model import native
 from allhands.model.choices import FORMS, Measured
 from allhands.model.fused import kernels
+from allhands.versions import version_of
 
 Facts = dict[str, str | int]
 _ROWS = TypeAdapter(list[Measured])
@@ -44,8 +44,8 @@ def device_facts(accelerator: Accelerator) -> Facts:
         "name": _processor() if accelerator.kind == "cpu" else accelerator.name,
         "cores": accelerator.cores if accelerator.kind == "cpu" else 0,
         "missing": " ".join(sorted(missing_forms(accelerator, eager=True))),
-        "allhands": importlib.metadata.version("allhands"),
-        "mlx": importlib.metadata.version("mlx"),
+        "allhands": version_of("allhands") or "",
+        "mlx": version_of("mlx") or "",
         "forms": hashlib.sha256(repr(FORMS).encode()).hexdigest()[:16],
     }
 

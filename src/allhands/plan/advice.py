@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from allhands.formatting import format_duration
+
 Outcome = Literal[
     "one machine", "data parallel", "accumulate", "faster link", "smaller", "divide the optimizer", "framework"
 ]
@@ -96,14 +98,14 @@ def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
     saved = max(0.0, at.alone_s * (1 - 1 / max(at.speed_up, 1e-9)))
-    again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once")
+    again = walk.ask(AGAIN, at.again, _why_again(at, saved))
     if not again and at.fits_one and saved < _SETUP_S:
         return walk.end(
             "one machine",
             "stay on one machine, and let it run",
-            f"a single training would be done {saved / HOUR_S:.1f} h sooner: setting up may take as long",
+            f"a single training would be done {format_duration(saved)} sooner: setting up may take as long",
         )
-    long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {at.alone_s / HOUR_S:.1f} h")
+    long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}")
     if not long and at.fits_one:
         return walk.end(
             "one machine",
@@ -137,6 +139,14 @@ def advise(at: Situation) -> Advice:
         "a cable in place of wifi, Thunderbolt in place of Ethernet; or LoRA, whose gradients are small",
         "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
     )
+
+
+def _why_again(at: Situation, saved_s: float) -> str:
+    if at.again:
+        return "as long as you do not say --once"
+    if not at.fits_one:
+        return "--once, but it does not fit one machine as it is"
+    return "--once" + (f", but several would save {format_duration(saved_s)}" if saved_s >= _SETUP_S else "")
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:

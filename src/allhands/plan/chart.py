@@ -11,6 +11,7 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from allhands.files import make_directory, write_whole
 from allhands.pictures import GREY, STYLE, picture_suffix
@@ -30,7 +31,7 @@ _QUESTIONS = {
     chart.DIVIDED: (2, 3),
 }
 _OUTCOMES: dict[Outcome, tuple[str, tuple[int, int]]] = {
-    "one machine": ("stay on one machine", (0, 2)),
+    "one machine": ("stay on one machine", (0, 1)),
     "data parallel": ("plain data parallel", (0, 4)),
     "accumulate": ("larger batches,\nor accumulate", (0, 5)),
     "faster link": ("one machine until\nthe link is faster", (1, 6)),
@@ -85,28 +86,26 @@ def _draw(axes: Axes, advice: Advice) -> None:
     asked = {question.text: question for question in advice.path}
     stations = [question.text for question in advice.path] + [advice.outcome]
     steps = set(itertools.pairwise(stations))
-    places = {**_QUESTIONS, **{name: place for name, (_, place) in _OUTCOMES.items()}}
-    for start, end, word in _ARROWS:
-        _arrow(axes, places[start], places[end], word, taken=(start, end) in steps)
-    for start, end in steps - {(a, b) for a, b, _ in _ARROWS}:
-        _arrow(axes, places[start], places[end], asked[start].answer, taken=True)
+    places: dict[str, tuple[int, int]] = {**_QUESTIONS, **{name: place for name, (_, place) in _OUTCOMES.items()}}
+    boxes: dict[str, Text] = {}
     for text, place in _QUESTIONS.items():
         found = asked.get(text)
-        _box(
-            axes,
-            place,
-            f"{_wrapped(text)}\n{_wrapped(f'{found.answer}: {found.why}')}" if found else _wrapped(text),
-            found,
-        )
+        told = f"{_wrapped(text)}\n{_wrapped(f'{found.answer}: {found.why}')}" if found else _wrapped(text)
+        boxes[text] = _box(axes, place, told, found)
     for name, (text, place) in _OUTCOMES.items():
-        _box(axes, place, text, advice if name == advice.outcome else None, round_=True)
+        boxes[name] = _box(axes, place, text, advice if name == advice.outcome else None, round_=True)
+    others = [(start, end, asked[start].answer) for start, end in steps - {(a, b) for a, b, _ in _ARROWS}]
+    for start, end, word in (*_ARROWS, *others):
+        taken = (start, end) in steps
+        told = asked[start].answer if taken else word
+        _arrow(axes, (boxes[start], places[start]), (boxes[end], places[end]), told, taken=taken)
 
 
 def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 30))
 
 
-def _box(axes: Axes, place: tuple[int, int], text: str, taken: object, *, round_: bool = False) -> None:
+def _box(axes: Axes, place: tuple[int, int], text: str, taken: object, *, round_: bool = False) -> Text:
     look: dict[str, Any] = {
         "boxstyle": "round,pad=0.6" if round_ else "square,pad=0.5",
         "facecolor": "#E8F2FA" if taken else "white",
@@ -114,15 +113,21 @@ def _box(axes: Axes, place: tuple[int, int], text: str, taken: object, *, round_
         "linewidth": 2.2 if taken else 1.0,
     }
     colour = "black" if taken else GREY
-    axes.text(*place, text, ha="center", va="center", fontsize=9.5, color=colour, bbox=look, zorder=3)
+    return axes.text(*place, text, ha="center", va="center", fontsize=9.5, color=colour, bbox=look, zorder=3)
 
 
-def _arrow(axes: Axes, start: tuple[int, int], end: tuple[int, int], word: str, *, taken: bool) -> None:
+_Station = tuple[Text, tuple[int, int]]
+
+
+def _arrow(axes: Axes, start: _Station, end: _Station, word: str, *, taken: bool) -> None:
+    """From the edge of one box to that of the other; drawn after them, when their sizes are known."""
     colour = _TAKEN if taken else _FADED
-    # Boxes are wider than high.
-    shrink = 105 if start[1] == end[1] else 34
-    look = {"arrowstyle": "-|>", "color": colour, "lw": 2.2 if taken else 1.0, "shrinkA": 30, "shrinkB": shrink}
-    axes.annotate("", xy=end, xytext=start, arrowprops=look, zorder=2 if taken else 1)
-    if word:
-        x, y = start[0] + 0.5 * (end[0] - start[0]), start[1] + 0.5 * (end[1] - start[1])
-        axes.text(x + 0.03, y - 0.04, word, fontsize=9.5, color=colour if taken else GREY, zorder=4)
+    (x, y), (to_x, to_y) = start[1], end[1]
+    look = {"arrowstyle": "-|>", "color": colour, "lw": 2.2 if taken else 1.0, "shrinkA": 2, "shrinkB": 3}
+    look |= {"patchA": start[0].get_bbox_patch(), "patchB": end[0].get_bbox_patch()}
+    axes.annotate("", xy=(to_x, to_y), xytext=(x, y), arrowprops=look, zorder=5 if taken else 4)
+    # Beside the line: above one that lies, to the right of others.
+    aside = (0.0, -0.09) if y == to_y else (0.05, 0.02)
+    place = (x + 0.5 * (to_x - x) + aside[0], y + 0.5 * (to_y - y) + aside[1])
+    side = "center" if y == to_y else "left"
+    axes.text(*place, word, fontsize=9.5, color=colour if taken else GREY, zorder=6, ha=side, va="center")

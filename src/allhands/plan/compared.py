@@ -176,13 +176,14 @@ def _times(
 ) -> Iterator[Figure]:
     marked = any(one.option not in _OF_LENGTH for one in differences)
     begins = _start_s(history, samples)
-    if plan.start_s:
-        figure = Figure("start", "time to the start", plan.start_s, begins, marked)
-        yield _explained(figure, _why_start(figure, line.machines))
+    planned = plan.start_s if line.start_s is None else line.start_s
+    if planned:
+        figure = Figure("start", "time to the start", planned, begins, marked)
+        yield _explained(figure, _why_start(figure, line.machines if line.start_s is None else 1))
     step = _known(typical(report.step_time_s for report in reports))
     one = Figure("step", "a step", line.prediction.step_s, step, marked)
     yield _explained(one, _why_step(plan, line, reports))
-    rest_s = line.training_s - plan.start_s
+    rest_s = line.training_s - planned
     whole = None
     if history.ended is not None and history.ended.reason == "finished" and _one_number(history):
         whole = history.ended.total_time_s
@@ -283,8 +284,8 @@ def _memory(
     choice = config.get("shard_optimizer", plan.options.get("shard_optimizer"))
     # As auto decides, for trainings that are large enough.
     divided = choice == "on" or (choice == "auto" and backend == "nccl" and bool(config.get("master_weights")))
-    flags = f"-n {ranks} --shard-optimizer on" if divided else f"-n {ranks}"
-    return next((way for way in ways if way.flags == flags), None), "shard_optimizer"
+    name = "optimizer divided" if divided else "data parallel"
+    return next((way for way in ways if way.name == name), None), "shard_optimizer"
 
 
 def _peak(plan: KeptPlan, memory: KeptMemory, reports: Sequence[TrainReport], *, marked: bool) -> Figure:

@@ -61,6 +61,7 @@ class KeptLine:
     machines: Annotated[int, Field(ge=1)]
     prediction: KeptPrediction
     training_s: _Seconds
+    start_s: _Time | None = None
 
 
 @dataclass(frozen=True)

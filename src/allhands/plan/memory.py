@@ -79,6 +79,7 @@ class Work:
         recomputed: whether blocks' activations are computed again in place of being kept.
         accumulated: whether a batch is more than one micro-batch.
         masters: whether the optimizer has float32 copies of weights in half precision.
+        by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
         batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
     """
 
@@ -92,6 +93,7 @@ class Work:
     accumulated: bool = False
     masters: bool = False
     batch_tokens: int = 0
+    by_adam_bytes: int = 0
 
     def divided(self, ranks: int) -> Work:
         """That of each of so many ranks with a share of the batch."""
@@ -150,7 +152,7 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
         update = max(update, work.trained_bytes + int(_HEADS * head))
     return Memory(
         weights=work.weights_bytes,
-        optimizer=states * work.trained_bytes,
+        optimizer=states * work.trained_bytes + work.by_adam_bytes,
         backward=int(values * held) + gradients,
         loss=int(values * forward) + chunk,
         update=update,
@@ -178,7 +180,7 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     logits = work.tokens * blocks.vocabulary * _HALF
     if work.method != "full":
         logits = 4 * min(_LOGITS, logits)
-    states = _STATES.get(work.optimizer, 2) * work.trained_bytes
+    states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)
     return Memory(

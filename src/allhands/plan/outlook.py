@@ -31,7 +31,7 @@ class Job:
 
     Attributes:
         steps: optimizer updates of it.
-        start_s: until the first one, whatever they are.
+        start_s: until the first one, of one process.
         step: on one computer.
         link: between computers; ``None`` if there is no second.
         speeds: of the computers that there are, 1 being that of the one ``step`` was measured on.
@@ -43,6 +43,8 @@ class Job:
         present_bytes: of a process on a CPU what is no array of its training; 0 on a GPU.
         quantised: whether the weights are.
         once: whether the training is needed once only.
+        together: whether the ranks are processes of one computer, with one memory and one price.
+        started: a number of ranks, and the seconds until their first step, where that was measured.
     """
 
     steps: int
@@ -59,17 +61,27 @@ class Job:
     quantised: bool = False
     once: bool = False
     prices: Prices = Prices()
+    together: bool = False
+    started: tuple[int, float] | None = None
+
+    def start_of(self, ranks: int) -> float:
+        """Seconds until the first step of so many ranks."""
+        if self.started is None:
+            return self.start_s
+        most, seconds = self.started
+        return self.start_s + (seconds - self.start_s) * (ranks - 1) / (most - 1)
 
 
 @dataclass(frozen=True)
 class Line:
-    """So many computers: a step, the whole training, and what it costs."""
+    """So many computers: a step, the time to the first one, the whole training, and what it costs."""
 
     machines: int
     prediction: Prediction
     training_s: float
     money: float | None
     kwh: float | None
+    start_s: float
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ def look_ahead(job: Job) -> Outlook:
     most = lines[-1]
     link = job.link or _Nothing()
     memory = _memory(job, most.machines)
-    fits = tuple(None if job.usable_bytes is None else each.rank_bytes <= job.usable_bytes for each in memory)
+    fits = tuple(_fits(job, each) for each in memory)
     laws = {
         len(s): (amdahl(job.step.serial_fraction, len(s)), gustafson(job.step.serial_fraction, len(s))) for s in groups
     }
@@ -140,6 +152,12 @@ def look_ahead(job: Job) -> Outlook:
     return Outlook(job, lines, situation.enough, laws, memory, fits, advise(situation))
 
 
+def _fits(job: Job, strategy: Strategy) -> bool | None:
+    if job.usable_bytes is None:
+        return None
+    return strategy.rank_bytes * (strategy.ranks if job.together else 1) <= job.usable_bytes
+
+
 class _Nothing:
     """No exchange at all."""
 
@@ -157,14 +175,15 @@ def _groups(job: Job) -> list[tuple[float, ...]]:
 
 def _line(job: Job, speeds: tuple[float, ...]) -> Line:
     found = predict(job.step, job.link or _Nothing(), speeds)
-    training = job.start_s + job.steps * found.step_s
-    hours, prices = training / 3600 * len(speeds), job.prices
+    start = job.start_of(len(speeds))
+    training = start + job.steps * found.step_s
+    hours, prices = training / 3600 * (1 if job.together else len(speeds)), job.prices
     kwh = None if prices.watts is None else hours * prices.watts / 1000
     costs = [
         *([] if prices.per_hour is None else [hours * prices.per_hour]),
         *([] if prices.per_kwh is None or kwh is None else [kwh * prices.per_kwh]),
     ]
-    return Line(len(speeds), found, training, sum(costs) if costs else None, kwh)
+    return Line(len(speeds), found, training, sum(costs) if costs else None, kwh, start)
 
 
 def _accumulated(job: Job, link: Exchange, speeds: Sequence[float]) -> float:
@@ -184,6 +203,7 @@ def _memory(job: Job, ranks: int) -> tuple[Strategy, ...]:
         min(job.step.bucket_bytes, job.step.gradient_bytes),
         lambda work: job.of(blocks, work),
         quantised=job.quantised,
+        together=job.together,
         divides=not job.present_bytes,
     )
     if not job.present_bytes:

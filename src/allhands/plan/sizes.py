@@ -38,6 +38,16 @@ def all_weights(blocks: Blocks, *, tied: bool) -> int:
     return blocks.layers * block_weights(blocks, blocks.experts or 1) + routers + rows
 
 
+def left_to_adam(blocks: Blocks, optimizer: str, trained_bytes: int, word: int) -> int:
+    """Bytes of a new model's weights that muon leaves to adamw: all but the matrices of the blocks.
+
+    Args:
+        word: bytes of a number.
+    """
+    hidden = all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims
+    return max(0, trained_bytes - word * hidden) if optimizer == "muon" else 0
+
+
 def adapter_weights(blocks: Blocks, layers: int, rank: int, keys: Collection[str] | None) -> int:
     """Numbers of LoRA's factors in the last ``layers`` blocks."""
     numbers = (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0  # of the router

@@ -42,6 +42,7 @@ def strategies(
     of: Callable[[Work], Memory],
     *,
     quantised: bool,
+    together: bool = False,
     divides: bool = True,
 ) -> Iterator[Strategy]:
     """All ways that make sense for this work on ``ranks`` computers, the simplest first.
@@ -50,6 +51,7 @@ def strategies(
         work: of one computer alone, with the whole batch in micro-batches as it would cut it.
         of: the arrays of a rank's work at its peak.
         quantised: whether the model's weights are already.
+        together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
     """
     yield _of("as it is", 1, work, of(work), 0)
@@ -63,19 +65,26 @@ def strategies(
         yield _of("weights in 4 bits", 1, small, of(small), 0, flags="allhands model get MODEL --quantize 4")
     if ranks < 2:
         return
-    share = work.divided(ranks)
+    share, start = work.divided(ranks), f"-n {ranks}" if together else "--hostfile hosts.json"
     memory = of(share)
-    yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=f"-n {ranks}")
+    yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=start)
     if divides and work.optimizer in ELEMENTWISE:
         parted = replace(memory, optimizer=memory.optimizer // ranks)
-        flags = f"-n {ranks} --shard-optimizer on"
+        flags = f"{start} --shard-optimizer on"
         yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)
     if work.method == "full":
         block = work.weights_bytes // max(1, blocks.layers)
         whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)
         whole = replace(whole, backward=whole.backward - work.trained_bytes * (ranks - 1) // ranks)
         yield _of("parameters sharded", ranks, share, whole, 2 * block, built=False)
-    tensor = of(replace(work, weights_bytes=work.weights_bytes // ranks, trained_bytes=work.trained_bytes // ranks))
+    tensor = of(
+        replace(
+            work,
+            weights_bytes=work.weights_bytes // ranks,
+            trained_bytes=work.trained_bytes // ranks,
+            by_adam_bytes=work.by_adam_bytes // ranks,
+        )
+    )
     # What lies between the products is on every rank whole: about a third of what is kept.
     saved = tensor.activations - (tensor.activations // 3 + 2 * tensor.activations // (3 * ranks))
     tensor = replace(
@@ -97,6 +106,7 @@ def strategies(
             trained_layers=layers,
             weights_bytes=work.weights_bytes // ranks,
             trained_bytes=work.trained_bytes // ranks,
+            by_adam_bytes=work.by_adam_bytes // ranks,
         )
         yield _of("pipeline of layers", ranks, piece, of(piece), 0, built=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,18 @@ from typing import Any, cast
 
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
-from allhands.data.splits import RecordSource, own_splits, source_of_one_file, split_of_folder, split_of_hub
+from allhands.data.splits import (
+    RecordSource,
+    full_places,
+    own_splits,
+    source_of_one_file,
+    split_of_folder,
+    split_of_hub,
+)
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
-from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.errors import ConfigError, DataError
 from allhands.eval_config import evaluated_split
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
@@ -120,7 +126,7 @@ def open_data(
     stored: dict[str, StoredTokens] = {}
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
     for split, source in sources.items():
-        with _full_places(config):
+        with full_places(Path(config.data)):
             identity = source.identity()
             stored[split] = open_store(
                 store_key({"records": identity, "rendering": facts}),
@@ -177,7 +183,7 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
     found: dict[str, RecordSource] = {}
     named = _splits_by_name(config)
     for split, required in wanted.items():
-        with _full_places(config):
+        with full_places(Path(config.data)):
             source = _source(config, split, required, named)
         if source is not None:
             found[split] = source
@@ -249,18 +255,6 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
         return report
 
     return build
-
-
-@contextmanager
-def _full_places(config: TrainConfig) -> Generator[None, None, None]:
-    """Put the folder before a ``train.jsonl:12`` that an error names."""
-    try:
-        yield
-    except AllhandsError as error:
-        file = Path(re.sub(r":\d+$", "", error.where or ""))
-        if error.where and not file.is_absolute() and (Path(config.data).expanduser() / file).is_file():
-            error.where = str(Path(config.data) / error.where)
-        raise
 
 
 def _misnamed(config: TrainConfig) -> str:

@@ -22,7 +22,7 @@ class Evaluation:
         perplexity: ``exp(loss)``.
         bits_per_byte: of plain texts, as training reports it; ``None`` for other data, or if texts were cut.
         num_tokens: those that the loss is about.
-        num_examples: of the split; with a number of batches not all are evaluated.
+        num_examples: that were evaluated; ``None`` of packed rows, if a number of batches left some out.
         num_ranks: processes that computed it.
         notes: what a person should know about the data.
     """
@@ -31,7 +31,7 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None
     num_tokens: int
-    num_examples: int
+    num_examples: int | None
     num_ranks: int
     notes: tuple[str, ...]
 
@@ -65,13 +65,17 @@ def run_evaluation(config: EvalConfig, surroundings: Surroundings) -> Evaluation
         loss, num_tokens = evaluator()
     finally:
         surroundings.beat("end", 0)
-    ratio = ready.data.stored[config.split].report.tokens_per_byte
+    ratio, num_examples = ready.data.stored[config.split].report.tokens_per_byte, None
+    if evaluator.num_windows == len(windows):
+        num_examples = ready.data.stored[config.split].report.num_examples
+    elif not config.packing:
+        num_examples = evaluator.num_windows
     return Evaluation(
         loss=loss,
         perplexity=math.exp(loss) if loss < 700 else math.inf,
         bits_per_byte=None if ratio is None else loss / math.log(2) * ratio,
         num_tokens=num_tokens,
-        num_examples=ready.data.stored[config.split].report.num_examples,
+        num_examples=num_examples,
         num_ranks=surroundings.mesh.size,
         notes=tuple(note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note),
     )

@@ -15,6 +15,8 @@ from allhands.formatting import format_bytes
 from allhands.model import native
 from allhands.model.load import LoadedModel
 from allhands.plan.memory import Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.plan.sizes import left_to_adam
+from allhands.pretrain_config import pretraining
 from allhands.trees import flatten
 
 _WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
@@ -41,12 +43,14 @@ def expected_bytes(
     if blocks is None or not tokens:
         return None
     model: Any = loaded.model
+    trained, word = _bytes(model.trainable_parameters()), 2 if _in_half(model) else 4
     work = Work(
         method=config.fine_tune_type,
         tokens=tokens,
         trained_layers=blocks.layers - len(native.before_training(model)),
         weights_bytes=_bytes(model.parameters()),
-        trained_bytes=_bytes(model.trainable_parameters()),
+        trained_bytes=trained,
+        by_adam_bytes=left_to_adam(blocks, config.optimizer, trained, word) if pretraining(config) else 0,
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -48,6 +47,7 @@ from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files,
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
+from allhands.versions import versions_of
 
 TELL_EVERY_S = 5.0
 BUSY_EVERY_S = 1.0
@@ -272,5 +272,8 @@ def _sha256(file: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what determines a run's numbers."""
-    found = {name: importlib.metadata.version(name) for name in ("allhands", "mlx", "mlx-lm", "numpy")}
-    return {**found, "python": platform.python_version(), "platform": platform.platform()}
+    return {
+        **versions_of("allhands", "mlx", "mlx-lm", "numpy"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }

@@ -5,7 +5,7 @@
   if (!document.getElementById("runs")) return;
   var EVERY_MS = 2000;
   var chosen = new Set(new URLSearchParams(location.search).getAll("run"));
-  var log = null, shownPage = "", known = [];
+  var log = null, shownPage = "", known = [], first = true;
 
   function get(path) {
     return fetch(path, { credentials: "same-origin" }).then(function (answer) {
@@ -183,9 +183,17 @@
     shownPage = text;
   }
 
+  // Without a choice in the address: what goes on, or the only run that there is.
+  function begin(runs) {
+    var going = runs.filter(function (run) { return run.status === "going on"; });
+    (going.length ? going.slice(0, 4) : runs.length === 1 ? runs : []).forEach(function (run) { chosen.add(run.name); });
+  }
+
   function look() {
     return get("/api/runs").then(function (runs) {
       known = runs;
+      if (first && !chosen.size) begin(runs);
+      first = false;
       showRuns(runs);
       var going = runs.filter(function (run) { return run.status === "going on"; }).length;
       say(runs.length ? runs.length + (runs.length === 1 ? " run, " : " runs, ") + going + " going on" : "There are no runs here yet.");

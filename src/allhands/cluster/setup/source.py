@@ -54,7 +54,11 @@ def package_root() -> Path:
 
 def _own(store: Path) -> Source:
     """A release comes from the index for every computer alike; anything else is packed as it runs here."""
-    found = importlib.metadata.distribution("allhands")
+    try:
+        found = importlib.metadata.distribution("allhands")
+    except importlib.metadata.PackageNotFoundError:
+        hint = "give the directory of its checkout, or a version: --from"
+        raise ConfigError("allhands runs here without being installed", where="--from", hint=hint) from None
     if found.read_text("direct_url.json") is None:
         return Source(found.version)
     wheel = store / f"allhands-{found.version}-py3-none-any.whl"
