@@ -20,7 +20,8 @@ def call_allhands(
 ) -> subprocess.CompletedProcess[str]:
     """What ``tiny.run_allhands`` does without the second or two in which a process imports everything.
 
-    For commands that start no processes and train nothing. What would be a traceback there is an exception here.
+    For commands that start no processes and are no rank, which would end this process. What would be a traceback there
+    is an exception here.
     """
     words = [str(argument) for argument in arguments]
     with ExitStack() as stack:
@@ -29,15 +30,18 @@ def call_allhands(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in (env or {}).items():
             patch.setenv(name, value)
-        out, err = (
-            stack.enter_context(redirect_stdout(io.StringIO())),
-            stack.enter_context(redirect_stderr(io.StringIO())),
-        )
+        patch.setattr("allhands.cluster.worker.install", _needs_a_process)
+        out = stack.enter_context(redirect_stdout(io.StringIO()))
+        err = stack.enter_context(redirect_stderr(io.StringIO()))
         with pytest.raises(SystemExit) as ended:
             main(words)
     code = ended.value.code
     assert isinstance(code, int), code
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def _needs_a_process(*_: object) -> Any:
+    raise AssertionError("this command is a rank: it takes the process over, so use run_allhands")
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
