@@ -136,11 +136,11 @@ def _is_allhands(node: ast.AST) -> bool:
 
 
 def small(command: str, model: Path) -> str:
-    """The command with the large model of the Hub or of PyPI replaced by a tiny one, and fewer steps and layers."""
+    """The command with the large model replaced by a tiny one, and fewer steps, layers and rows."""
     command = re.sub(r"\bmodel get demo\b", f"model get {shlex.quote(str(model))}", command)
     command = re.sub(r"--model demo\b", f"--model {shlex.quote(str(model))}", command)
     command = re.sub(r"--iters \d+", "--iters 6 --val-batches 1", command)
-    command = command.replace("--num-layers 8", "--num-layers 2")
+    command = command.replace("--num-layers 8", "--num-layers 2").replace("--batch-size 8", "--batch-size 4")
     return re.sub(r"--max-tokens \d+", "--max-tokens 8", command)
 
 
