@@ -30,8 +30,8 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 
 # Tests of several processes at a time, and of their seconds, have the computer to themselves: all of two directories but
 # these, in which nothing hangs on the clock.
-UNHURRIED := tests/distributed/test_examples.py $(addprefix tests/fault/test_,wrong_input.py checkpoint_torn.py \
-  data_commands.py shipping_storage.py kernels_torn.py)
+UNHURRIED := $(addprefix tests/distributed/test_,dashboard_stop.py examples.py launchers.py monitor_runs.py) \
+  $(addprefix tests/fault/test_,checkpoint_torn.py data_commands.py kernels_torn.py shipping_storage.py wrong_input.py)
 test: $(STAMP) ## the whole test suite (about 12 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/parity $(UNHURRIED)
 	$(BIN)/python -m pytest tests/distributed tests/fault $(addprefix --ignore=,$(UNHURRIED))

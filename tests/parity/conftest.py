@@ -8,7 +8,7 @@ import pytest
 from unpainted import leave_unpainted
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def unpainted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         leave_unpainted(patch)
