@@ -274,7 +274,10 @@ def test_average_gradients_counts_every_token_once(together: tuple[int, Path], d
     ranks, root = together
     counts = TOKENS[ranks]
     cases = [gradient_case(rank, dtype, count) for rank, count in enumerate(counts)]
-    results = [np.load(root / f"{dtype}-{reduction}-{rank}.npz") for rank in range(ranks)]
+    results: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        with np.load(root / f"{dtype}-{reduction}-{rank}.npz") as file:
+            results.append(dict(file))
     for name in cases[0]:
         parts = [
             np.array(case[name].astype(mx.float32), dtype=np.float64) * count

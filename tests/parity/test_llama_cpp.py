@@ -43,7 +43,8 @@ def assert_same(gguf: Path, base: Path, adapter: Path | None, temporary: Path) -
         input=json.dumps(TEXTS), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = np.load(temporary / "found.npz")
+    with np.load(temporary / "found.npz") as file:
+        found = dict(file)
     model: Any
     model, tokenizer, *_ = load(str(base))
     if adapter is not None:
