@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -23,6 +24,16 @@ _ON_THE_CLOCK = (
     "tests/unit/test_container_runs.py",
     "tests/unit/test_sync_run.py",
 )
+
+
+def pytest_collection() -> None:
+    """Thousands of tests are millions of objects, through which the garbage collector would look again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

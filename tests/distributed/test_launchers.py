@@ -140,6 +140,7 @@ def mpiexec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kept / "bin" / "mpiexec"
 
 
+@pytest.mark.long
 def test_mpich_on_one_computer_trains_over_the_ring(place: Path, expected: list[float], mpiexec: Path) -> None:
     texts = finish([start([str(mpiexec), "-n", "2", "allhands", *train(place, "mpich")], place)])
     assert_computed(place, "mpich", expected, texts)
@@ -161,14 +162,9 @@ MLX_LAUNCH: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "-n",
-        pytest.param("--hostfile", marks=pytest.mark.long),
-        pytest.param("--backend mpi", marks=[pytest.mark.long, _needs_mpi]),
-    ],
-)
+# The quick one of them is in tests/parity/test_data_parallel.py.
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["-n", "--hostfile", pytest.param("--backend mpi", marks=_needs_mpi)])
 def test_mlx_launch(place: Path, expected: list[float], how: str) -> None:
     (place / "hosts.json").write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     out = f"mlx{how.strip('-').replace(' ', '-')}"

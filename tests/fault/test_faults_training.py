@@ -28,6 +28,8 @@ from allhands.cluster.mpi import find_mpi
 
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="there is no Open MPI")
 BACKENDS = ["ring", pytest.param("mpi", marks=_needs_mpi)]
+# Where the back-end makes little difference, and other tests here have both.
+MOSTLY_RING = ["ring", pytest.param("mpi", marks=[_needs_mpi, pytest.mark.long])]
 FOR_EVER = 1_000_000
 # For a rank that Python starts but that comes to nothing; the guard and mpirun itself are spared.
 _SITE = """
@@ -151,7 +153,7 @@ def _busy_s(job: Any) -> float:
     return times.user + times.system
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOSTLY_RING)
 def test_a_frozen_rank_and_two_ctrl_c(runs: Runs, tmp_path: Path, backend: str) -> None:
     job = runs.start("-n", "2", "--backend", backend)
     job.wait_for("train", tmp_path / "out")
@@ -194,7 +196,7 @@ def _mpirun(ranks: int) -> list[str]:
 # --- killed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOSTLY_RING)
 def test_a_killed_rank_ends_the_run_and_the_last_save_stays(runs: Runs, tmp_path: Path, backend: str) -> None:
     more = ["-n", "2", "--backend", backend, "--save-every", "4", "--max-restarts", "0"]
     job, out = runs.start(*more), tmp_path / "out"
@@ -236,7 +238,7 @@ def test_several_ranks_go_on_by_themselves(runs: Runs, tmp_path: Path, backend: 
     assert same(out / "adapters.safetensors", out / f"{told.ended.step:07d}_adapters.safetensors")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MOSTLY_RING)
 def test_a_killed_launcher_leaves_no_process(runs: Runs, tmp_path: Path, backend: str) -> None:
     job = runs.start("-n", "2", "--backend", backend)
     job.wait_for("train", tmp_path / "out")

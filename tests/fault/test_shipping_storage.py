@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import run_allhands, write_adapter, write_model
+from command_line import call_allhands
+from tiny import write_adapter, write_model
 
 _KB = 8  # a file may have no more; the adapter alone has more
 
@@ -22,7 +23,7 @@ def test_a_write_that_fails_is_one_message_and_leaves_nothing(tmp_path: Path, wo
     verb, *rest = words.split()
     command = [sys.executable, "-m", "allhands", verb, *rest, str(tmp_path / "out")]
     if verb == "import":
-        done = run_allhands("export", "--adapter-path", adapter, "--to", "peft", "--out", tmp_path / "peft")
+        done = call_allhands("export", "--adapter-path", adapter, "--to", "peft", "--out", tmp_path / "peft")
         assert done.returncode == 0, done.stderr
         command += ["--from", "peft", str(tmp_path / "peft")]
     else:

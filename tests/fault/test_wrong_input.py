@@ -20,10 +20,7 @@ from tiny import write_chat_data, write_model
 
 from allhands.cluster.mpi import find_mpi
 
-BACKENDS = [
-    "ring",
-    pytest.param("mpi", marks=pytest.mark.skipif(find_mpi() is None, reason="there is no Open MPI")),
-]
+_needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="there is no Open MPI")
 CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
 
@@ -206,7 +203,7 @@ def test_other_verbs(place: Path, jobs: Mapping[str, Future[Job]], arguments: st
     assert not (place / "missing").exists()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["ring", pytest.param("mpi", marks=[_needs_mpi, pytest.mark.long])])
 def test_what_all_ranks_find_is_said_once(place: Path, backend: str) -> None:
     arguments = train("--data", "not-json", "-n", "2", "--backend", backend, "--adapter-path", backend)
     message = Job(*arguments, cwd=place).fails(3, "not-json/train.jsonl:3")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +14,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from command_line import call_allhands
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 from tiny import run_allhands, write_adapter
+
+from allhands.config import build_config
+from allhands.eval_config import EvalConfig
+from allhands.train.evaluating import run_evaluation
+from allhands.train.recipes import Surroundings
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +62,17 @@ def evaluated(*words: object) -> dict[str, Any]:
 def test_the_loss_is_that_of_a_plain_loop(tiny_model: Path, tiny_data: Path, adapter: Path, split: str) -> None:
     texts = chats(tiny_model, tiny_data / f"{split}.jsonl")
     for chosen in (None, adapter):
-        words = ["--adapter-path", chosen] if chosen else []
-        found = evaluated("--model", tiny_model, "--data", tiny_data, "--split", split, *words)
+        flags = {"model": str(tiny_model), "data": str(tiny_data), "split": split, "test": True}
+        flags |= {"adapter_path": str(chosen)} if chosen else {}
+        config = build_config(flags, None, EvalConfig)
+        assert isinstance(config, EvalConfig)
+        found = asdict(run_evaluation(config, Surroundings()))
         loss, count = plain(tiny_model, chosen, texts)
         assert found["num_tokens"] == count
         assert found["num_examples"] == len(texts)
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
         assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         assert found["bits_per_byte"] is None
-        assert found["split"] == split
 
 
 def test_examples_that_were_left_out_are_not_counted(tiny_model: Path, tiny_data: Path) -> None:
@@ -79,7 +89,10 @@ def test_two_processes_give_the_number_of_one_and_leave_the_run_alone(
     words = ["--model", tiny_model, "--data", tiny_data, "--split", "train", "--adapter-path", adapter]
     before = {path.name for path in adapter.iterdir()}
     one, two = evaluated(*words), evaluated(*words, "-n", 2)
-    assert (one["num_ranks"], two["num_ranks"]) == (1, 2)
+    assert (one["num_ranks"], two["num_ranks"], one["split"]) == (1, 2, "train")
+    assert one["loss"] == pytest.approx(
+        plain(tiny_model, adapter, chats(tiny_model, tiny_data / "train.jsonl"))[0], rel=1e-5
+    )
     assert two["num_tokens"] == one["num_tokens"]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert {path.name for path in adapter.iterdir()} == before
@@ -119,14 +132,17 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
         (["--hostfile", "nowhere"], "nowhere", 2),
     ],
 )
-def test_wrong_input_is_one_message(tiny_model: Path, tmp_path: Path, words: list[str], said: str, code: int) -> None:
+def test_wrong_input_is_one_message(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str, code: int
+) -> None:
     (tmp_path / "test.jsonl").write_text('{"text": "One day."}\n')
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    env = {"TMPDIR": str(temporary)}
-    done = run_allhands("eval", "--model", tiny_model, "--data", tmp_path, *words, env=env)
-    if "--tasks" in words:
-        done = run_allhands("eval", "--model", tiny_model, *words)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    data = [] if "--tasks" in words else ["--data", tmp_path]
+    # What only the data can say is said by a rank.
+    run = run_allhands if code == 3 else call_allhands
+    done = run("eval", "--model", tiny_model, *data, *words, env={"TMPDIR": str(temporary)})
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -140,7 +156,7 @@ def test_benchmarks_say_what_to_install(tiny_model: Path) -> None:
 
     if find_spec("lm_eval") is not None:
         pytest.skip("lm_eval is installed")
-    done = run_allhands("eval", "--model", tiny_model, "--tasks", "piqa")
+    done = call_allhands("eval", "--model", tiny_model, "--tasks", "piqa")
     assert done.returncode == 2
     assert "pip install lm_eval" in done.stderr
 
@@ -189,7 +205,7 @@ def test_a_task_of_ones_own_in_the_real_harness(tiny_model: Path, tmp_path: Path
         (",", "no task"),
     ):
         (tmp_path / "rows.yml").write_text("a: 1\n")
-        done = run_allhands(*words, task)
+        done = call_allhands(*words, task)
         assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
 
 

@@ -38,7 +38,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason="no C compiler,
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, chats, a tokenizer, and a model that was pre-trained for three batches."""
+    """Texts, chats, a tokenizer, and a model that was pre-trained for two batches."""
     folder = tmp_path_factory.mktemp("memory")
     write_tokenizer(folder / "tokenizer")
     write_chat_data(folder / "chats")
@@ -59,7 +59,7 @@ def peak_and_expected(run: Path) -> tuple[int, int]:
 
 def pretrain(place: Path, out: Path, *more: str) -> tuple[int, int]:
     where = ("--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), "--adapter-path", str(out))
-    steps = ("--batch-size", "8", "--iters", "3", "--save-every", "3", "--sample-prompts", "[]")
+    steps = ("--batch-size", "8", "--iters", "2", "--save-every", "2", "--sample-prompts", "[]")
     done = run_allhands("pretrain", *where, *SHAPE, *steps, *more, env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
     assert done.returncode == 0, done.stderr
     return peak_and_expected(out)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from asked import Asked
+from command_line import call_allhands
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import _get_classes, load
-from tiny import run_allhands, write_adapter, write_model
+from tiny import write_adapter, write_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -40,15 +42,15 @@ def logits(path: Path, adapter: Path | None = None) -> np.ndarray[Any, Any]:
 
 
 def export(adapter: Path, to: str, out: Path, *words: str) -> str:
-    done = run_allhands("export", "--adapter-path", adapter, "--to", to, "--out", out, *words)
+    done = call_allhands("export", "--adapter-path", adapter, "--to", to, "--out", out, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def by_torch(*words: object) -> str:
-    done = subprocess.run([PYTHON, SIDE, *map(str, words)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def by_torch() -> Iterator[Asked]:
+    with Asked(PYTHON, SIDE) as ask:
+        yield ask
 
 
 # --- transformers -------------------------------------------------------------------------------------
@@ -66,13 +68,15 @@ def by_torch(*words: object) -> str:
     ],
 )
 def test_transformers_computes_what_was_trained(
-    tmp_path: Path, kind: str, bits: int | None, tied: bool, words: tuple[str, ...]
+    by_torch: Asked, tmp_path: Path, kind: str, bits: int | None, tied: bool, words: tuple[str, ...]
 ) -> None:
     base = write_model(tmp_path / "base", layers=3, hidden=64, bits=bits, tied=tied)
     adapter = write_adapter(base, tmp_path / "run", kind)
     export(adapter, "hf", tmp_path / "hf", *words)
     by_torch("logits", tmp_path / "hf", tmp_path / "found.npz")
-    found, wanted = np.load(tmp_path / "found.npz"), logits(base, adapter)
+    with np.load(tmp_path / "found.npz") as file:
+        found = dict(file)
+    wanted = logits(base, adapter)
     assert np.abs(wanted - logits(base)).max() > 0.1
     if words:
         assert str(found["dtype"]) == "torch.bfloat16"
@@ -83,7 +87,7 @@ def test_transformers_computes_what_was_trained(
 
 
 @needs_torch
-def test_every_architecture_of_the_table_has_the_same_names_in_both(tmp_path: Path) -> None:
+def test_every_architecture_of_the_table_has_the_same_names_in_both(by_torch: Asked, tmp_path: Path) -> None:
     common = {
         **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"num_key_value_heads": 2, "vocab_size": 259, "rms_norm_eps": 1e-5, "norm_epsilon": 1e-5, "head_dim": 16},
@@ -94,7 +98,7 @@ def test_every_architecture_of_the_table_has_the_same_names_in_both(tmp_path: Pa
         {**common, "model_type": kind, "tie_word_embeddings": kind in ("gemma", "gemma2")} for kind in ARCHITECTURES
     ]
     (tmp_path / "configs.json").write_text(json.dumps(configs))
-    theirs = json.loads(by_torch("names", tmp_path / "configs.json"))
+    theirs = by_torch("names", tmp_path / "configs.json")
     for config in configs:
         rope = {"rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-5}
         kind, arguments = _get_classes(config={**config, **rope})
@@ -107,7 +111,7 @@ def test_an_architecture_with_other_names_is_refused(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    done = run_allhands("export", "--model", base, "--to", "hf", "--out", tmp_path / "hf")
+    done = call_allhands("export", "--model", base, "--to", "hf", "--out", tmp_path / "hf")
     assert done.returncode == 4
     assert "other names for the weights of gpt2" in done.stderr
     assert not (tmp_path / "hf").exists()
@@ -166,7 +170,7 @@ def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert set(tensors) <= known
     assert len(tensors) == 3 + 3 * 9
-    run_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
+    call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
     fused: Any = mx.load(str(tmp_path / "fused" / "model.safetensors"))
     down = np.array(fused["model.layers.2.mlp.down_proj.weight"])
     np.testing.assert_array_equal(tensors["blk.2.ffn_down.weight"].data, down.astype(np.float16))
@@ -220,7 +224,7 @@ def test_what_gguf_cannot_hold_is_refused(tmp_path: Path, change: dict[str, Any]
     base = write_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, **change}))
-    done = run_allhands("export", "--model", base, "--to", to, "--out", tmp_path / "out")
+    done = call_allhands("export", "--model", base, "--to", to, "--out", tmp_path / "out")
     assert done.returncode == 4
     assert said in done.stderr
     assert "export --to hf" in done.stderr
@@ -231,14 +235,14 @@ def test_fuse_writes_the_gguf_too_and_an_export_is_not_written_over(tmp_path: Pa
     base = write_model(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "run")
     words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", "--export-gguf"]
-    assert run_allhands(*words).returncode == 0
+    assert call_allhands(*words).returncode == 0
     export(adapter, "gguf", tmp_path / "gguf")
     file = tmp_path / "gguf" / "model.gguf"
     assert (tmp_path / "fused" / "ggml-model-f16.gguf").read_bytes() == file.read_bytes()
-    done = run_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
+    done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
     assert done.returncode == 2
     assert "--force" in done.stderr
     export(adapter, "gguf", tmp_path / "gguf", "--force")
-    done = run_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", adapter, "--force")
+    done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", adapter, "--force")
     assert done.returncode == 2
     assert (adapter / "adapters.safetensors").exists()

@@ -10,10 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from command_line import call_allhands
 from mlx_lm import fuse as mlx_fuse
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
-from tiny import run_allhands, write_adapter, write_model
+from tiny import write_adapter, write_model
 
 IDS = mx.arange(3, 40)[None]
 
@@ -42,7 +43,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 def test_the_fused_model_is_the_model_with_its_adapter(base: Path, tmp_path: Path, kind: str) -> None:
     adapter = write_adapter(base, tmp_path / "run", kind)
-    done = run_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
+    done = call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
     assert done.returncode == 0, done.stderr
     wanted = logits(base, adapter)
     assert np.abs(wanted - logits(base)).max() > 0.1
@@ -61,7 +62,7 @@ def test_a_quantised_model_is_fused_with_and_without_unpacking(
 ) -> None:
     adapter = write_adapter(packed, tmp_path / "run", kind)
     words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", *([flag] if flag else [])]
-    done = run_allhands(*words)
+    done = call_allhands(*words)
     assert done.returncode == 0, done.stderr
     wanted, found = logits(packed, adapter), logits(tmp_path / "fused")
     config = json.loads((tmp_path / "fused" / "config.json").read_text())
@@ -83,7 +84,7 @@ def test_weights_are_those_of_mlx_lms_fuse(base: Path, tmp_path: Path, monkeypat
     theirs = ["fuse", "--model", base, "--adapter-path", adapter, "--save-path", tmp_path / "theirs"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in theirs])
     mlx_fuse.main()
-    done = run_allhands("fuse", "--model", base, "--adapter-path", adapter, "--save-path", tmp_path / "ours")
+    done = call_allhands("fuse", "--model", base, "--adapter-path", adapter, "--save-path", tmp_path / "ours")
     assert done.returncode == 0, done.stderr
     ours = mx.load(str(tmp_path / "ours" / "model.safetensors"))
     for name, value in mx.load(str(tmp_path / "theirs" / "model.safetensors")).items():
@@ -93,14 +94,14 @@ def test_weights_are_those_of_mlx_lms_fuse(base: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(("kind", "dtype"), [("dora", "bfloat16"), ("lora", "float16")])
 def test_half_precision_stays_half_precision(tmp_path: Path, kind: str, dtype: str) -> None:
     float32 = write_model(tmp_path / "float32", layers=3, hidden=64)
-    done = run_allhands("model", "get", float32, "--dtype", dtype, "--out", tmp_path / "half")
+    done = call_allhands("model", "get", float32, "--dtype", dtype, "--out", tmp_path / "half")
     assert done.returncode == 0, done.stderr
     adapter = write_adapter(tmp_path / "half", tmp_path / "run", kind)
-    done = run_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
+    done = call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused")
     assert done.returncode == 0, done.stderr
     kinds = {str(value.dtype) for value in mx.load(str(tmp_path / "fused" / "model.safetensors")).values()}
     assert kinds == {f"mlx.core.{dtype}"}
-    done = run_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "wide", "--dtype", "float32")
+    done = call_allhands("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "wide", "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     kinds = {str(value.dtype) for value in mx.load(str(tmp_path / "wide" / "model.safetensors")).values()}
     assert kinds == {"mlx.core.float32"}
@@ -110,20 +111,20 @@ def test_nothing_is_overwritten_unless_asked_and_nothing_but_a_model_ever(base: 
     adapter = write_adapter(base, tmp_path / "run")
     words = ["fuse", "--adapter-path", adapter, "--save-path"]
     for out, said in ((adapter, "not a model"), (base, "overlaps the source")):
-        done = run_allhands(*words, out, "--force")
+        done = call_allhands(*words, out, "--force")
         assert done.returncode == 4
         assert said in done.stderr
-    assert run_allhands(*words, tmp_path / "fused").returncode == 0
+    assert call_allhands(*words, tmp_path / "fused").returncode == 0
     before = (tmp_path / "fused" / "model.safetensors").read_bytes()
     mx.save_safetensors(
         str(adapter / "adapters.safetensors"),
         {name: value * 2 for name, value in mx.load(str(adapter / "adapters.safetensors")).items()},
     )
-    done = run_allhands(*words, tmp_path / "fused")
+    done = call_allhands(*words, tmp_path / "fused")
     assert done.returncode == 4
     assert "add --force" in done.stderr
     assert (tmp_path / "fused" / "model.safetensors").read_bytes() == before
-    assert run_allhands(*words, tmp_path / "fused", "--force").returncode == 0
+    assert call_allhands(*words, tmp_path / "fused", "--force").returncode == 0
     assert (tmp_path / "fused" / "model.safetensors").read_bytes() != before
     assert not list(tmp_path.glob(".fused*"))
 
@@ -147,7 +148,7 @@ def test_wrong_input_is_one_message_and_leaves_nothing(base: Path, tmp_path: Pat
         words += ["--gguf-path", "mine.gguf"]
     else:
         words += ["--upload-repo", "me/mine"]
-    done = run_allhands(*words)
+    done = call_allhands(*words)
     said = {
         "no model": "no config.json",
         "other model": "does not fit the model",
@@ -183,12 +184,12 @@ def test_a_gguf_of_a_quantised_model_is_refused_before_any_work(tmp_path: Path) 
     base = write_model(tmp_path / "base", bits=4)
     adapter = write_adapter(base, tmp_path / "run")
     words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", "--export-gguf"]
-    done = run_allhands(*words)
+    done = call_allhands(*words)
     assert done.returncode == 4
     assert f"{base}: a quantised model cannot be written as GGUF" in done.stderr
     assert "--dequantize" in done.stderr
     assert not (tmp_path / "fused").exists()
-    assert run_allhands(*words, "--dequantize").returncode == 0
+    assert call_allhands(*words, "--dequantize").returncode == 0
 
 
 @pytest.mark.parametrize(

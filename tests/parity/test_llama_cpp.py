@@ -13,10 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from command_line import call_allhands
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 from test_export_models import with_words
-from tiny import run_allhands, write_adapter, write_model
+from tiny import write_adapter, write_model
 from tokenizers import Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
@@ -42,7 +43,8 @@ def assert_same(gguf: Path, base: Path, adapter: Path | None, temporary: Path) -
         input=json.dumps(TEXTS), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = np.load(temporary / "found.npz")
+    with np.load(temporary / "found.npz") as file:
+        found = dict(file)
     model: Any
     model, tokenizer, *_ = load(str(base))
     if adapter is not None:
@@ -64,7 +66,7 @@ def assert_same(gguf: Path, base: Path, adapter: Path | None, temporary: Path) -
 def test_llama_cpp_computes_what_was_trained(tmp_path: Path, kind: str, bits: int | None, tied: bool) -> None:
     base = with_words(write_model(tmp_path / "base", layers=3, hidden=64, bits=bits, tied=tied))
     adapter = write_adapter(base, tmp_path / "run", kind)
-    done = run_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
+    done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", tmp_path / "gguf")
     assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "gguf" / "model.gguf", base, adapter, tmp_path)
 
@@ -73,7 +75,7 @@ def exported(base: Path, out: Path, **change: Any) -> Path:
     """The model, with another config, as GGUF."""
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, **change}))
-    done = run_allhands("export", "--model", base, "--to", "gguf", "--out", out)
+    done = call_allhands("export", "--model", base, "--to", "gguf", "--out", out)
     assert done.returncode == 0, done.stderr
     return out / "model.gguf"
 

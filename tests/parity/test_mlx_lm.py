@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx_lm.fuse
 import pytest
 import yaml
-from command_line import verbs
+from command_line import call_allhands, verbs
 from mlx_lm.lora import build_parser
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load
@@ -170,7 +170,7 @@ def test_adapter_of_mlx_lm_in_allhands(models: dict[str, Path], data: Path, tmp_
     ours: Any = load_for_generation(str(models["untied"]), theirs).model
     assert_close(reference, ours(TOKENS))
     command = ["generate", "--model", models["untied"], "--adapter-path", theirs, "--prompt", "x", "--max-tokens", "3"]
-    done = run_allhands(*command)
+    done = call_allhands(*command)
     assert done.returncode == 0, done.stderr
     assert "Generation: " in done.stdout
     # Training goes on from it.

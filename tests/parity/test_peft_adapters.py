@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from asked import Asked
+from command_line import call_allhands
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
-from tiny import run_allhands, write_model
+from tiny import write_model
 
 from allhands.generate import load_for_generation
 from allhands.trees import flatten
@@ -27,6 +29,7 @@ PYTHON = Path(os.environ.get("ALLHANDS_TEST_TORCH") or KNOWN)
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="needs a Python with PyTorch and PEFT: ALLHANDS_TEST_TORCH, or benchmarks/cpu_lora.py"
 )
+ByTorch = Callable[..., dict[str, np.ndarray[Any, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +37,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("peft") / "model", layers=3, hidden=32)
 
 
-def by_torch(*words: object) -> dict[str, np.ndarray[Any, Any]]:
+@pytest.fixture(scope="module")
+def by_torch() -> Iterator[ByTorch]:
     """Logits of the model without and with the adapter."""
-    done = subprocess.run([PYTHON, SIDE, *map(str, words)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    with np.load(str(words[3])) as found:
-        return dict(found)
+    with Asked(PYTHON, SIDE) as ask:
+
+        def logits(*words: object) -> dict[str, np.ndarray[Any, Any]]:
+            ask(*words)
+            with np.load(str(words[3])) as found:
+                return dict(found)
+
+        yield logits
 
 
 def by_mlx(base: Path, adapter: Path | None) -> np.ndarray[Any, Any]:
@@ -55,7 +63,9 @@ def assert_alike(base: Path, adapter: Path, theirs: dict[str, np.ndarray[Any, An
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [("lora", 3), ("lora", 2), ("dora", 3)])
-def test_peft_computes_what_was_exported(base: Path, tmp_path: Path, kind: str, num_layers: int) -> None:
+def test_peft_computes_what_was_exported(
+    base: Path, by_torch: ByTorch, tmp_path: Path, kind: str, num_layers: int
+) -> None:
     model, *_ = load(str(base))
     model.freeze()
     mx.random.seed(5)
@@ -68,7 +78,7 @@ def test_peft_computes_what_was_exported(base: Path, tmp_path: Path, kind: str, 
     mx.save_safetensors(str(mine / "adapters.safetensors"), weights)
     config = {"fine_tune_type": kind, "num_layers": num_layers, "lora_parameters": settings, "model": str(base)}
     (mine / "adapter_config.json").write_text(json.dumps(config))
-    done = run_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
+    done = call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
     assert done.returncode == 0, done.stderr
     assert_alike(base, mine, by_torch("read", base, tmp_path / "peft", tmp_path / "found.npz"))
 
@@ -90,9 +100,9 @@ def test_peft_computes_what_was_exported(base: Path, tmp_path: Path, kind: str, 
     ],
     ids=["lora", "all-rslora", "dora", "patterns"],
 )
-def test_what_peft_wrote_is_imported(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_what_peft_wrote_is_imported(base: Path, by_torch: ByTorch, tmp_path: Path, settings: dict[str, Any]) -> None:
     config = {"task_type": "CAUSAL_LM", **settings}
     theirs = by_torch("write", base, tmp_path / "peft", tmp_path / "found.npz", json.dumps(config))
-    done = run_allhands("import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine")
+    done = call_allhands("import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine")
     assert done.returncode == 0, done.stderr
     assert_alike(base, tmp_path / "mine", theirs)

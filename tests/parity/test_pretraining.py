@@ -23,7 +23,7 @@ from runs import read_weights
 from tiny import run_allhands, write_tokenizer
 
 from allhands.config import build_config
-from allhands.errors import ModelError
+from allhands.errors import AllhandsError, ModelError
 from allhands.model.load import load_model
 from allhands.pretrain_config import PretrainConfig
 from allhands.trees import flatten
@@ -266,6 +266,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_message(place: Path, tmp_path: Path, name: str) -> None:
+    change, message = WRONG[name]
+    values = {**flags(place, tmp_path / "run"), **change}
+    with pytest.raises(AllhandsError) as caught:
+        pretrain({key: value for key, value in values.items() if value is not None})
+    assert caught.value.exit_code == 2
+    assert message in str(caught.value)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("name", ["no tokenizer", "vocabulary"])
+def test_the_command_says_it_too(place: Path, tmp_path: Path, name: str) -> None:
+    """What the options alone say, and what the first look at the files does."""
     change, message = WRONG[name]
     values = {**flags(place, tmp_path / "run"), **change}
     options = [f"--{k.replace('_', '-')}={v}" for k, v in values.items() if v is not None and k != "train"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def flags(models: dict[str, Path], data: Path, tmp_path: Path) -> dict[str, Any]:
     return options(models["dense"], data, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of ``flags`` as it is when nobody disturbs it; only to be read."""
+    return train(options(models["dense"], data, tmp_path_factory.mktemp("undisturbed") / "whole"))
+
+
+@pytest.fixture(scope="module")
+def begun(models: dict[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six batches of the run of ``flags``: what others may not go on with stays as it is."""
+    return train(options(models["dense"], data, tmp_path_factory.mktemp("begun") / "run"), iters=6)
 
 
 def options(model: Path, data: Path, directory: Path) -> dict[str, Any]:
@@ -142,8 +155,18 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon", "adafactor", "sgd"])
-@pytest.mark.parametrize("method", METHODS)
+OPTIMIZERS = ("adam", "adamw", "muon", "adafactor", "sgd")
+# Each method and each optimizer; what a method trains has no say in how an optimizer's state is kept.
+QUICK = {("lora", name) for name in OPTIMIZERS} | {(name, "adamw") for name in METHODS} | {("full", "muon")}
+
+
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.long, id="-".join(pair))
+        for pair in product(METHODS, OPTIMIZERS)
+    ],
+)
 def test_killed_and_resumed_is_never_killed(
     method: str, optimizer: str, flags: dict[str, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -161,9 +184,9 @@ def test_killed_and_resumed_is_never_killed(
 
 
 @pytest.mark.parametrize("at", [2, 4, 6])
-def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], undisturbed: Path) -> None:
     """A signal saves at once, also where a report or a validation would have been due next."""
-    whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
+    whole = content(undisturbed)
     with pytest.raises(Interrupted, match="--resume"):
         train(flags, stop_at=at)
     assert content(train(flags, resume="auto")) == whole
@@ -202,9 +225,9 @@ def test_compiled_steps_too(flags: dict[str, Any], tmp_path: Path) -> None:
     assert content(train(flags, resume="auto")) == whole
 
 
-def test_without_resume_it_is_another_run(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_without_resume_it_is_another_run(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
     """The comparison can fail: the old way, from the weights alone, loses optimizer, schedule and place."""
-    whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
+    whole = content(undisturbed)
     with pytest.raises(Killed):
         train(flags, kill_at=6)
     weights = Path(flags["adapter_path"]) / "adapters.safetensors"
@@ -289,8 +312,8 @@ def ranks(size: int, config: TrainConfig, kill_at: int | None) -> list[Any]:
     return run_ranks(size, work)
 
 
-def test_into_another_directory_with_the_curve(flags: dict[str, Any], tmp_path: Path) -> None:
-    whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
+def test_into_another_directory_with_the_curve(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
+    whole = content(undisturbed)
     with pytest.raises(Killed):
         train(flags, kill_at=6)
     checkpoint = max(Path(flags["adapter_path"]).glob("checkpoints/step-*"))
@@ -313,11 +336,11 @@ def test_from_an_older_checkpoint_the_later_ones_are_set_aside(flags: dict[str, 
     assert aside == ["best", "step-0000006", "step-0000009", "step-0000011"]
 
 
-def test_the_best_checkpoint_can_be_resumed(flags: dict[str, Any], tmp_path: Path) -> None:
-    whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
-    best = json.loads((tmp_path / "whole" / "best" / "manifest.json").read_text())["step"]
+def test_the_best_checkpoint_can_be_resumed(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
+    whole = content(undisturbed)
+    best = json.loads((undisturbed / "best" / "manifest.json").read_text())["step"]
     assert best == whole["state"]["best_iteration"] > 0
-    resumed = train(flags, resume=str(tmp_path / "whole" / "best"), adapter_path=str(tmp_path / "again"))
+    resumed = train(flags, resume=str(undisturbed / "best"), adapter_path=str(tmp_path / "again"))
     assert content(resumed)["weights"] == whole["weights"]
 
 
@@ -328,8 +351,8 @@ def test_a_longer_run_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
     assert content(train(flags, resume="auto"))["weights"] == whole["weights"]
 
 
-def test_nothing_to_resume_is_a_start(flags: dict[str, Any], tmp_path: Path) -> None:
-    whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
+def test_nothing_to_resume_is_a_start(flags: dict[str, Any], undisturbed: Path) -> None:
+    whole = content(undisturbed)
     assert content(train(flags, resume="auto")) == whole
 
 
@@ -405,10 +428,9 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_a_setting_that_makes_another_run_is_refused(key: str, flags: dict[str, Any]) -> None:
-    train(flags, iters=6)
+def test_a_setting_that_makes_another_run_is_refused(key: str, flags: dict[str, Any], begun: Path) -> None:
     with pytest.raises(ConfigError, match="not be the same run") as caught:
-        train(flags, resume="auto", **{key: CHANGES[key]})
+        train(flags | {"adapter_path": str(begun)}, resume="auto", **{key: CHANGES[key]})
     assert caught.value.where == f"--{key.replace('_', '-')}"
     assert "--resume-adapter-file" in str(caught.value.hint)
 

@@ -1,13 +1,47 @@
-"""The real command-line parser, without running what it parses."""
+"""The real command line in this process, and its parser without running what it parses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import pytest
 import typer.main
 
-from allhands.cli.main import make_app, with_auto_resume
+from allhands.cli.main import main, make_app, with_auto_resume
+
+
+def call_allhands(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What ``tiny.run_allhands`` does without the second or two in which a process imports everything.
+
+    For commands that start no processes and are no rank, which would end this process. What would be a traceback there
+    is an exception here.
+    """
+    words = [str(argument) for argument in arguments]
+    with ExitStack() as stack:
+        if cwd is not None:
+            stack.enter_context(chdir(cwd))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        patch.setattr("allhands.cluster.worker.install", _needs_a_process)
+        out = stack.enter_context(redirect_stdout(io.StringIO()))
+        err = stack.enter_context(redirect_stderr(io.StringIO()))
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+    code = ended.value.code
+    assert isinstance(code, int), code
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def _needs_a_process(*_: object) -> Any:
+    raise AssertionError("this command is a rank: it takes the process over, so use run_allhands")
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:

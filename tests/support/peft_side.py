@@ -1,31 +1,35 @@
-"""What PyTorch and PEFT make of an adapter; run by a Python that has them.
+"""What PyTorch and PEFT make of an adapter; run by a Python that has them, and asked by ``asked.Asked``.
 
-python peft_side.py read BASE ADAPTER OUT.npz     # logits without and with the adapter
-python peft_side.py write BASE ADAPTER OUT.npz JSON   # a random adapter of a LoraConfig, and its logits
+read BASE ADAPTER OUT.npz         # logits without and with the adapter
+write BASE ADAPTER OUT.npz JSON   # a random adapter of a LoraConfig, and its logits
 """
 
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import torch
+from asked import answer_all
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-verb, base, adapter, out = sys.argv[1:5]
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-ids = torch.arange(20)[None]
-plain = model(ids).logits.detach().numpy()
-if verb == "write":
-    model = get_peft_model(model, LoraConfig(**json.loads(sys.argv[5])))
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "lora_" in name and "magnitude" not in name:
-                value.normal_(std=0.2)
-    model.eval().save_pretrained(adapter)
-else:
-    model = PeftModel.from_pretrained(model, adapter).eval()
-np.savez(out, plain=plain, adapted=model(ids).logits.detach().numpy())
+
+def answer(verb: str, base: str, adapter: str, out: str, settings: str = "") -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    ids = torch.arange(20)[None]
+    plain = model(ids).logits.detach().numpy()
+    if verb == "write":
+        model = get_peft_model(model, LoraConfig(**json.loads(settings)))
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "lora_" in name and "magnitude" not in name:
+                    value.normal_(std=0.2)
+        model.eval().save_pretrained(adapter)
+    else:
+        model = PeftModel.from_pretrained(model, adapter).eval()
+    np.savez(out, plain=plain, adapted=model(ids).logits.detach().numpy())
+
+
+answer_all(answer)

@@ -22,7 +22,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+import pytest
 from mlx.utils import tree_map
+from unpainted import leave_unpainted
 
 from allhands.config import TrainConfig, build_config
 from allhands.data.loader import Loader, Sizing
@@ -158,6 +160,7 @@ KINDS: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     """Join the ring and do every task in order."""
+    leave_unpainted(pytest.MonkeyPatch())
     size = len(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()))
     communicator = connect("ring", size, int(os.environ["MLX_RANK"]))
     for task in json.loads(Path(sys.argv[1]).read_text())["tasks"]:

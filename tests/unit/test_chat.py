@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny import run_allhands, write_model
+from command_line import call_allhands
+from tiny import write_model
 
 from allhands.conversation import Conversation
 from allhands.errors import ModelError
@@ -130,7 +131,7 @@ def test_ctrl_c_stops_the_answer_and_the_end_of_input_leaves(tiny_model: Path) -
 
 
 def test_wrong_input_is_one_message(tmp_path: Path) -> None:
-    done = run_allhands("chat", "--model", tmp_path)
+    done = call_allhands("chat", "--model", tmp_path)
     assert done.returncode == 4
     assert "no config.json" in done.stderr
     assert "Traceback" not in done.stderr

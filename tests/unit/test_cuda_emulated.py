@@ -6,6 +6,7 @@ What differs on a GPU (many warps at once, its own rounding) is tested there, in
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
@@ -110,8 +111,22 @@ extern "C" void run(int blocks, int threads, void** arrays, const int* numbers) 
 """
 
 
+@pytest.fixture(scope="module")
+def prelude(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prelude, already parsed, in the directory where kernels are compiled: most of that time is its headers'."""
+    header = tmp_path_factory.mktemp("kernels") / "prelude.h"
+    header.write_text(PRELUDE)
+    compile_to(header.with_suffix(".h.gch"), "-x", "c++-header", header)
+    return header
+
+
+def compile_to(out: Path, *words: str | Path) -> None:
+    options = ["-std=c++20", "-O1", "-w", "-fPIC", "-pthread"]
+    subprocess.run([str(COMPILER), *options, *words, "-o", out], check=True)
+
+
 @pytest.fixture
-def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def emulated(prelude: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels are run by a C++ program; the names of those that were."""
     ran: list[str] = []
 
@@ -123,21 +138,18 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pointers = [f"({kind})arrays[{i}]" for i, kind in enumerate(kinds) if kind.endswith("*")]
         numbers = [f"numbers[{i}]" for i in range(len(kinds) - len(pointers))]
         assert (len(pointers), len(numbers)) == (len(inputs) + len(outputs), len(self.scalars))
-        library = tmp_path / f"{name}.so"
+        text = text.removeprefix(sources.NUMBERS)
+        together = 32 if "add_product(" in text else 1
+        call = CALL.format(call=f"{name}({', '.join(pointers + numbers)})", together=together)
+        program = f'#include "{prelude.name}"\n{text}{call}'
+        library = prelude.with_name(f"{hashlib.sha256(program.encode()).hexdigest()}.so")
         if not library.exists():
-            source = library.with_suffix(".cpp")
-            together = 32 if "add_product(" in text.removeprefix(sources.NUMBERS) else 1
-            call = CALL.format(call=f"{name}({', '.join(pointers + numbers)})", together=together)
-            source.write_text(PRELUDE + text.removeprefix(sources.NUMBERS) + call)
-            subprocess.run(
-                [str(COMPILER), "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", source, "-o", library],
-                check=True,
-            )
+            library.with_suffix(".cpp").write_text(program)
+            compile_to(library, "-shared", library.with_suffix(".cpp"))
         fill = np.nan if self.fill is None else self.fill
         made = [bits_of(mx.full(shape, fill, dtype=dtype)) for shape, dtype in outputs]
         arrays = [bits_of(each) for each in inputs] + made
-        program = ctypes.CDLL(str(library))
-        program.run(
+        ctypes.CDLL(str(library)).run(
             -(-self.threads // self.block),
             self.block,
             (ctypes.c_void_p * len(arrays))(*(each.ctypes.data for each in arrays)),

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import call_allhands
 from dashboards import Dashboard, dashboard
-from tiny import run_allhands
 from written_runs import HOSTILE, write_run, write_samples
 
 from allhands.dashboard.runs import ask_to_stop, facts_of, find_runs, head_of, logs_of, summary_of, tail_of
@@ -205,10 +205,10 @@ def test_it_ends_cleanly(root: Path) -> None:
 
 def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_path: Path) -> None:
     port = served.address.rsplit(":", 1)[1].strip("/")
-    taken = run_allhands("dashboard", str(root), "--port", port)
+    taken = call_allhands("dashboard", str(root), "--port", port)
     assert (taken.returncode, "cannot listen" in taken.stderr, "Traceback" in taken.stderr) == (2, True, False)
-    none = run_allhands("dashboard", str(tmp_path / "none"))
+    none = call_allhands("dashboard", str(tmp_path / "none"))
     assert (none.returncode, "no such directory" in none.stderr) == (3, True)
-    short = run_allhands("dashboard", str(root), "--token", "abc")
+    short = call_allhands("dashboard", str(root), "--token", "abc")
     assert (short.returncode, "can be guessed" in short.stderr) == (2, True)
     assert json.loads(served.ask("/api/log?run=none&log=x")[1]) == {"error": "there is no such run"}

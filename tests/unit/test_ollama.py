@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny import CHAT_TEMPLATE, run_allhands, write_model
+from command_line import call_allhands
+from tiny import CHAT_TEMPLATE, write_model
 from transformers import AutoTokenizer
 
 from allhands.errors import ModelError
@@ -132,13 +133,13 @@ def test_an_unknown_format_is_refused(tmp_path: Path, template: str) -> None:
 
 
 def test_the_command_writes_both_files_or_nothing(tmp_path: Path) -> None:
-    done = run_allhands(
+    done = call_allhands(
         "export", "--model", model_with(tmp_path, CHAT_TEMPLATE), "--to", "ollama", "--out", tmp_path / "o"
     )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"Modelfile", "model.gguf", "README.md"}
     assert (tmp_path / "o" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
     (tmp_path / "model" / "chat_template.jinja").write_text(OTHERS["a date"])
-    done = run_allhands("export", "--model", tmp_path / "model", "--to", "ollama", "--out", tmp_path / "p")
+    done = call_allhands("export", "--model", tmp_path / "model", "--to", "ollama", "--out", tmp_path / "p")
     assert done.returncode == 4
     assert not (tmp_path / "p").exists()

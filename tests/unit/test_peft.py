@@ -13,6 +13,7 @@ import allhands  # noqa: F401 - before MLX, for its BLAS
 import mlx.core as mx
 import numpy as np
 import pytest
+from command_line import call_allhands
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tiny import run_allhands, write_adapter, write_model
@@ -249,7 +250,7 @@ def logits(path: Path, adapter: Path) -> np.ndarray[Any, Any]:
 
 def test_export_and_import_by_hand(model_path: Path, tmp_path: Path) -> None:
     mine = saved(adapted(model_path, num_layers=2), model_path, model_path, tmp_path / "mine", num_layers=2)
-    done = run_allhands(
+    done = call_allhands(
         "export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft", "--base", "org/name"
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -257,7 +258,7 @@ def test_export_and_import_by_hand(model_path: Path, tmp_path: Path) -> None:
     assert 'AutoModelForCausalLM.from_pretrained("org/name")' in done.stdout
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["layers_to_transform"]) == ("org/name", [1, 2])
-    again = run_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
+    again = call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", tmp_path / "peft")
     assert again.returncode == 2
     assert "--force" in again.stderr
     back = ["import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "back"]
@@ -272,7 +273,7 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
     mine = saved(adapted(model_path), model_path, model_path, tmp_path / "mine")
     small = write_model(tmp_path / "small", layers=1, hidden=16)
     peft, out = tmp_path / "peft", tmp_path / "out"
-    assert run_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", peft).returncode == 0
+    assert call_allhands("export", "--adapter-path", mine, "--to", "peft", "--out", peft).returncode == 0
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "adapter_model.bin").write_bytes(b"x")
@@ -300,7 +301,7 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
         (["import", strange, "--from", "peft", "--out", out, "--model", small], 4, f"{strange}/adapter_config.json"),
     ]
     for arguments, code, message in cases:
-        done = run_allhands(*arguments)
+        done = call_allhands(*arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), (arguments, done.stderr)
         assert message in done.stderr
         assert not out.exists()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import call_allhands
 from PIL import Image
-from tiny import run_allhands
 
 from allhands.cluster.figures import Figures, Timing
 from allhands.errors import ConfigError
@@ -367,7 +367,7 @@ def _token_counts(model: Path, file: Path) -> list[int]:
 
 def test_computers_by_description(tmp_path: Path) -> None:
     words = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d", "--iters", "200000")
-    done = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words, cwd=tmp_path)
+    done = call_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", "--json", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [line["machines"] for line in found["machines"]] == [1, 2]
@@ -375,7 +375,7 @@ def test_computers_by_description(tmp_path: Path) -> None:
     assert found["usable_bytes"] == 24_000_000_000
     assert any("good within a factor" in note for note in found["notes"])
     assert found["notes"][0] == "for rows of 2048 tokens, the longest there can be: rows are packed"
-    shown = run_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
+    shown = call_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
     assert "Is distributing worth it?" in shown.stdout
     *lines, kept = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -397,7 +397,7 @@ def test_computers_by_description(tmp_path: Path) -> None:
 )
 def test_wrong_options(tmp_path: Path, words: list[str], told: str) -> None:
     shape = ("--shape", "llama-15m", "--tokenizer", "t", "--data", "d")
-    done = run_allhands("plan", *words, *shape, cwd=tmp_path)
+    done = call_allhands("plan", *words, *shape, cwd=tmp_path)
     assert not list(tmp_path.iterdir())
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert told in done.stderr
@@ -451,11 +451,11 @@ def test_a_run_is_judged_by_its_files(tmp_path: Path) -> None:
     assert made.started is not None
     lines = [encode_event(event) for event in (made.started, *made.train)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    done = run_allhands("plan", "--after", str(tmp_path))
+    done = call_allhands("plan", "--after", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("50 % of a step was waiting for other ranks\n  what to do: ")
-    found = json.loads(run_allhands("plan", "--after", str(tmp_path), "--json").stdout)
+    found = json.loads(call_allhands("plan", "--after", str(tmp_path), "--json").stdout)
     assert found["signs"][0]["seen"].startswith("50 %")
     assert (found["plan"], found["notes"]) == (None, [])
-    none = run_allhands("plan", "--after", str(tmp_path / "none"))
+    none = call_allhands("plan", "--after", str(tmp_path / "none"))
     assert (none.returncode, "Traceback" in none.stderr) == (3, False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import run_allhands
+from command_line import call_allhands
 from written_runs import BEGAN, write_run, write_samples
 
 from allhands.cli.plan_calibration import calibrate
@@ -388,7 +388,7 @@ DESCRIBED = (
 
 
 def test_the_command_keeps_its_plan(tmp_path: Path) -> None:
-    done = run_allhands(*DESCRIBED, "--adapter-path", "deep/run", "--json", cwd=tmp_path)
+    done = call_allhands(*DESCRIBED, "--adapter-path", "deep/run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown.pop("kept") == "deep/run/plan.json"
@@ -406,12 +406,12 @@ def test_the_command_keeps_its_plan(tmp_path: Path) -> None:
 
 def test_a_plan_that_cannot_be_kept_is_shown_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    done = run_allhands(*DESCRIBED, "--adapter-path", "taken/run", "--json", cwd=tmp_path)
+    done = call_allhands(*DESCRIBED, "--adapter-path", "taken/run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["kept"] is None
     assert done.stderr.startswith("the plan is not kept, because ")
     assert done.stderr.count("\n") == 1
-    text = run_allhands(*DESCRIBED, "--adapter-path", "taken", cwd=tmp_path)
+    text = call_allhands(*DESCRIBED, "--adapter-path", "taken", cwd=tmp_path)
     assert text.returncode == 0, text.stderr
     assert "Is distributing worth it?" in text.stdout
     assert text.stdout.splitlines()[-1].startswith("the plan is not kept, because taken ")
@@ -421,12 +421,12 @@ def test_a_plan_that_cannot_be_kept_is_shown_all_the_same(tmp_path: Path) -> Non
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_without_the_right_to_write(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(0o500)
-    done = run_allhands(*DESCRIBED, "--adapter-path", "run", cwd=tmp_path)
+    done = call_allhands(*DESCRIBED, "--adapter-path", "run", cwd=tmp_path)
     assert (done.returncode, "no report will compare" in done.stdout) == (0, True)
 
 
 def test_a_hint_names_options_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = run_allhands("plan", "--help").stdout
+    shown = call_allhands("plan", "--help").stdout
 
     def late(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("allhands", 3.0)
@@ -443,14 +443,14 @@ def test_a_hint_names_options_that_there_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_afterwards_the_same_comparison(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     keep_plan(run, planned(machines=[line(1, 0.4)], options={**OPTIONS, "batch_size": 16}))
-    done = run_allhands("plan", "--after", run)
+    done = call_allhands("plan", "--after", run)
     assert done.returncode == 0, done.stderr
     assert "A step: 500 ms, 1.25 times the 400 ms planned (with other options)\n" in done.stdout
     assert "other than planned: planned with --batch-size 16, trained with --batch-size 8\n" in done.stdout
     assert "Time to the start: not measured, 2 s planned\n" in done.stdout
-    found = json.loads(run_allhands("plan", "--after", run, "--json").stdout)
+    found = json.loads(call_allhands("plan", "--after", run, "--json").stdout)
     step = next(one for one in found["plan"]["figures"] if one["key"] == "step")
     assert (step["planned"], step["measured"], step["ratio"], step["off"]) == (0.4, 0.5, 1.25, True)
     (run / "plan.json").write_text("[]")
-    torn = run_allhands("plan", "--after", run)
+    torn = call_allhands("plan", "--after", run)
     assert (torn.returncode, "plan.json is not compared: this is no plan" in torn.stdout) == (0, True)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import run_allhands, write_adapter
+from command_line import call_allhands
+from tiny import write_adapter
 
 from allhands.conversation import Conversation
 from allhands.generate import Sampling, load_for_generation
@@ -79,15 +80,15 @@ def test_the_adapter_answers_and_a_stream_comes_in_pieces(tiny_model: Path, tmp_
 
 def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run_allhands("serve", "--model", tiny_model, "--port", str(taken.getsockname()[1]))
+        done = call_allhands("serve", "--model", tiny_model, "--port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert "another program listens there already" in done.stderr
-    done = run_allhands("serve", "--model", tiny_model, "--host", "192.0.2.7", "--port", "0")
+    done = call_allhands("serve", "--model", tiny_model, "--host", "192.0.2.7", "--port", "0")
     assert done.returncode == 2
     assert "no address of this computer" in done.stderr
     assert "there is no password" in done.stderr
     for wrong in (["--model", tiny_model.parent], ["--adapter-path", tiny_model]):
-        done = run_allhands("serve", "--model", tiny_model, "--port", "0", *wrong)
+        done = call_allhands("serve", "--model", tiny_model, "--port", "0", *wrong)
         assert done.returncode == 4
         assert done.stderr.count("allhands: error") == 1
         assert "Traceback" not in done.stderr

@@ -32,6 +32,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.fixture
+def few_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the system's own: each that is found is run and asked what it can do."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
 def looked(
     place: str = "~/.allhands/env", cwd: str = "/no/such/place", *, candidates: tuple[str, ...] = ()
 ) -> HostState:
@@ -62,6 +68,7 @@ def test_this_interpreter_as_a_candidate(home: Path) -> None:
     assert (state.env_dir, state.cwd, state.cwd_exists) == ("/somewhere/env", str(home), True)
 
 
+@pytest.mark.usefixtures("few_pythons")
 @pytest.mark.parametrize(
     ("note", "inside", "expected"),
     [
@@ -87,6 +94,7 @@ def test_what_stands_at_the_place(home: Path, note: str | None, inside: list[str
     assert sorted(home.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("few_pythons")
 def test_the_directory_below_home_is_that_below_the_other_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/root-of-mine")
     state = looked(cwd="/root-of-mine/projects/llm")
@@ -95,6 +103,7 @@ def test_the_directory_below_home_is_that_below_the_other_home(home: Path, monke
     assert looked(cwd="/root-of-mine/projects/llm").cwd_exists
 
 
+@pytest.mark.usefixtures("few_pythons")
 def test_a_directory_outside_of_home_is_found_where_it_was_made(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +119,7 @@ def test_a_directory_outside_of_home_is_found_where_it_was_made(
     assert (state.cwd, state.cwd_exists) == (str(elsewhere), True)
 
 
+@pytest.mark.usefixtures("few_pythons")
 def test_the_home_itself_is_the_other_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/root-of-mine")
     state = looked(cwd="/root-of-mine")

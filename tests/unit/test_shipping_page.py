@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_readme import ROOT, blocks
+from command_line import call_allhands
+from test_readme import ROOT, blocks, shorten
 from tiny import run_allhands, write_model
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
-    write_model(tmp_path / "models" / "smollm2", layers=4)
-    done = run_allhands("data", "demo", "--out", tmp_path / "data" / "pirate")
+    write_model(tmp_path / "models" / "smollm2", layers=2)
+    done = call_allhands("data", "demo", "--out", tmp_path / "data" / "pirate")
     assert done.returncode == 0, done.stderr
+    shorten(tmp_path / "data" / "pirate")
     words = ["--model", "models/smollm2", "--data", "data/pirate", "--iters", "4", "--val-batches", "1"]
     done = run_allhands("train", "--train", *words, "--learning-rate", "1e-2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

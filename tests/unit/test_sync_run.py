@@ -301,7 +301,7 @@ import typer
 from allhands.cli import cluster_sync
 from allhands.cluster.sync import run
 real = run.SourceShelf.read
-run.SourceShelf.read = lambda shelf, file, block: time.sleep(0.1) or real(shelf, file, block)
+run.SourceShelf.read = lambda shelf, file, block: time.sleep(0.2) or real(shelf, file, block)
 app = typer.Typer(add_completion=False)
 app.command()(cluster_sync.sync)
 app()
@@ -310,7 +310,7 @@ app()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_ends_everywhere_when_it_is_stopped_and_goes_on_where_it_was(hosts: Hosts, number: int) -> None:
-    path = big(hosts, 30)
+    path = big(hosts, 15)
     made = hosts.make("a", "b")
     hostfile = hosts.place / "hosts.json"
     hostfile.write_text(json.dumps([{"ssh": h.ssh, "cwd": h.cwd, "python": h.python} for h in made]))
@@ -344,7 +344,9 @@ def _right_blocks(path: Path, folder: Path) -> int:
     """Blocks of the unfinished file that are as they must be; all of them if it is whole."""
     grown = folder / "big" if (folder / "big").exists() else next(folder.glob(".allhands-*.part"), Path(os.devnull))
     with path.open("rb") as source, grown.open("rb") as there:
-        return sum(source.read(BLOCK_BYTES) == there.read(BLOCK_BYTES) for _ in range(30))
+        return sum(
+            source.read(BLOCK_BYTES) == there.read(BLOCK_BYTES) for _ in range(path.stat().st_size // BLOCK_BYTES)
+        )
 
 
 def test_no_way_between_hosts_is_no_trouble(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
