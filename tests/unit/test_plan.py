@@ -344,17 +344,17 @@ def test_rows_are_as_long_as_those_of_the_data_that_are_named(
 ) -> None:
     words = ("plan", "--device", "M1 Pro 32GB", "--json", "--model", str(tiny_model), "--batch-size", "4")
     lengths = _token_counts(tiny_model, tiny_data / "train.jsonl")
-    told = run_allhands(*words, "--data", str(tiny_data), "--epochs", "3", cwd=tmp_path)
+    told = call_allhands(*words, "--data", str(tiny_data), "--epochs", "3", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     mean = sum(lengths) / len(lengths)
     assert found["step"]["tokens"] == pytest.approx(4 * mean)
     assert found["steps"] == 3 * -(-len(lengths) // 4)
     assert f"for rows of {mean:.0f} tokens on the average, of which the data have {len(lengths)}" in found["notes"]
-    unnamed = json.loads(run_allhands(*words, "--iters", "9", cwd=tmp_path).stdout)
+    unnamed = json.loads(call_allhands(*words, "--iters", "9", cwd=tmp_path).stdout)
     assert unnamed["step"]["tokens"] == 4 * 2048
     assert unnamed["notes"][0] == "for rows of 2048 tokens, the longest there can be: no --data is named"
-    missing = run_allhands(*words, "--data", "nowhere", "--iters", "9", cwd=tmp_path)
+    missing = call_allhands(*words, "--data", "nowhere", "--iters", "9", cwd=tmp_path)
     assert (missing.returncode, missing.stdout) == (3, "")
     assert "nowhere: the data folder does not exist" in missing.stderr
 
