@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,19 +147,46 @@ def start_trackers(
     Raises:
         ConfigError: a service refuses, most often because nobody is logged in.
     """
-    return [TrackerSink(name, _start(name, project, directory, config)) for name in names]
+    started = [(name, _start(name, project, directory, config)) for name in names]
+    return [TrackerSink(name, tracker) for name, tracker in started if tracker is not None]
 
 
-def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker:
+def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker | None:
     module: Any = importlib.import_module(TRACKERS[name])
     try:
-        return _STARTERS[name](module, project, directory, dict(config))
+        if name != "mlflow":
+            return _STARTERS[name](module, project, directory, dict(config))
+        # Its client asks a server that is down again and again, for minutes.
+        return _in_time(partial(_STARTERS[name], module, project, directory, dict(config)))
+    except TimeoutError:
+        _log.warning("%s does not answer within %.0f s: the run goes on without it", name, _PATIENCE_S)
+        return None
     except Exception as error:  # their own classes, unknown here
         first = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
         hint = f"log in first ({name} login), or leave --report-to out"
         if name not in ("wandb", "swanlab"):
             hint = f"see what {name} says of it, or leave it out of --report-to"
         raise ConfigError(f"{name} cannot be started: {first}", where="--report-to", hint=hint) from None
+
+
+def _in_time(start: Callable[[], Tracker]) -> Tracker:
+    """The tracker; ``TimeoutError`` if that takes longer than patience does. Its thread is left to itself then."""
+    found: queue.Queue[Tracker | Exception] = queue.Queue()
+
+    def work() -> None:
+        try:
+            found.put(start())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=work, name="allhands-tracker-start", daemon=True).start()
+    try:
+        result = found.get(timeout=_PATIENCE_S)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:

@@ -354,6 +354,10 @@ def test_rows_are_as_long_as_those_of_the_data_that_are_named(
     unnamed = json.loads(call_allhands(*words, "--iters", "9", cwd=tmp_path).stdout)
     assert unnamed["step"]["tokens"] == 4 * 2048
     assert unnamed["notes"][0] == "for rows of 2048 tokens, the longest there can be: no --data is named"
+    (tmp_path / "file").touch()
+    unwritten = call_allhands(*words, "--iters", "9", "--picture", "file/chart.png", cwd=tmp_path)
+    assert (unwritten.returncode, json.loads(unwritten.stdout)["kept"]) == (5, "adapters/plan.json")
+    assert "file" in unwritten.stderr
     missing = call_allhands(*words, "--data", "nowhere", "--iters", "9", cwd=tmp_path)
     assert (missing.returncode, missing.stdout) == (3, "")
     assert "nowhere: the data folder does not exist" in missing.stderr

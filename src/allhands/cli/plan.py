@@ -54,11 +54,14 @@ def plan(
     directory (--adapter-path), and compared with the run by `allhands report`.
     """
     from allhands.cli.plan_facts import Asked, facts_of
+    from allhands.pictures import picture_suffix
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
     if after is not None:
         return show_after(after, as_json=as_json)
+    if picture is not None:
+        picture_suffix(picture)  # before anything that takes long
     config = training_config(context.args)
     asked = Asked(
         device=device,
@@ -70,7 +73,6 @@ def plan(
     )
     job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
-    written = draw_chart(outlook.advice, picture) if picture is not None else None
     shown = None if measured is None else asdict(measured)
     values = {**_told_apart(config, outlook, device), **outlook.as_json(), "notes": notes, "measured": shown}
     kept, told = _keep(Path(config.adapter_path), values)
@@ -78,11 +80,12 @@ def plan(
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
             typer.echo(told, err=True)
-        return None
-    show(outlook, notes)
-    if written is not None:
-        typer.echo(f"chart: {written}")
-    typer.echo(told)
+    else:
+        show(outlook, notes)
+        typer.echo(told)
+    if picture is not None:
+        # Last, because what was measured is not to be lost if it cannot be written.
+        typer.echo(f"chart: {draw_chart(outlook.advice, picture)}", err=as_json)
     return None
 
 
