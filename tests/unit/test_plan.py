@@ -314,8 +314,9 @@ def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
     assert together.lines[1].kwh == pytest.approx(hours * 0.1)
     place = [each.name for each in together.memory].index("data parallel")
     enough_for_one = together.memory[place].rank_bytes * 3 // 2
-    fits = [look_ahead(job(numbers=(1, 2), together=t, usable_bytes=enough_for_one)).fits[place] for t in (False, True)]
-    assert fits == [True, False]
+    kinds = [{}, {"together": True}, {"together": True, "shares": True}]  # computers, GPUs of one, processes of one
+    fits = [look_ahead(job(numbers=(1, 2), usable_bytes=enough_for_one, **kind)).fits[place] for kind in kinds]
+    assert fits == [True, True, False]
     assert [one.memory[place].flags for one in (apart, together)] == ["--hostfile hosts.json", "-n 2"]
 
 

@@ -241,7 +241,7 @@ def _show_time(console: Any, outlook: Outlook) -> None:
         if costs:
             console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
     if len(outlook.lines) > 1:
-        another = "process with as many cores" if job.together else "machine"
+        another = "process with as many cores" if job.shares else "process" if job.together else "machine"
         console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
         console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
     console.print()
@@ -273,7 +273,7 @@ def _show_memory(console: Any, outlook: Outlook) -> None:
         return
     usable = outlook.job.usable_bytes
     title = "Memory of a rank at its peak" + ("" if usable is None else f"; there are {format_bytes(usable)}")
-    title += " for all of them" if outlook.job.together else ""
+    title += " for all of them" if outlook.job.shares else ""
     console.print(title, markup=False)
     kept = ("weights", "optimizer", "gradients", "activations", "logits")
     table = _table([f"{_unit(outlook.job)}: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])

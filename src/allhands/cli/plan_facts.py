@@ -109,6 +109,7 @@ def facts_of(
         quantised=model.bits > 0,
         once=asked.once,
         together=together,
+        shares=together and kind != "cuda",
         prices=_prices(asked, devices),
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:

@@ -43,7 +43,8 @@ class Job:
         present_bytes: of a process on a CPU what is no array of its training; 0 on a GPU.
         quantised: whether the weights are.
         once: whether the training is needed once only.
-        together: whether the ranks are processes of one computer, with one memory and one price.
+        together: whether the ranks are processes of one computer, with one price.
+        shares: whether they have one memory, too: not where each has a GPU.
         started: a number of ranks, and the seconds until their first step, where that was measured.
     """
 
@@ -62,6 +63,7 @@ class Job:
     once: bool = False
     prices: Prices = Prices()
     together: bool = False
+    shares: bool = False
     started: tuple[int, float] | None = None
 
     def start_of(self, ranks: int) -> float:
@@ -155,7 +157,7 @@ def look_ahead(job: Job) -> Outlook:
 def _fits(job: Job, strategy: Strategy) -> bool | None:
     if job.usable_bytes is None:
         return None
-    return strategy.rank_bytes * (strategy.ranks if job.together else 1) <= job.usable_bytes
+    return strategy.rank_bytes * (strategy.ranks if job.shares else 1) <= job.usable_bytes
 
 
 class _Nothing:
