@@ -179,8 +179,8 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
     **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
-    **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes"), ()),
-    "trained_tokens": 0,
+    **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
+    **dict.fromkeys(("trained_tokens", "shapes"), 0),
 }
 
 
