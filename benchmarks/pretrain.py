@@ -101,8 +101,6 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     for peer in found.values():
         if "valid_loss" in peer:
             peer["bits_per_byte"] = peer["valid_loss"] / math.log(2) * ratio
-    for peer in found.values():
-        if "valid_curve" in peer:
             best = min(loss for _, loss in peer["valid_curve"])
             peer["least_bits_per_byte"] = best / math.log(2) * ratio
     kept = ("shape", "numbers", "vocabulary", "block_size", "batch_size", "iters", "learning_rate", "ranks")

@@ -17,7 +17,7 @@ from allhands.data.order import GlobalOrder, divide, micro_batches
 from allhands.data.tokens import Windows
 
 # Lengths that compiled steps may have. 48 keep padding under 3 % on real chats, for some hundred compiled shapes.
-NUM_RUNGS = 48  # by which hardly anything is padded
+NUM_RUNGS = 48
 # Distinct lengths that the choice of the rungs looks at.
 _CANDIDATES = 512
 

@@ -9,7 +9,6 @@ import psutil
 
 from allhands.accelerator import Accelerator
 from allhands.config import TrainConfig
-from allhands.data.loader import Loader
 from allhands.distributed.mesh import Mesh
 from allhands.formatting import format_bytes
 from allhands.model import native
@@ -25,7 +24,7 @@ _WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the m
 def expected_bytes(
     config: TrainConfig,
     loaded: LoadedModel,
-    loader: Loader,
+    largest: tuple[int, int],
     mesh: Mesh,
     accelerator: Accelerator,
     present_bytes: int,
@@ -35,11 +34,12 @@ def expected_bytes(
     On an NVIDIA GPU it is what the rank needs of MLX's memory there.
 
     Args:
+        largest: as :meth:`allhands.data.loader.Loader.largest` has it.
         present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
     """
     native_way = accelerator.eager and config.compile != "on" and native.available()
     blocks = blocks_of(loaded.config) if native_way or accelerator.kind == "cuda" else None
-    tokens, cuts = loader.largest() if blocks is not None else (0, 0)
+    tokens, cuts = largest
     if blocks is None or not tokens:
         return None
     model: Any = loaded.model

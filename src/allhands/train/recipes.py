@@ -184,9 +184,9 @@ class _Run:
         compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
-        self._expect(loader)
+        self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
-        sink.emit(self._started(total, state, loader.largest()))
+        sink.emit(self._started(total, state, largest))
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
             self._say([f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"])
@@ -319,10 +319,10 @@ class _Run:
         mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
         return len(set(numbers(communicator.all_gather(mx.array([mine]))))) == 1
 
-    def _expect(self, loader: Loader) -> None:
+    def _expect(self, largest: tuple[int, int]) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         ready, present = self.ready, self.observer.resident()
-        expected = expected_bytes(self.config, ready.loaded, loader, self.mesh, ready.accelerator, present)
+        expected = expected_bytes(self.config, ready.loaded, largest, self.mesh, ready.accelerator, present)
         if expected is None:
             return
         self.observer.expect(expected, arrays=not ready.accelerator.eager)
