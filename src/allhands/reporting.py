@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,8 +143,10 @@ def start_trackers(
 ) -> list[TrackerSink]:
     """Open a run named after ``directory`` with each service.
 
+    A service that does not answer, or fails in any other way, is warned about and left out: the run goes on.
+
     Raises:
-        ConfigError: a service refuses, most often because nobody is logged in.
+        ConfigError: nobody is logged in.
     """
     started = [(name, _start(name, project, directory, config)) for name in names]
     return [TrackerSink(name, tracker) for name, tracker in started if tracker is not None]
@@ -154,23 +155,33 @@ def start_trackers(
 def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker | None:
     module: Any = importlib.import_module(TRACKERS[name])
     try:
-        if name != "mlflow":
-            return _STARTERS[name](module, project, directory, dict(config))
-        # Its client asks a server that is down again and again, for minutes.
+        # Their clients ask a server that is down again and again: wandb for 100 seconds, MLflow for minutes.
         return _in_time(partial(_STARTERS[name], module, project, directory, dict(config)))
     except TimeoutError:
-        _log.warning("%s does not answer within %.0f s: the run goes on without it", name, _PATIENCE_S)
-        return None
+        why = f"it does not answer within {_PATIENCE_S:.0f} s"
     except Exception as error:  # their own classes, unknown here
-        first = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
-        hint = f"log in first ({name} login), or leave --report-to out"
-        if name not in ("wandb", "swanlab"):
-            hint = f"see what {name} says of it, or leave it out of --report-to"
-        raise ConfigError(f"{name} cannot be started: {first}", where="--report-to", hint=hint) from None
+        why = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
+        if type(error).__name__ in _NOT_LOGGED_IN.get(name, ()):
+            raise ConfigError(
+                f"{name} cannot be started: {why}",
+                where="--report-to",
+                hint=f"log in first ({name} login), or leave --report-to out",
+            ) from None
+    _log.warning("%s cannot be started (%s): the run goes on without it", name, why)
+    return None
+
+
+# What they raise where no key, or none of a key's form, is found, which a person mends at once. SwanLab's own
+# AuthenticationError is not one of these: it is raised for a server that is down as well.
+_NOT_LOGGED_IN = {"wandb": ("UsageError", "AuthenticationError"), "swanlab": ("RuntimeError",)}
 
 
 def _in_time(start: Callable[[], Tracker]) -> Tracker:
-    """The tracker; ``TimeoutError`` if that takes longer than patience does. Its thread is left to itself then."""
+    """The tracker; ``TimeoutError`` if that takes longer than patience does. Its thread is left to itself then.
+
+    Not in the main thread for SwanLab's sake as well: there it would take Ctrl-C for itself, and could not give it
+    back from the sink's thread.
+    """
     found: queue.Queue[Tracker | Exception] = queue.Queue()
 
     def work() -> None:
@@ -190,14 +201,14 @@ def _in_time(start: Callable[[], Tracker]) -> Tracker:
 
 
 def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
-    return module.init(project=project, name=directory.name, dir=str(directory), config=config)
+    # Beyond it the process would wait for the rest of wandb's own 90 s when it ends.
+    settings = {} if os.environ.get("WANDB_INIT_TIMEOUT") else {"init_timeout": 0.75 * _PATIENCE_S}
+    return module.init(project=project, name=directory.name, dir=str(directory), config=config, settings=settings)
 
 
 def _swanlab(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
     options = {"project": project, "experiment_name": directory.name, "logdir": str(directory / "swanlog")}
-    # Not in the main thread: there it would take Ctrl-C for itself, and could not give it back from the sink's thread.
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(module.init, config=config, **options).result()
+    module.init(config=config, **options)
     return module
 
 

@@ -46,12 +46,13 @@ class Service:
     logged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     finished: int = 0
     fails: bool = False
+    refusal: type[Exception] = ConnectionError
     in_main_thread: bool | None = None
 
     def init(self, **options: Any) -> Service:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
         if self.fails:
-            raise PermissionError("no API key\nrun login")
+            raise self.refusal("no API key\nrun login")
         self.started = options
         return self
 
@@ -107,6 +108,7 @@ def test_both_services_get_a_run_named_after_its_directory(services: dict[str, S
         "name": "tea-talk",
         "dir": str(directory),
         "config": {"seed": 3},
+        "settings": {"init_timeout": 15.0},
     }
     assert services["swanlab"].started == {
         "project": "tests",
@@ -240,12 +242,29 @@ def test_mlflow_and_trackio_get_runs_of_the_project(monkeypatch: pytest.MonkeyPa
     assert (service.logged[0][0], service.finished) == (10, 1)
 
 
-def test_a_service_that_refuses_is_explained(services: dict[str, Service], tmp_path: Path) -> None:
-    services["wandb"].fails = True
-    with pytest.raises(ConfigError, match=r"wandb cannot be started: no API key\n  what") as caught:
-        start_trackers(["wandb"], None, tmp_path, {})
+@pytest.mark.parametrize(
+    ("name", "refusal"), [("wandb", "UsageError"), ("wandb", "AuthenticationError"), ("swanlab", "RuntimeError")]
+)
+def test_that_nobody_is_logged_in_is_said_before_training(
+    services: dict[str, Service], tmp_path: Path, name: str, refusal: str
+) -> None:
+    services[name].fails, services[name].refusal = True, type(refusal, (Exception,), {})
+    with pytest.raises(ConfigError, match=rf"{name} cannot be started: no API key\n  what") as caught:
+        start_trackers([name], None, tmp_path, {})
     assert caught.value.where == "--report-to"
-    assert "wandb login" in str(caught.value.hint)
+    assert f"{name} login" in str(caught.value.hint)
+
+
+def test_a_service_that_is_down_does_not_keep_training_from_beginning(
+    services: dict[str, Service], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    services["wandb"].fails = services["swanlab"].fails = True
+    services["wandb"].refusal = type("CommError", (Exception,), {})
+    # SwanLab says this both of a wrong key and of a server that is down.
+    services["swanlab"].refusal = type("AuthenticationError", (Exception,), {})
+    assert start_trackers(["wandb", "swanlab"], None, tmp_path, {}) == []
+    for name in ("wandb", "swanlab"):
+        assert f"{name} cannot be started (no API key): the run goes on without it" in caplog.text
 
 
 def test_a_services_message_is_told_without_keys(
@@ -256,8 +275,11 @@ def test_a_services_message_is_told_without_keys(
     monkeypatch.setenv("HARMLESS", "wandb.example")
     monkeypatch.setenv("SHORT_KEY", "for")
 
+    class UsageError(Exception):
+        """As wandb's."""
+
     def refuse(**_: Any) -> None:
-        raise PermissionError("wandb.example has no user for abcdefgh1234-longer or abcdefgh1234")
+        raise UsageError("wandb.example has no user for abcdefgh1234-longer or abcdefgh1234")
 
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     with pytest.raises(ConfigError) as caught:
