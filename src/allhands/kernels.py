@@ -37,6 +37,9 @@ _DRAFT = ".draft-"
 _DIRECTLY = {
     "MLX_USE_CUDA_GRAPHS": "0",
     "MLX_MAX_OPS_PER_BUFFER": "28",
+    # One operation after what it needs: MLX's own order computes up to twenty things side by side, and what is computed
+    # again for the backward pass long before it is used.
+    "MLX_BFS_MAX_WIDTH": "1",
     # Plans of attention, one for each shape; MLX ends a process that has made more than twice as many, over all of its
     # life, as it keeps.
     "MLX_CUDA_SDPA_CACHE_SIZE": "1024",

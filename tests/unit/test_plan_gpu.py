@@ -79,7 +79,7 @@ def calibrated(
 
 
 def test_the_last_step_has_no_pass_of_a_next_one_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [1] * steps_of(on_gpu=True)
+    shapes = [1] * steps_of(TrainConfig(), on_gpu=True)
     found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
     assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S))
     assert found.points[1] == pytest.approx((TOKENS / 2, PASS_S / 2 + UPDATE_S))
@@ -90,6 +90,12 @@ def test_steps_that_met_a_shape_for_the_first_time_do_not_count(monkeypatch: pyt
     shapes = [1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8]
     found, _ = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)})
     assert found.points[0] == pytest.approx((TOKENS, PASS_S + UPDATE_S))
+    # But they do as what the training takes once.
+    assert found.first_s == pytest.approx(8 * NEW_S)
+
+
+def test_lengths_that_vary_are_seen_in_more_steps() -> None:
+    assert steps_of(TrainConfig(), on_gpu=True) == 4 * steps_of(TrainConfig(packing=True), on_gpu=True) == 96
 
 
 def test_where_all_shapes_are_new_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,23 +117,47 @@ def test_where_all_shapes_are_new_they_count(monkeypatch: pytest.MonkeyPatch) ->
 def test_short_runs_are_compiled_if_the_training_will_be(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: str
 ) -> None:
-    shapes = [1] * steps_of(on_gpu=True)
+    shapes = [1] * steps_of(TrainConfig(), on_gpu=True)
     _, asked = calibrated(monkeypatch, {8: steps(TOKENS, shapes), 4: steps(TOKENS / 2, shapes)}, **options)
-    assert [(one["compile"], one["iters"]) for one in asked] == [(compiled, 24)] * 2
+    assert [(one["compile"], one["iters"]) for one in asked] == [(compiled, 96)] * 2
     on_cpu = settings(TrainConfig(**options), 8, Path("run"))
-    assert (on_cpu["compile"], on_cpu["iters"]) == (options.get("compile", "auto"), steps_of(on_gpu=False))
+    assert (on_cpu["compile"], on_cpu["iters"]) == (
+        options.get("compile", "auto"),
+        steps_of(TrainConfig(), on_gpu=False),
+    )
+
+
+def kept(**more: Any) -> dict[str, Any]:
+    return {
+        **{"time": 1.0, "options": {}, "processor": "gpu", "device": None, "steps": 60, "start_s": 2.0},
+        **{"step": {"tokens": 200.0}, "measured": {"exchanged": 1_000, "cores_per_rank": 1}},
+        "machines": [{"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}],
+        "memory": [],
+        **more,
+    }
+
+
+def test_a_step_is_measured_where_no_shape_was_new(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ranks=1)
+    keep_plan(run, kept())
+    history = read_metrics(run)
+    assert len(history.train) >= 5
+    # The second and the third of the reports that count met new shapes, the last ones none.
+    shapes = [1, 1, 5, 8, *([8] * len(history.train))]
+    train = [
+        replace(one, shapes=count, step_time_s=0.9 if count != before else 0.52)
+        for one, before, count in zip(history.train, [0, *shapes], shapes, strict=False)
+    ]
+    found = compare(read_plan(run / PLAN_FILE), replace(history, train=train), {}, [])
+    step = next(figure for figure in found.figures if figure.key == "step")
+    assert (step.planned, step.measured) == (0.5, 0.52)
 
 
 def test_a_plan_is_held_to_what_a_rank_needed_not_to_what_it_took(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", ranks=1)
     write_samples(run, ranks=1)
-    values: dict[str, Any] = {
-        **{"time": 1.0, "options": {}, "processor": "gpu", "device": None, "steps": 60, "start_s": 2.0},
-        **{"step": {"tokens": 200.0}, "measured": {"exchanged": 1_000, "cores_per_rank": 1}},
-        "machines": [{"machines": 1, "prediction": {"step_s": 0.5, "exposed_s": 0.0}, "training_s": 32.0}],
-        "memory": [{"name": "as it is", "ranks": 1, "rank_bytes": 400_000_000, "built": True, "flags": ""}],
-    }
-    keep_plan(run, values)
+    memory = {"name": "as it is", "ranks": 1, "rank_bytes": 400_000_000, "built": True, "flags": ""}
+    keep_plan(run, kept(memory=[memory]))
     history = read_metrics(run)
     history = replace(history, train=[replace(one, needed_bytes=(410_000_000,)) for one in history.train])
     lines = (run / "logs" / "monitor-rank-0.jsonl").read_text().splitlines()

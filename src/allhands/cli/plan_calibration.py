@@ -8,20 +8,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allhands.config import TrainConfig
+from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.metrics import RunStarted, TrainReport
 from allhands.metrics.events import decode_event
 from allhands.monitor import read_samples
 
 _STEPS = 6  # of which the first does not count: it compiles, and fills caches
-_STEPS_OF_GPU = 24  # some of which meet no shape for the first time
-_COMPILED_FROM = 400  # batches, as `allhands train` decides
+_STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
+_STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
     *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
@@ -44,6 +44,7 @@ class Calibration:
         cores_per_rank: that it had, where they were counted.
         expected_bytes: what the process itself expected to need before its first step, where it knows that.
         seconds: that all of it took.
+        first_s: by which a training's first steps take longer than others, all together: on a GPU.
         largest: padded tokens that are computed at once at most in the whole training, and into how many such parts a
             batch is cut; ``None`` in what an earlier version has kept.
     """
@@ -58,6 +59,7 @@ class Calibration:
     seconds: float
     cores_per_rank: int | None = None
     largest: tuple[int, int] | None = None
+    first_s: float = 0.0
 
 
 def calibrate(config: TrainConfig, timeout_s: float, *, on_gpu: bool) -> Calibration:
@@ -70,8 +72,9 @@ def calibrate(config: TrainConfig, timeout_s: float, *, on_gpu: bool) -> Calibra
     sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
     runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes]
     first = runs[0]
+    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
     return Calibration(
-        points=tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs),
+        points=points,
         exchanged=first.started.trainable_params,
         total=first.started.total_params,
         examples=first.started.num_train_examples,
@@ -81,12 +84,15 @@ def calibrate(config: TrainConfig, timeout_s: float, *, on_gpu: bool) -> Calibra
         seconds=time.perf_counter() - began,
         cores_per_rank=first.started.cores_per_rank,
         largest=first.started.largest,
+        first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
     )
 
 
-def steps_of(*, on_gpu: bool) -> int:
+def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
     """Of each of the two runs."""
-    return _STEPS_OF_GPU if on_gpu else _STEPS
+    if not on_gpu:
+        return _STEPS
+    return _STEPS_OF_GPU if config.packing else _STEPS_OF_LENGTHS
 
 
 def time_to_start(config: TrainConfig, timeout_s: float) -> float:
@@ -121,7 +127,7 @@ def _point_of_gpu(run: _Run) -> tuple[float, float]:
 
     The last step has none, and its own were computed in the one before: it does not count. Nor do, if there are others,
     those of a shape that was met for the first time, as most of a long training are not, and those before them: such
-    passes are not handed out ahead.
+    passes are not handed out ahead. What those took longer is :attr:`Calibration.first_s`.
     """
     counted = list(zip(run.reports, run.reports[1:-1], run.reports[2:], strict=False))
     old = [each for before, each, after in counted if before.shapes == each.shapes == after.shapes]
@@ -129,6 +135,13 @@ def _point_of_gpu(run: _Run) -> tuple[float, float]:
     chosen = old[len(old) // 3 :] if len(old) > 1 else [each for _, each, _ in counted] or list(run.reports)
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in chosen)
     return tokens, statistics.mean(report.step_time_s for report in chosen)
+
+
+def _more_than(reports: Sequence[TrainReport], tokens: float, seconds: float) -> float:
+    """Seconds that all steps took longer than steps of so many tokens and seconds would have."""
+    took = sum(report.step_time_s for report in reports)
+    computed = sum(report.tokens_per_s * report.step_time_s for report in reports)
+    return max(0.0, took - computed * seconds / tokens)
 
 
 def _run(
@@ -154,7 +167,7 @@ def _run(
             )
         except subprocess.TimeoutExpired:
             hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
-            message = f"{steps_of(on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
+            message = f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
             raise ConfigError(message, where="--timeout-s", hint=hint) from None
         if done.returncode:
             raise _failure(done.stderr, done.returncode)
@@ -174,8 +187,8 @@ def _expected(run: Path) -> int | None:
 
 def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False) -> Mapping[str, Any]:
     """The options of a short run: what is computed in a step is that of ``config``."""
-    steps = steps_of(on_gpu=on_gpu)
-    long = (config.iters or (0 if config.epochs else 1000)) >= _COMPILED_FROM
+    steps = steps_of(config, on_gpu=on_gpu)
+    long = (config.iters or (0 if config.epochs else 1000)) >= COMPILE_FROM_BATCHES
     values = {name: value for name, value in config.model_dump(mode="json").items() if name not in _DROPPED}
     changed = {
         "train": True,

@@ -25,6 +25,7 @@ from allhands.pretrain_config import pretraining
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
 _PROGRAM_BYTES = 150_000_000
 _DEFAULT_ITERS = 1000
+_FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
 _DEFAULT_LINK = "1GbE"
 
@@ -82,7 +83,7 @@ def facts_of(
     notes: list[str] = []
     measured: Calibration | None = None
     if not devices:
-        steps = steps_of(on_gpu=kind != "cpu")
+        steps = steps_of(config, on_gpu=kind != "cpu")
         say(f"training {steps} steps with the whole batch, and with half of it ...")
         measured = calibrate(_as_one_of(config, notes), asked.timeout_s, on_gpu=kind != "cpu")
         notes.append(_told(measured))
@@ -96,6 +97,7 @@ def facts_of(
     job = Job(
         steps=_steps(config, rows),
         start_s=measured.start_s if measured else 0.0,
+        first_s=_first_s(config, kind, measured, rows),
         started=_started(config, asked, say) if together else None,
         step=step,
         link=link,
@@ -119,6 +121,12 @@ def facts_of(
         most = limit_for(on_gpu(model.blocks, work).arrays, device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
     return job, notes, measured
+
+
+def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows: _Rows) -> float:
+    """Seconds that the first steps take longer; a part of them where the training is shorter than the one here was."""
+    here = steps_of(config, on_gpu=kind != "cpu")
+    return 0.0 if measured is None else measured.first_s * min(1.0, _steps(config, rows) / here)
 
 
 def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
@@ -453,8 +461,10 @@ def _measured_link(config: TrainConfig, say: Callable[[str], object], notes: lis
 
 def _told(measured: Calibration) -> str:
     speed = measured.points[0][0] / measured.points[0][1]
+    first = measured.first_s
+    later = f"; its first steps take {format_duration(first)} longer than later ones" if first >= _FELT_S else ""
     return (
         f"measured here: {speed:,.0f} tokens/s with {format_count(measured.exchanged)} of "
         f"{format_count(measured.total)} parameters trained, {format_bytes(measured.peak_bytes)} at the peak, "
-        f"{format_duration(measured.start_s)} to the start"
+        f"{format_duration(measured.start_s)} to the start{later}"
     )

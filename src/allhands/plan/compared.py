@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,6 +164,13 @@ def _counted(history: RunHistory) -> list[TrainReport]:
     return found[1:] or found
 
 
+def _met_nothing_new(history: RunHistory, reports: Sequence[TrainReport]) -> Sequence[TrainReport]:
+    """Those without batches of shapes that were met for the first time, which take longer, if there are several."""
+    old = {report.step for before, report in pairwise(history.train) if before.shapes == report.shapes}
+    found = [report for report in reports if report.step in old]
+    return found if len(found) > 1 else reports
+
+
 # --- times --------------------------------------------------------------------------------------------
 
 
@@ -180,6 +188,7 @@ def _times(
     if planned:
         figure = Figure("start", "time to the start", planned, begins, marked)
         yield _explained(figure, _why_start(figure, line.machines if line.start_s is None else 1))
+    reports = _met_nothing_new(history, reports)
     step = _known(typical(report.step_time_s for report in reports))
     one = Figure("step", "a step", line.prediction.step_s, step, marked)
     yield _explained(one, _why_step(plan, line, reports))

@@ -18,6 +18,7 @@ _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2
 _CHUNK_ROWS = 256  # of the loss
 _LOGITS = 512 << 20  # bytes of them at once on a GPU
+_ONE_ARRAY = 1 << 28  # trained numbers that are one on a GPU, as in allhands.model.fused.leaves
 # Values for each trained weight that an optimizer keeps.
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
 # In the update, weight by weight: the gradient, and a part of the new values beside the old.
@@ -114,6 +115,7 @@ class Memory:
         backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
         activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
         beside: what the process takes that is no array: room of the products with the head.
+        renewed: of ``update`` the new values of what a rank updates.
     """
 
     weights: int
@@ -124,6 +126,7 @@ class Memory:
     activations: int = 0
     logits: int = 0
     beside: int = 0
+    renewed: int = 0
 
     @property
     def arrays(self) -> int:
@@ -183,12 +186,18 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
     if work.masters:  # copies and states in float32
         states = 2 * (states + work.trained_bytes)
+    # What is updated at once is there twice: everything, or an array of a large model and those after it.
+    numbers = max(1, work.trained_bytes // _HALF)
+    if numbers > _ONE_ARRAY:
+        numbers = max(blocks.vocabulary * blocks.dims, _ONE_ARRAY // 2)
+    renewed = int(min(1.0, numbers * _HALF / max(1, work.trained_bytes)) * (work.trained_bytes + states))
     return Memory(
         weights=work.weights_bytes,
         optimizer=states,
         backward=int(values * held) + gradients + logits,
         loss=int(values * held) + logits,
-        update=work.trained_bytes,
+        update=gradients + renewed,
+        renewed=renewed,
         activations=int(values * held),
         logits=logits,
     )

@@ -46,6 +46,7 @@ class Job:
         together: whether the ranks are processes of one computer, with one price.
         shares: whether they have one memory, too: not where each has a GPU.
         started: a number of ranks, and the seconds until their first step, where that was measured.
+        first_s: by which the first steps take longer than the others, all together.
     """
 
     steps: int
@@ -65,6 +66,7 @@ class Job:
     together: bool = False
     shares: bool = False
     started: tuple[int, float] | None = None
+    first_s: float = 0.0
 
     def start_of(self, ranks: int) -> float:
         """Seconds until the first step of so many ranks."""
@@ -113,6 +115,7 @@ class Outlook:
         return {
             "steps": self.job.steps,
             "start_s": self.job.start_s,
+            "first_s": self.job.first_s,
             "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
             "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
             "usable_bytes": self.job.usable_bytes,
@@ -178,7 +181,7 @@ def _groups(job: Job) -> list[tuple[float, ...]]:
 def _line(job: Job, speeds: tuple[float, ...]) -> Line:
     found = predict(job.step, job.link or _Nothing(), speeds)
     start = job.start_of(len(speeds))
-    training = start + job.steps * found.step_s
+    training = start + job.first_s + job.steps * found.step_s
     hours, prices = training / 3600 * (1 if job.together else len(speeds)), job.prices
     kwh = None if prices.watts is None else hours * prices.watts / 1000
     costs = [

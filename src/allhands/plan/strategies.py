@@ -69,13 +69,16 @@ def strategies(
     memory = of(share)
     yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=start)
     if divides and work.optimizer in ELEMENTWISE:
-        parted = replace(memory, optimizer=memory.optimizer // ranks)
+        update = memory.update - memory.renewed * (ranks - 1) // ranks
+        parted = replace(memory, optimizer=memory.optimizer // ranks, update=update)
         flags = f"{start} --shard-optimizer on"
         yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)
     if work.method == "full":
         block = work.weights_bytes // max(1, blocks.layers)
         whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)
-        whole = replace(whole, backward=whole.backward - work.trained_bytes * (ranks - 1) // ranks)
+        parted = work.trained_bytes * (ranks - 1) // ranks
+        update = memory.update - parted - memory.renewed * (ranks - 1) // ranks
+        whole = replace(whole, backward=whole.backward - parted, update=update)
         yield _of("parameters sharded", ranks, share, whole, 2 * block, built=False)
     tensor = of(
         replace(

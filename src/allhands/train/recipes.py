@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import mlx.core as mx
 from rich.console import Console
 
-from allhands.config import TrainConfig
+from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
@@ -61,9 +61,6 @@ from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
 
 __all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
-
-# Compiling costs 10 to 40 s at the start on a GPU and saves about a sixth of each step.
-COMPILE_FROM_BATCHES = 400
 
 
 @dataclass(frozen=True)
