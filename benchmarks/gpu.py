@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from harness import (
     git_commit,
     peer_list,
     positive,
+    python_path,
     pythons,
     run_benchmark,
     run_measured,
@@ -182,11 +182,6 @@ def build_all(options: argparse.Namespace, directory: Path) -> None:
     # No more at once than a large GPU's memory holds.
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(build, jobs))
-
-
-def python_path() -> str:
-    """This project's own source, and what the person's PYTHONPATH has."""
-    return os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def gpu() -> str:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu import PACKAGES, WORKS, python_path
+from gpu import PACKAGES, WORKS
 from harness import (
     BenchmarkError,
     clean_environ,
@@ -30,6 +30,7 @@ from harness import (
     num_cores,
     peer_list,
     positive,
+    python_path,
     pythons,
     run_benchmark,
     run_measured,

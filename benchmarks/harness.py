@@ -130,6 +130,12 @@ def clean_environ(**added: str) -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **added}
 
 
+def python_path() -> str:
+    """This project's own source, and what the person's PYTHONPATH has."""
+    own = str(Path(__file__).resolve().parent.parent / "src")
+    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def make_environment(directory: Path, attempts: Sequence[Sequence[str]]) -> Path:
     """Python of a virtual environment in ``directory``, made once with the first pip arguments that work.
 

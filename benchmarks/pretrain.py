@@ -28,6 +28,7 @@ from harness import (
     num_cores,
     peer_list,
     positive,
+    python_path,
     pythons,
     run_benchmark,
     run_measured,
@@ -116,7 +117,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
 
 def environ(**added: str) -> dict[str, str]:
     """For both: this project's own source."""
-    return clean_environ(PYTHONPATH=str(HERE.parent / "src"), **added)
+    return clean_environ(PYTHONPATH=python_path(), **added)
 
 
 def torch_python(options: argparse.Namespace) -> Path:
@@ -173,7 +174,7 @@ def by_torch(options: argparse.Namespace, peer: str, python: Path, work: Path, r
     command = [str(python), *(several if options.ranks > 1 else []), str(HERE / "pretrain_torch.py"), *words]
     if peer == "torch-compiled":
         command.append("--compile")
-    run_measured(command, work / f"{peer}.log", clean_environ(), options.timeout)
+    run_measured(command, work / f"{peer}.log", environ(), options.timeout)
     found = json.loads(out.read_text())
     # The first twentieth warms up, and compiles.
     steps = found.pop("step_s")[max(1, options.iters // 20) :]
