@@ -31,6 +31,7 @@ from allhands.plan.strategies import strategies
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
 FREE = Link("free", float("inf"), 0.0)
+MIXTURE = Blocks(30, 576, 1536, 576, 192, 50257, experts=8, active=2)
 LLAMA = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
 SMALLER = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=50304)
 MIXTRAL = Blocks(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
@@ -203,6 +204,7 @@ def test_experts_are_divided_and_the_rest_is_not() -> None:
         (SMALLER, Work("full", 8192, 16, 2_152_337_408, 2_152_337_408, "adamw", masters=True), 27.8),
         (SMALLER, Work("lora", 8192, 16, 2_152_337_408 + 22_544_384, 22_544_384, "adamw"), 13.88),
         (SMALLER, Work("lora", 8192, 8, 2_152_337_408 + 11_272_192, 11_272_192, "adamw"), 8.82),
+        (MIXTURE, Work("full", 8192, 30, 1_385_400_960, 1_385_400_960, "adamw", masters=True), 21.6),
         # Activations computed again: of full training the update's peak, in which the largest array is there twice.
         (LLAMA, Work("full", 8192, 16, 2_471_645_608, 2_471_645_608, "adamw", recomputed=True, masters=True), 23.45),
         (LLAMA, Work("lora", 8192, 16, 2_494_000_000, 22_544_384, "adamw", recomputed=True), 5.95),

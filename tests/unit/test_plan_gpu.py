@@ -40,7 +40,11 @@ def steps(tokens: float, shapes: list[int]) -> list[tuple[float, int]]:
 
 
 def calibrated(
-    monkeypatch: pytest.MonkeyPatch, told: dict[int, list[tuple[float, int]]], **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    told: dict[int, list[tuple[float, int]]],
+    *,
+    tokens: list[float] | None = None,
+    **options: Any,
 ) -> tuple[Calibration, list[dict[str, Any]]]:
     """By trainings that write what is ``told`` of each batch size, and the options that they were given."""
     asked: list[dict[str, Any]] = []
@@ -52,16 +56,17 @@ def calibrated(
         run.mkdir()
         sink = JsonlSink(run / "metrics.jsonl")
         facts = {"name": "run", "model": "m", "method": "lora", "num_ranks": 1, "backend": "none", "batch_size": 8}
-        sizes = {"total_steps": 24, "trainable_params": 10, "total_params": 100, "num_train_examples": 500}
-        sink.emit(RunStarted(**facts, **sizes, cores_per_rank=None, versions={}, time=9e9, largest=(8192, 1)))  # type: ignore[arg-type]
-        tokens = TOKENS * values["batch_size"] / 8
-        for number, (seconds, shapes) in enumerate(told[values["batch_size"]], 1):
+        numbers = {"total_steps": 24, "trainable_params": 10, "total_params": 100, "num_train_examples": 500}
+        sink.emit(RunStarted(**facts, **numbers, cores_per_rank=None, versions={}, time=9e9, largest=(8192, 1)))  # type: ignore[arg-type]
+        steps = told[values["batch_size"]]
+        sizes = tokens or [TOKENS * values["batch_size"] / 8] * len(steps)
+        for number, ((seconds, shapes), size) in enumerate(zip(steps, sizes, strict=True), 1):
             zeros = dict.fromkeys(("loss", "learning_rate", "grad_norm", "data_wait_s", "comm_s", "elapsed_s"), 0.0)
             sink.emit(
                 TrainReport(
                     step=number,
-                    tokens_per_s=tokens / seconds,
-                    trained_tokens_per_s=tokens / seconds,
+                    tokens_per_s=size / seconds,
+                    trained_tokens_per_s=size / seconds,
                     trained_tokens=0,
                     step_time_s=seconds,
                     peak_memory_bytes=(30_000,),
@@ -96,6 +101,18 @@ def test_steps_that_met_a_shape_for_the_first_time_do_not_count(monkeypatch: pyt
 
 def test_lengths_that_vary_are_seen_in_more_steps() -> None:
     assert steps_of(TrainConfig(), on_gpu=True) == 4 * steps_of(TrainConfig(packing=True), on_gpu=True) == 96
+
+
+def test_real_steps_foretell_those_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tokens, seconds and shapes so far of LoRA on 8 stories a step, a Llama of 1.08 billion on an H200.
+    steps = json.loads((Path(__file__).parent / "steps_of_lengths_h200.json").read_text())
+    first, later = steps[:96], steps[96:]
+    told = [(seconds, shapes) for _, seconds, shapes in first]
+    found, _ = calibrated(monkeypatch, {8: told, 4: told}, tokens=[tokens for tokens, _, _ in first])
+    size, step_s = found.points[0]
+    assert size == pytest.approx(sum(tokens for tokens, _, _ in first) / 96)
+    assert step_s == pytest.approx(sum(seconds for _, seconds, _ in later) / len(later), rel=0.15)
+    assert found.first_s + len(steps) * step_s == pytest.approx(sum(seconds for _, seconds, _ in steps), rel=0.15)
 
 
 def test_where_all_shapes_are_new_they_count(monkeypatch: pytest.MonkeyPatch) -> None:

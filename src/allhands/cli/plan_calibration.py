@@ -22,6 +22,7 @@ from allhands.monitor import read_samples
 _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
 _STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
+_ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time depends on them
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
     *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
@@ -127,14 +128,32 @@ def _point_of_gpu(run: _Run) -> tuple[float, float]:
 
     The last step has none, and its own were computed in the one before: it does not count. Nor do, if there are others,
     those of a shape that was met for the first time, as most of a long training are not, and those before them: such
-    passes are not handed out ahead. What those took longer is :attr:`Calibration.first_s`.
+    passes are not handed out ahead. What those took longer is :attr:`Calibration.first_s`. Of the others a step takes
+    as long as the next one's pass does, whose tokens count.
     """
     counted = list(zip(run.reports, run.reports[1:-1], run.reports[2:], strict=False))
-    old = [each for before, each, after in counted if before.shapes == each.shapes == after.shapes]
+    old = [(each, after) for before, each, after in counted if before.shapes == each.shapes == after.shapes]
     # A device gets quicker until its clock and its caches are where they stay.
-    chosen = old[len(old) // 3 :] if len(old) > 1 else [each for _, each, _ in counted] or list(run.reports)
-    tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in chosen)
-    return tokens, statistics.mean(report.step_time_s for report in chosen)
+    chosen = old[len(old) // 3 :] if len(old) > 1 else [(each, after) for _, each, after in counted]
+    # Of all: a rare length, which is most often a long one, is met for the first time more often than others.
+    tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in run.reports)
+    if not chosen:
+        return tokens, statistics.mean(report.step_time_s for report in run.reports)
+    return tokens, _seconds_at(
+        tokens,
+        [after.tokens_per_s * after.step_time_s for _, after in chosen],
+        [each.step_time_s for each, _ in chosen],
+    )
+
+
+def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Of a step with so many tokens, by a line through steps of other ``sizes``; neither part of it is negative."""
+    if statistics.pstdev(sizes) < _ALIKE * statistics.mean(sizes):
+        return statistics.mean(seconds)
+    slope, base = statistics.linear_regression(sizes, seconds)
+    if slope <= 0.0:
+        return statistics.mean(seconds)
+    return base + slope * tokens if base >= 0.0 else tokens * sum(seconds) / sum(sizes)
 
 
 def _more_than(reports: Sequence[TrainReport], tokens: float, seconds: float) -> float:

@@ -168,15 +168,14 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
 def on_gpu(blocks: Blocks, work: Work) -> Memory:
     """What a step takes on a GPU with nothing ahead, in half precision.
 
-    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-22.md``); SwiGLU's output is
+    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``); SwiGLU's output is
     computed again. The loss has all logits at once where the head is trained, and else four times as many of them as
-    fill :data:`_LOGITS`. Neither checkpointing nor models with experts were measured there: the multiples of the
-    latter are those of MLX's own operations on a CPU.
+    fill :data:`_LOGITS`. Those with experts are of one work there, a mixture of 693 million.
     """
     values = work.tokens * _HALF
     kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
     if blocks.experts:
-        kept = _dot(_mixed(blocks), (8.5, 4.9, 2.7, 2.4))
+        kept = _dot(_mixed(blocks), (7.4, 4.3, 2.3, 2.1))
     layers = work.trained_layers
     held = layers * blocks.dims + kept if work.recomputed else layers * kept
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
