@@ -32,7 +32,7 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 # these, in which nothing hangs on the clock.
 UNHURRIED := $(addprefix tests/distributed/test_,dashboard_stop.py examples.py launchers.py monitor_runs.py) \
   $(addprefix tests/fault/test_,checkpoint_torn.py data_commands.py kernels_torn.py shipping_storage.py wrong_input.py)
-test: $(STAMP) ## the whole test suite (15 to 20 minutes on 2 cores)
+test: $(STAMP) ## the whole test suite (about 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/parity $(UNHURRIED)
 	$(BIN)/python -m pytest tests/distributed tests/fault $(addprefix --ignore=,$(UNHURRIED))
 

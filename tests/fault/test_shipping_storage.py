@@ -11,6 +11,9 @@ import pytest
 from command_line import call_allhands
 from tiny import write_adapter, write_model
 
+from allhands.errors import StorageError
+from allhands.shipping.fusing import FuseOptions, fuse_model
+
 _KB = 8  # a file may have no more; the adapter alone has more
 
 
@@ -37,3 +40,15 @@ def test_a_write_that_fails_is_one_message_and_leaves_nothing(tmp_path: Path, wo
     assert "what to do" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_model(tmp_path / "base")
+    (tmp_path / "file").write_text("no directory")
+    computed: list[object] = []
+    monkeypatch.setattr("allhands.shipping.fusing._logits", computed.append)
+    with pytest.raises(StorageError, match="file"):
+        fuse_model(FuseOptions(str(base), None), tmp_path / "file" / "out")
+    assert not computed

@@ -150,7 +150,7 @@ def shorten(data: Path) -> None:
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:24]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_readmes_commands_run_in_order(tmp_path: Path) -> None:
     model = write_model(tmp_path / "small", layers=2)
     # One thread: a product of tiny matrices is slower on two, and much slower where the other is at work.

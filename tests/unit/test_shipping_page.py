@@ -13,7 +13,7 @@ from test_readme import ROOT, blocks, shorten
 from tiny import run_allhands, write_model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
     write_model(tmp_path / "models" / "smollm2", layers=2)
     done = call_allhands("data", "demo", "--out", tmp_path / "data" / "pirate")

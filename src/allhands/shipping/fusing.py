@@ -107,10 +107,11 @@ def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, 
     if holds_files(target) and not options.force:
         raise ModelError("a model is there already", where=str(out), hint="add --force to replace it")
     load_tokenizer(str(path), trust_remote_code=options.trust_remote_code)
-    adapted = _adapted(options, path)
-    wanted, kinds = _logits(adapted), _floating(adapted)
-    del adapted
+    # First of all, so that a place that cannot be written to is found before anything is computed.
     with staging(target) as staged:
+        adapted = _adapted(options, path)
+        wanted, kinds = _logits(adapted), _floating(adapted)
+        del adapted
         copy_files(path, staged, weights=False)
         model, config, count, again = _merged(options, path)
         kinds |= _floating(model)
