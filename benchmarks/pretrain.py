@@ -86,6 +86,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     # Also where allhands is not asked for: the peer takes its config.json.
     say(TITLES["allhands"])
     measured = by_allhands(options, ours, work, run)
+    tell(measured)
     if "allhands" in options.peers:
         found["allhands"] = measured
     for peer in options.peers:
@@ -95,6 +96,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         used["torch"] = torch_python(options)
         try:
             found[peer] = by_torch(options, peer, used["torch"], work, run)
+            tell(found[peer])
         except BenchmarkError as error:
             say(f"  {error}")
             found[peer] = {"error": str(error).splitlines()[-1]}
@@ -113,6 +115,12 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "settings": {**{name: getattr(options, name) for name in kept}, "data": options.data.name},
         "found": found,
     }
+
+
+def tell(one: dict[str, Any]) -> None:
+    """What was measured, at once: somebody may end all of it before the tables."""
+    curve = ", ".join(f"{step}: {loss:.3f}" for step, loss in one["valid_curve"])
+    say(f"  {statistics.median(one['tokens_per_s']):,.0f} tokens/s; validation {curve}")
 
 
 def environ(**added: str) -> dict[str, str]:
