@@ -191,6 +191,20 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
             temporary.unlink(missing_ok=True)
 
 
+def require_writable(path: Path) -> None:
+    """Find out before long work that a file can be written at ``path``, by making another beside it for a moment.
+
+    Raises:
+        StorageError: it cannot.
+    """
+    draft = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    try:
+        os.close(_create(draft, os.O_WRONLY, private=True))
+        draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
 def write_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     """:func:`storage_error` of a failed write. MLX reports one without its cause: look whether the disk is full."""
     if isinstance(error, RuntimeError):

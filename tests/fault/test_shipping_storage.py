@@ -11,7 +11,7 @@ import pytest
 from command_line import call_allhands
 from tiny import write_adapter, write_model
 
-from allhands.errors import StorageError
+from allhands.errors import ConfigError, StorageError
 from allhands.shipping.fusing import FuseOptions, fuse_model
 
 _KB = 8  # a file may have no more; the adapter alone has more
@@ -40,6 +40,14 @@ def test_a_write_that_fails_is_one_message_and_leaves_nothing(tmp_path: Path, wo
     assert "what to do" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_model_that_is_there_is_another_place_to_name(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    write_model(tmp_path / "out")
+    with pytest.raises(ConfigError, match="there already") as caught:
+        fuse_model(FuseOptions(str(base), None), tmp_path / "out")
+    assert caught.value.exit_code == 2
 
 
 def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_computed(

@@ -122,6 +122,7 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         (["--num-layers", "4"], 2, ["--num-layers", "the model has 3", "at most 3"]),
         (["--lora-rank", "8"], 2, ["--lora-rank", "lora_parameters"]),
         (["--test", "--test-batches", "0"], 2, ["--test-batches"]),
+        (["--no-train"], 2, ["--no-train", "nothing to do", "--test"]),
         (["-n", "2", "--backend", "nccl"], 2, ["--backend nccl", "GPU"]),
         (["-n", "2", "--rank-weights", "[1, 2, 3]"], 2, ["--rank-weights", "3 weights for 2 ranks", "[2, 1]"]),
         (["--rank-weights", "[2, 1]"], 2, ["--rank-weights", "2 weights for 1 rank"]),

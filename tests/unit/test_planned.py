@@ -20,7 +20,7 @@ from allhands.errors import ConfigError
 from allhands.metrics import RunEnded, read_metrics
 from allhands.monitor import decode_sample, encode_sample
 from allhands.plan.compared import Comparison, Figure, compare
-from allhands.plan.kept import keep_plan, plan_before, read_plan
+from allhands.plan.kept import keep_plan, plan_before, plan_record, read_plan
 from allhands.report import make_page, read_facts, to_html, to_markdown
 from allhands.report.planned import comparison_of, plan_words
 
@@ -249,13 +249,35 @@ def test_other_options_are_named_and_the_figures_marked(tmp_path: Path) -> None:
     assert "| --batch-size 16 | --batch-size 8 |" in page
 
 
-def test_only_the_whole_time_depends_on_the_number_of_steps(tmp_path: Path) -> None:
+def test_another_number_of_steps_has_its_share_of_the_time(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, iters=60)
-    found = figures(compared(run, options={**OPTIONS, "iters": 100}))
-    assert {key: one.marked for key, one in found.items()} == {
-        **{"start": False, "step": False, "steps": True, "memory": False}
-    }
+    found = compared(
+        run, options={**OPTIONS, "iters": 600}, steps=600, machines=[{**line(1, 0.5), "training_s": 302.0}]
+    )
+    assert not any(one.marked for one in found.figures)
+    whole = figures(found)["steps"]
+    assert (whole.of, whole.planned, whole.measured) == ("all 60 steps (600 were planned: their share)", 30.0, 31.0)
+    assert [one.told for one in found.differences] == ["planned with --iters 600, trained with --iters 60"]
+
+
+def test_validations_do_not_explain_that_it_was_quicker(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    whole = figures(compared(run, machines=[{**line(1, 0.5), "training_s": 92.0}]))["steps"]
+    assert whole.off
+    assert whole.ratio is not None
+    assert whole.ratio < 1
+    assert not any("validations" in one for one in whole.why)
+
+
+def test_which_tokens_are_trained_is_compared(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    set_option(run, mask_prompt=False)
+    record = plan_record({**OPTIONS, "mask_prompt": True, "train_on": "last"}, processor="cpu", device=None)
+    assert record["options"]["train_on"] == "last"
+    found = compared(run, options=record["options"])
+    assert any("--mask-prompt" in one.told for one in found.differences)
+    assert figures(found)["step"].marked
 
 
 def test_a_number_of_steps_that_no_option_tells(tmp_path: Path) -> None:
@@ -263,7 +285,8 @@ def test_a_number_of_steps_that_no_option_tells(tmp_path: Path) -> None:
     set_option(run, epochs=2.0, grad_accumulation_steps=4)
     found = compared(run, options={**OPTIONS, "epochs": 2.0, "grad_accumulation_steps": 4})
     assert [one.told for one in found.differences] == ["planned with 60 steps, trained with 15 steps"]
-    assert {key for key, one in figures(found).items() if one.marked} == {"steps"}
+    assert not any(one.marked for one in found.figures)
+    assert figures(found)["steps"].planned == pytest.approx(30.0 * 15 / 60)
 
 
 def test_a_way_that_the_plan_has_shown_is_the_one_that_is_compared(tmp_path: Path) -> None:

@@ -278,11 +278,13 @@ def test_samples_and_answers_before_and_after(tmp_path: Path) -> None:
     run = write_run(tmp_path / "adapters", sampled=[("Once", "upon a time"), ("Ahoy", "matey")])
     answers = {"prompts": ["What is tea?"], "before": ["A drink."], "after": ["Aye, a drink."], "before_share": 0.0}
     (run / "answers.json").write_text(json.dumps(answers))
+    (run / "answers.1.json").write_text(json.dumps({**answers, "prompts": ["Of an earlier run?"]}))
     (run / "other.json").write_text('{"prompts": ["a"], "before": [], "after": ["b"]}')
     text = to_markdown(page_of(run))
     assert "| What is tea? | A drink. | Aye, a drink. |" in text
     assert "| 60 | Once | upon a time |" in text
     assert "other.json" not in text
+    assert "earlier run" not in text
 
 
 # --- runs that are not whole -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from allhands.train.restore import Restored, receive
 from allhands.train.rundir import kept_as, make_room
 
 FILES = ("metrics.jsonl", "loss.png", "0000100_adapters.safetensors", "0000200_adapters.safetensors")
+ANSWERS = "answers.json"
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 
 
@@ -34,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def fill(directory: Path, text: str) -> None:
-    for name in (*FILES, *ADAPTER):
+    for name in (*FILES, *ADAPTER, ANSWERS):
         (directory / name).write_text(f"{text} {name}")
 
 
@@ -48,7 +49,7 @@ def restored(path: Path, step: int) -> Restored:
 
 def test_a_new_run_sets_everything_aside_under_one_number(run: Path) -> None:
     (note,) = make_room(run, None, "new")
-    kept = ["adapters.1", "best.1", "checkpoints.1", "loss.1.png", "metrics.1.jsonl"]
+    kept = ["adapters.1", "answers.1.json", "best.1", "checkpoints.1", "loss.1.png", "metrics.1.jsonl"]
     # The adapter to use stays until there is a new one; what is not of a run is not touched.
     assert names(run) == sorted([".run", *ADAPTER, "notes.txt", *kept])
     assert names(run / "adapters.1") == list(FILES[2:])

@@ -27,7 +27,7 @@ from allhands.cli.talk import (
     score_lines,
 )
 from allhands.data.demo import splits
-from allhands.errors import ConfigError, DataError, ModelError
+from allhands.errors import ConfigError, DataError, ModelError, StorageError
 from allhands.generate import answer_all, load_for_generation, prompt_tokens
 from allhands.model.load import load_model
 from allhands.report import read_facts
@@ -262,6 +262,7 @@ def test_compare_writes_prompts_answers_and_scores(
 ) -> None:
     out = tmp_path / "deep" / "answers.json"
     run_compare(str(tiny_model), adapter, "demo", 3, 1, 6, out)
+    assert out.stat().st_mode & 0o777 == 0o600  # as all that holds what people asked
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert saved["prompts"] == held_out_prompts("demo", 3)
     assert {len(saved[key]) for key in ("prompts", "before", "after")} == {3}
@@ -284,6 +285,18 @@ def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapte
     # Of an adapter that is no run nothing is written.
     run_compare(str(tiny_model), adapter, "demo", 2, 1, 4, None)
     assert not (adapter / "answers.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_answered(
+    tiny_model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("allhands.cli.talk.answers", lambda *each: asked.append(each))
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(StorageError, match="file"):
+        run_compare(str(tiny_model), adapter, "demo", 3, 1, 6, tmp_path / "file" / "answers.json")
+    assert not asked
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:

@@ -23,7 +23,7 @@ from allhands.config import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError
 from allhands.files import make_directory, write_whole
-from allhands.metrics import RunHistory, read_metrics
+from allhands.metrics import ANSWERS_FILE, RunHistory, read_metrics
 from allhands.plots import plot_losses, times_markdown, times_table
 
 NUM_PROMPTS = 16
@@ -63,7 +63,7 @@ def run_demo(out: Path, iters: int, seed: int) -> None:
     console.print(comparison_table(comparison, 4))
     for line in score_lines(comparison):
         console.print(line)
-    save_comparison(comparison, out / "answers.json")
+    save_comparison(comparison, out / ANSWERS_FILE)
     console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {out}", soft_wrap=True)
     console.print("ask it yourself:", soft_wrap=True)
     console.print(

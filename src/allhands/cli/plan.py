@@ -54,6 +54,7 @@ def plan(
     directory (--adapter-path), and compared with the run by `allhands report`.
     """
     from allhands.cli.plan_facts import Asked, facts_of
+    from allhands.files import require_writable
     from allhands.pictures import picture_suffix
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
@@ -62,6 +63,7 @@ def plan(
         return show_after(after, as_json=as_json)
     if picture is not None:
         picture_suffix(picture)  # before anything that takes long
+        require_writable(picture)
     config = training_config(context.args)
     asked = Asked(
         device=device,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allhands.cluster.guard import die_with_parent
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.metrics import RunStarted, TrainReport
@@ -23,6 +26,7 @@ _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
 _STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
 _ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time depends on them
+_FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
     *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
@@ -171,7 +175,8 @@ def _run(
     *,
     on_gpu: bool = False,
 ) -> _Run:
-    with tempfile.TemporaryDirectory(prefix="allhands-plan-") as folder:
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         place = Path(folder)
         values = {**settings(config, batch_size, place / "run", on_gpu=on_gpu), **(changed or {})}
         (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
@@ -183,6 +188,7 @@ def _run(
                 text=True,
                 timeout=timeout_s,
                 check=False,
+                preexec_fn=die_with_parent,
             )
         except subprocess.TimeoutExpired:
             hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
@@ -195,6 +201,14 @@ def _run(
     started = next(event for event in events if isinstance(event, RunStarted))
     reports = tuple(event for event in events if isinstance(event, TrainReport))
     return _Run(started, reports, max(0.0, started.time - began), expected)
+
+
+def _remove_abandoned() -> None:
+    """What plans have left behind that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError):  # others' are not ours to remove
+            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _expected(run: Path) -> int | None:

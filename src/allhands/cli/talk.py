@@ -17,8 +17,8 @@ from allhands.data.demo import demo_records, pirate_share
 from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import full_places, load_split
 from allhands.errors import ConfigError, DataError
-from allhands.files import make_directory, write_whole
-from allhands.metrics import METRICS_FILE
+from allhands.files import make_directory, require_writable, write_whole
+from allhands.metrics import ANSWERS_FILE, METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,11 @@ def run_compare(
 
     check_adapter(adapter_path)
     console = Console()
+    if out is None and (adapter_path / METRICS_FILE).exists():
+        out = adapter_path / ANSWERS_FILE
+    if out is not None:
+        make_directory(out.parent)
+        require_writable(out)  # before anything that takes long
     prompts = held_out_prompts(data, num_prompts)
     before, speed_before = answers(model, None, prompts, max_tokens)
     show_speed(console, "before", speed_before)
@@ -169,14 +174,9 @@ def run_compare(
     if data == "demo" or comparison.before_share or comparison.after_share:
         for line in score_lines(comparison):
             console.print(line, highlight=False)
-    if out is None and (adapter_path / METRICS_FILE).exists():
-        out = adapter_path / ANSWERS_FILE
     if out is not None:
         save_comparison(comparison, out)
         console.print(f"answers: {out}", highlight=False, soft_wrap=True, markup=False)
-
-
-ANSWERS_FILE = "answers.json"  # in a run's directory, where reports look for it
 
 
 def compared(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> Comparison:
@@ -188,4 +188,5 @@ def save_comparison(comparison: Comparison, path: Path) -> None:
     """Write prompts, answers and scores as JSON."""
     make_directory(path.parent)
     text = json.dumps(asdict(comparison), indent=1, ensure_ascii=False)
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    # As private as the rest of a run: what people asked is in it.
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=True)

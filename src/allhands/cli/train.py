@@ -54,6 +54,9 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
     with rank_0_speaks_first(launch):
         config = build_config(flags, flags.get("config"), kind)
         if not (config.train or config.test):
+            if "train" in config.model_fields_set:
+                hint = "leave it out to train, or add --test to evaluate what was trained"
+                raise ConfigError("there is nothing to do", where="--no-train", hint=hint)
             config = config.model_copy(update={"train": True})  # as the command is called
         check_launch(config, launch)
         if launch.launcher == "single":

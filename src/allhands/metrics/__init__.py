@@ -20,9 +20,10 @@ from allhands.metrics.events import (
     encode_event,
 )
 from allhands.metrics.history import RunHistory, read_metrics, typical
-from allhands.metrics.sinks import METRICS_FILE, JsonlSink, Sink, Sinks
+from allhands.metrics.sinks import ANSWERS_FILE, METRICS_FILE, JsonlSink, Sink, Sinks
 
 __all__ = [
+    "ANSWERS_FILE",
     "METRICS_FILE",
     "ConsoleSink",
     "Event",

@@ -15,6 +15,7 @@ from allhands.files import make_directory, private_opener
 from allhands.metrics.events import Event, encode_event
 
 METRICS_FILE = "metrics.jsonl"
+ANSWERS_FILE = "answers.json"  # beside it: what `allhands compare` was told
 _log = logging.getLogger(__name__)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allhands.formatting import format_bytes, format_count, format_duration
-from allhands.metrics import RunHistory, TrainReport, typical
+from allhands.metrics import RunHistory, RunStarted, TrainReport, typical
 from allhands.monitor.samples import Sample
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
 
@@ -138,7 +138,7 @@ def compare(
         notes.append(f"The number of ranks changed: compared is what {_ranks(ranks)} did last, not the whole time.")
     figures: list[Figure] = []
     if line is not None:
-        figures += _times(plan, line, history, reports, samples, differences)
+        figures += _times(plan, line, history, reports, samples, differences, config)
     memory, same = _memory(plan, started.backend, ranks, config)
     if memory is None and plan.memory:
         notes.append(f"The plan has no memory for {_ranks(ranks)} divided as the run was.")
@@ -181,6 +181,7 @@ def _times(
     reports: Sequence[TrainReport],
     samples: Sequence[Sample],
     differences: Sequence[Difference],
+    config: Mapping[str, Any],
 ) -> Iterator[Figure]:
     marked = any(one.option not in _OF_LENGTH for one in differences)
     begins = _start_s(history, samples)
@@ -193,11 +194,16 @@ def _times(
     one = Figure("step", "a step", line.prediction.step_s, step, marked)
     yield _explained(one, _why_step(plan, line, reports))
     rest_s = line.training_s - planned
-    whole = None
+    whole, name = None, "all steps"
     if history.ended is not None and history.ended.reason == "finished" and _one_number(history):
         whole = history.ended.total_time_s
-    why = [*_why_whole(history), *(["a step was not as planned"] if one.off else [])]
-    yield _explained(Figure("steps", "all steps", rest_s, whole, bool(differences)), why)
+    ran = plan.steps if history.started is None else _updates(history.started, config)
+    if ran != plan.steps:
+        rest_s, name = rest_s * ran / plan.steps, f"all {ran:,} steps ({plan.steps:,} were planned: their share)"
+    figure = Figure("steps", name, rest_s, whole, marked)
+    longer = figure.ratio is not None and figure.ratio > 1.0
+    why = [*(_why_whole(history) if longer else []), *(["a step was not as planned"] if one.off else [])]
+    yield _explained(figure, why)
 
 
 def _one_number(history: RunHistory) -> bool:
@@ -364,9 +370,14 @@ def _differences(plan: KeptPlan, history: RunHistory, config: Mapping[str, Any])
             yield Difference(name, _flag(name, planned), _flag(name, trained))
     yield from _circumstances(plan, history)
     if started is not None and all(plan.options.get(name) == config.get(name) for name in _LENGTH):
-        updates = math.ceil(started.total_steps / (config.get("grad_accumulation_steps") or 1))
+        updates = _updates(started, config)
         if updates != plan.steps:
             yield Difference("steps", f"{plan.steps} steps", f"{updates} steps")
+
+
+def _updates(started: RunStarted, config: Mapping[str, Any]) -> int:
+    """Of the optimizer, where the run counts batches."""
+    return math.ceil(started.total_steps / (config.get("grad_accumulation_steps") or 1))
 
 
 def _circumstances(plan: KeptPlan, history: RunHistory) -> Iterator[Difference]:

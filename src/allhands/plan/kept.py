@@ -28,7 +28,8 @@ _MOST_BYTES = 4_000_000
 # What of a training changes its time or its memory, and by which a run is told from the one that was planned.
 OPTIONS = (
     *("model", "data", "hf_dataset", "fine_tune_type", "optimizer", "num_layers", "batch_size", "iters", "epochs"),
-    *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters"),
+    *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters", "mask_prompt"),
+    "train_on",
     *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
     *("bucket_mb", "shard_optimizer", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
     *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),

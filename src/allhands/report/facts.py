@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ Status = Literal["finished", "stopped early", "interrupted", "failed", "going on
 
 _CONFIG = "adapter_config.json"
 _PREPARED = "report.json"
+_OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
 _FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
 
@@ -185,7 +187,7 @@ def _prepared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answers(directory: Path) -> Iterator[Answers]:
     for file in sorted(directory.glob("*.json")):
-        if file.name in (_CONFIG, PLAN_FILE):
+        if file.name in (_CONFIG, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
             continue
         content = _object(file)
         columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]

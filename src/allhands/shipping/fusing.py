@@ -105,7 +105,7 @@ def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, 
     target = out.expanduser().resolve()
     check_target(target, path, options.force)
     if holds_files(target) and not options.force:
-        raise ModelError("a model is there already", where=str(out), hint="add --force to replace it")
+        raise ConfigError("a model is there already", where=str(out), hint="add --force to replace it")
     load_tokenizer(str(path), trust_remote_code=options.trust_remote_code)
     # First of all, so that a place that cannot be written to is found before anything is computed.
     with staging(target) as staged:

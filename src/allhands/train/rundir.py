@@ -16,7 +16,7 @@ from allhands.checkpoints import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, q
 from allhands.checkpoints.layout import entries
 from allhands.distributed.backend import Communicator
 from allhands.files import make_directory, storage_error, write_whole
-from allhands.metrics import METRICS_FILE
+from allhands.metrics import ANSWERS_FILE, METRICS_FILE
 from allhands.model.adapters import CONFIG_FILE
 from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
@@ -28,7 +28,7 @@ from allhands.trees import numbers
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
 PLOT_FILE = "loss.png"
 MEMORY_FILE = "memory.png"
-_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
+_KEPT = (CHECKPOINTS, BEST, METRICS_FILE, ANSWERS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
