@@ -177,7 +177,7 @@ def _show_compared(found: Comparison) -> None:
     from allhands.formatting import format_moment
 
     typer.echo(
-        f"\nAs planned on {format_moment(found.made)} UTC, on {found.machines} machine{'s' * (found.machines > 1)}:"
+        f"\nAs planned on {format_moment(found.made)} UTC, for {found.machines} rank{'s' * (found.machines > 1)}:"
     )
     for note in found.notes:
         typer.echo(f"- {note}")
@@ -216,11 +216,19 @@ def _show_time(console: Any, outlook: Outlook) -> None:
     from allhands.formatting import format_duration
 
     job, step = outlook.job, outlook.job.step
+    where = "on one computer" if job.whole_s is None else "by one process with its share of the cores"
     console.print(
-        f"{job.steps} steps; one of them on one computer: {_milliseconds(step.alone_s)}, of which "
+        f"{job.steps} steps; one of them {where}: {_milliseconds(step.alone_s)}, of which "
         f"{100 * step.serial_fraction:.0f} % gets no shorter with more",
         markup=False,
     )
+    if job.whole_s is not None:
+        most = outlook.lines[-1]
+        console.print(
+            f"By one process with all cores: {_milliseconds(job.whole_s)}, {format_duration(job.alone_s)} in all; "
+            f"{most.machines} processes are {job.alone_s / most.training_s:.2f} times as fast",
+            markup=False,
+        )
     heads = ("a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson")
     table = _table([_unit(job), *heads])
     for line in outlook.lines:

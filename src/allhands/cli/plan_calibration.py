@@ -110,6 +110,15 @@ def time_to_start(config: TrainConfig, timeout_s: float) -> float:
     return _run(config, config.batch_size, timeout_s, changed).start_s
 
 
+def seconds_of_step(config: TrainConfig, timeout_s: float) -> float:
+    """Of one process that has all cores of a computer without a GPU.
+
+    Raises:
+        AllhandsError: it could not be trained; what the training said.
+    """
+    return _point(_run(config, config.batch_size, timeout_s))[1]
+
+
 @dataclass(frozen=True)
 class _Run:
     started: RunStarted

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.cli.launching import require_cores
-from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
+from allhands.cli.plan_calibration import Calibration, calibrate, seconds_of_step, steps_of, time_to_start
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_bytes, format_count, format_duration
@@ -97,6 +97,7 @@ def facts_of(
     job = Job(
         steps=_steps(config, rows),
         start_s=measured.start_s if measured else 0.0,
+        whole_s=_whole_s(config, asked, say) if together and kind == "cpu" else None,
         first_s=_first_s(config, kind, measured, rows),
         started=_started(config, asked, say) if together else None,
         step=step,
@@ -121,6 +122,12 @@ def facts_of(
         most = limit_for(on_gpu(model.blocks, work).arrays, device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
     return job, notes, measured
+
+
+def _whole_s(config: TrainConfig, asked: Asked, say: Callable[[str], object]) -> float:
+    """Seconds of a step if one process has what several would share."""
+    say("training a few steps by one process that has all cores ...")
+    return seconds_of_step(config.model_copy(update={"num_ranks": 1}), asked.timeout_s)
 
 
 def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows: _Rows) -> float:

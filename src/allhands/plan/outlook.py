@@ -46,6 +46,7 @@ class Job:
         together: whether the ranks are processes of one computer, with one price.
         shares: whether they have one memory, too: not where each has a GPU.
         started: a number of ranks, and the seconds until their first step, where that was measured.
+        whole_s: of a step by one process that has all of a computer, where ``step`` is of one of several that share it.
         first_s: by which the first steps take longer than the others, all together.
     """
 
@@ -67,6 +68,7 @@ class Job:
     shares: bool = False
     started: tuple[int, float] | None = None
     first_s: float = 0.0
+    whole_s: float | None = None
 
     def start_of(self, ranks: int) -> float:
         """Seconds until the first step of so many ranks."""
@@ -74,6 +76,11 @@ class Job:
             return self.start_s
         most, seconds = self.started
         return self.start_s + (seconds - self.start_s) * (ranks - 1) / (most - 1)
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of the training by one process that has a whole computer."""
+        return self.start_s + self.first_s + self.steps * (self.whole_s or self.step.alone_s)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ class Outlook:
             "steps": self.job.steps,
             "start_s": self.job.start_s,
             "first_s": self.job.first_s,
+            "one_process_s": self.job.whole_s,
             "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
             "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
             "usable_bytes": self.job.usable_bytes,
@@ -144,12 +152,12 @@ def look_ahead(job: Job) -> Outlook:
     there = len(groups[-1]) if job.link is not None else 1
     situation = Situation(
         again=not job.once,
-        alone_s=lines[0].training_s,
+        alone_s=job.alone_s,
         fits_one=not fits or fits[0] is not False,
         fits_smaller=_first_that_fits(memory, fits),
         fits_divided=any(fit and each.built and each.ranks > 1 for each, fit in zip(memory, fits, strict=True)),
         machines=there,
-        speed_up=lines[0].training_s / most.training_s,
+        speed_up=job.alone_s / most.training_s,
         exposed=most.prediction.exposed_s / most.prediction.step_s,
         accumulated_speed_up=_accumulated(job, link, groups[-1]),
         enough=enough(job.step, link),
