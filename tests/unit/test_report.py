@@ -306,7 +306,8 @@ def test_a_run_beside_itself_is_refused_by_name(tmp_path: Path, capsys: pytest.C
     run = write_run(tmp_path / "adapters")
     code, _, err = run_main(capsys, run, run / "metrics.jsonl", "--out", tmp_path / "both.html")
     assert code == 2
-    assert "the same run twice" in err and "adapters" in err
+    assert "the same run twice" in err
+    assert "adapters" in err
     assert not (tmp_path / "both.html").exists()
 
 
