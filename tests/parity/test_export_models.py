@@ -19,6 +19,7 @@ from tiny import write_adapter, write_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from allhands.errors import ModelError
 from allhands.model.gguf import convert_gguf, read_gguf
 from allhands.shipping.huggingface import ARCHITECTURES
 from allhands.trees import flatten
@@ -160,7 +161,9 @@ def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="needs the gguf package")
     base = write_model(tmp_path / "base", layers=3, hidden=64, tied=False)
     adapter = write_adapter(base, tmp_path / "run")
-    export(adapter, "gguf", tmp_path / "gguf")
+    said = export(adapter, "gguf", tmp_path / "gguf")
+    assert "checked: every weight of model.gguf is that of the model, within rounding" in said
+    assert "checked, before it was converted: its logits differ" in said
     reader = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf")
     known = {
         gguf.TENSOR_NAMES[kind].format(bid=layer) + ".weight"
@@ -188,6 +191,34 @@ def test_tensors_have_the_names_that_llama_cpp_knows(tmp_path: Path) -> None:
     assert kinds == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]  # llama.cpp takes no others
     assert fields["llama.context_length"] == 2048
     assert fields["tokenizer.ggml.eos_token_id"] == 2
+
+
+@pytest.mark.parametrize("damage", ["value", "missing", "order"])
+def test_a_gguf_file_that_is_not_the_model_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    from allhands.cli.export_models import export_model
+    from allhands.shipping.fusing import FuseOptions
+
+    base = write_model(tmp_path / "base", layers=2)
+    save = mx.save_gguf
+
+    def damaged(file: str, tensors: dict[str, mx.array], metadata: dict[str, Any]) -> None:
+        tensors, name = dict(tensors), "blk.1.attn_q.weight"
+        if damage == "missing":
+            del tensors[name]
+        elif damage == "order":
+            tensors[name] = tensors[name][::-1]
+        else:
+            rows = np.array(tensors[name])
+            rows[3, 5] += 0.01
+            tensors[name] = mx.array(rows)
+        save(file, tensors, metadata)
+
+    monkeypatch.setattr(mx, "save_gguf", damaged)
+    with pytest.raises(ModelError, match=r"not kept: model\.layers\.1\.self_attn\.q_proj\.weight"):
+        export_model("gguf", FuseOptions(str(base), None), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_experts_are_named_as_llama_cpp_names_them(tmp_path: Path) -> None:
@@ -235,7 +266,9 @@ def test_fuse_writes_the_gguf_too_and_an_export_is_not_written_over(tmp_path: Pa
     base = write_model(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "run")
     words = ["fuse", "--adapter-path", adapter, "--save-path", tmp_path / "fused", "--export-gguf"]
-    assert call_allhands(*words).returncode == 0
+    done = call_allhands(*words)
+    assert done.returncode == 0
+    assert "checked: every weight of ggml-model-f16.gguf is that of the model" in done.stdout
     export(adapter, "gguf", tmp_path / "gguf")
     file = tmp_path / "gguf" / "model.gguf"
     assert (tmp_path / "fused" / "ggml-model-f16.gguf").read_bytes() == file.read_bytes()

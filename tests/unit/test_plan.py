@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 from command_line import call_allhands
-from PIL import Image
 
 from allhands.cluster.figures import Figures, Timing
 from allhands.errors import ConfigError
 from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport
 from allhands.metrics.events import encode_event
 from allhands.model.load import load_tokenizer
-from allhands.plan import advice as chart
-from allhands.plan.advice import Situation, advise
-from allhands.plan.chart import draw_chart
 from allhands.plan.devices import device_of
 from allhands.plan.links import Link, Measured, link_of
 from allhands.plan.memory import Blocks, Work, on_cpu, on_gpu
@@ -245,49 +241,7 @@ def test_each_way_saves_what_it_divides() -> None:
     assert [s.ranks for s in small] == [1, 1, 1]
 
 
-# --- advice -------------------------------------------------------------------------------------------
-
-FINE = Situation(
-    again=True,
-    alone_s=36_000,
-    fits_one=True,
-    fits_smaller="--grad-checkpoint",
-    fits_divided=True,
-    machines=2,
-    speed_up=1.9,
-    exposed=0.05,
-    accumulated_speed_up=1.95,
-    enough=8,
-)
-
-
-@pytest.mark.parametrize(
-    ("changed", "outcome", "asked"),
-    [
-        ({}, "data parallel", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE, chart.FAST]),
-        ({"alone_s": 3000}, "one machine", [chart.AGAIN, chart.LONG]),
-        ({"again": False, "alone_s": 20_000}, "one machine", [chart.AGAIN]),
-        ({"again": False, "alone_s": 200_000}, "data parallel", None),
-        ({"machines": 1, "speed_up": 1.0}, "one machine", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE]),
-        ({"exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
-        ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 1.5}, "accumulate", None),
-        ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 0.9}, "faster link", None),
-        ({"fits_one": False}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
-        ({"fits_one": False, "alone_s": 60}, "smaller", None),
-        ({"fits_one": False, "fits_smaller": ""}, "divide the optimizer", None),
-        ({"fits_one": False, "fits_smaller": "", "fits_divided": False}, "framework", None),
-        ({"fits_one": False, "fits_smaller": "", "machines": 1}, "framework", None),
-    ],
-)
-def test_the_chart(changed: dict[str, object], outcome: str, asked: list[str] | None, tmp_path: Path) -> None:
-    found = advise(replace(FINE, **changed))  # type: ignore[arg-type]
-    assert found.outcome == outcome
-    if asked is not None:
-        assert [question.text for question in found.path] == asked
-    picture = draw_chart(found, tmp_path / "chart.png")
-    with Image.open(picture) as image:
-        blue = sum(count for count, colour in image.convert("RGB").getcolors(1 << 20) if colour == (0, 114, 178))
-    assert blue > 1000, "the path stands out"
+# --- outlook ------------------------------------------------------------------------------------------
 
 
 def job(**changed: object) -> Job:
@@ -350,15 +304,6 @@ def test_the_start_of_several_is_what_was_measured_with_them() -> None:
     for line in found.lines:
         assert line.training_s == pytest.approx(line.start_s + 36_000 * line.prediction.step_s)
     assert [line.start_s for line in look_ahead(job(numbers=(1, 2))).lines] == [5.0, 5.0]
-
-
-def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
-    short = advise(replace(FINE, alone_s=98.0))
-    assert short.path[-1].why == "about 1m38s"
-    once = advise(replace(FINE, again=False, alone_s=200_000))
-    assert once.path[0].why == "--once, but several would save 1d02h"
-    assert "does not fit" in advise(replace(FINE, again=False, fits_one=False)).path[0].why
-    assert advise(replace(FINE, again=False, alone_s=20_000)).path[0].why == "--once"
 
 
 # --- the command --------------------------------------------------------------------------------------

@@ -290,14 +290,37 @@ def test_samples_and_answers_before_and_after(tmp_path: Path) -> None:
 # --- runs that are not whole -------------------------------------------------------------------------
 
 
-def test_a_torn_last_line_and_no_end_are_said(tmp_path: Path) -> None:
+def test_a_damaged_line_is_said_on_the_page_and_on_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "adapters")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[4], lines[6] = "garbage{", lines[6].replace('"loss"', '"lass"')
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    said = "2 lines of metrics.jsonl cannot be read and are left out (the first is line 5)."
+    code, out, _ = run_main(capsys, run)
+    assert (code, said in out) == (0, True)
+    assert said in (run / "report.html").read_text()
+    assert said in (run / "report.md").read_text().replace("\\", "")
+
+
+def test_a_run_beside_itself_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "adapters")
+    code, _, err = run_main(capsys, run, run / "metrics.jsonl", "--out", tmp_path / "both.html")
+    assert code == 2
+    assert "the same run twice" in err
+    assert "adapters" in err
+    assert not (tmp_path / "both.html").exists()
+
+
+def test_a_torn_last_line_is_no_damage_and_no_end_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "adapters", ended=None)
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole[:-40])
     os.utime(run / "metrics.jsonl", (BEGAN, BEGAN))
     page = page_of(run)
     assert page.runs[0].status == "without an end"
-    assert "1 line of metrics.jsonl cannot be read" in " ".join(page.runs[0].notes)
+    assert "cannot be read" not in " ".join(page.runs[0].notes), "a kill leaves one"
     assert "loss-steps" in to_html(page)
 
 
@@ -312,8 +335,9 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
 def test_a_run_without_validation_and_with_one_report(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "a", valid=None))
     assert "no validation loss" in told(page)
+    assert "There are 3 training reports with a loss: too little" in told(page_of(write_run(tmp_path / "d", steps=15)))
     short = page_of(write_run(tmp_path / "b", steps=5))
-    assert "1 training report with a loss: too little" in told(short)
+    assert "There is 1 training report with a loss: too little" in told(short)
     assert "loss-steps" in {chart.key for section in short.sections for chart in section.charts}
     empty = page_of(write_run(tmp_path / "c", steps=4))
     assert "no training report" in told(empty)

@@ -218,3 +218,30 @@ def test_warnings_are_in_the_file_and_disturb_nothing(tmp_path: Path) -> None:
     append(tmp_path / "metrics.jsonl", [STARTED, train(10), Warned(10, "the disk is nearly full"), train(20)])
     assert '"warned", "step": 10, "message": "the disk is nearly full"' in (tmp_path / "metrics.jsonl").read_text()
     assert [report.step for report in read_metrics(tmp_path).train] == [10, 20]
+
+
+def test_lines_that_cannot_be_read_are_told_by_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    append(file, list(life()))
+    lines = file.read_text().splitlines()
+    whole = read_metrics(file)
+    assert whole.unreadable == []
+    torn, later = lines[-1][:-20], '{"event": "of a later version", "step": 3}'
+    damaged = [
+        lines[0],
+        "garbage{",
+        "",
+        later,
+        "7",
+        '{"step": 3}',
+        '{"event": "saved"}',
+        "[" * 100_000,
+        *lines[1:],
+        torn,
+    ]
+    file.write_text("\n".join(damaged))
+    found = read_metrics(file)
+    assert found.unreadable == [2, 5, 6, 7, 8], "not what is empty, of a later version, or torn at the very end"
+    assert without_times(found) == without_times(whole)
+    file.write_text("\n".join(damaged) + "\n")
+    assert read_metrics(file).unreadable[-1] == len(damaged), "a line that was ended is not still being written"

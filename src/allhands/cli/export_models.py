@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allhands.cli.fuse import tell
+from allhands.cli.fuse import tell, tell_gguf
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     chat = recognise(path) if to == "ollama" else None
     text = None if chat is None else modelfile(chat)
     done = _with_gguf(options, out, text)
-    tell(done, out)
+    tell(done, out, ", before it was converted")
+    tell_gguf(_GGUF)
     if chat is None:
         print(f"llama-cli --model {out / _GGUF}")
         return

@@ -17,6 +17,8 @@ Adapter = Annotated[Path, typer.Option("--adapter-path", help="Directory of a tr
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: the model's.")]
 
+GGUF_NAME = "ggml-model-f16.gguf"
+
 
 def fuse(
     model: Below = None,
@@ -52,7 +54,7 @@ def fuse(
         from allhands.shipping.gguf import check_convertible, gguf_writer
 
         # Before any work is done.
-        writer = gguf_writer(gguf_path or "ggml-model-f16.gguf")
+        writer = gguf_writer(gguf_path or GGUF_NAME)
         check_convertible(resolve(described(adapter_path, model)[1]), dense=dequantize)
         done = fuse_model(options, save_path, writer)
     elif gguf_path is not None:
@@ -60,13 +62,20 @@ def fuse(
     else:
         done = fuse_model(options, save_path)
     tell(done, save_path)
+    if export_gguf:
+        tell_gguf(gguf_path or GGUF_NAME)
     print(f"allhands generate --model {save_path} --prompt ...")
 
 
-def tell(done: Fused, out: Path) -> None:
-    """What was written, and how near it is to model and adapter."""
+def tell(done: Fused, out: Path, when: str = "") -> None:
+    """What was written, and how near it is to model and adapter; ``when`` that was looked at."""
     what = "all weights" if done.kind == "full" else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
     print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}, {what}'})")
-    print(f"checked: its logits differ from those of model and adapter by {done.difference:.1e} of their spread")
+    print(f"checked{when}: its logits differ from those of model and adapter by {done.difference:.1e} of their spread")
     if done.requantized:
         print("note: layers with an adapter were quantised again, which blurs what was learned; --dequantize does not")
+
+
+def tell_gguf(name: str) -> None:
+    """What :func:`allhands.shipping.gguf.write_gguf` has made sure of."""
+    print(f"checked: every weight of {name} is that of the model, within rounding")

@@ -38,6 +38,7 @@ def report(
     from allhands.report import make_page, read_facts, to_html, to_markdown
     from allhands.report.markdown import one_line
 
+    _require_different(runs)
     target = out or _usual(runs)
     if target.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{target} is no name of an HTML file", where="--out", hint="choose one that ends in .html")
@@ -57,7 +58,22 @@ def report(
         print(one_line(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}"))
         for one in part.judgements:
             print(f"  {one.text}")
+        for note in part.notes:
+            print(f"  {one_line(note)}")
     print(f"report: {target}\nas Markdown: {beside}")
+
+
+def _require_different(runs: list[Path]) -> None:
+    """Refuse to compare a run with itself, by whatever name it is called."""
+    from allhands.metrics import METRICS_FILE
+
+    seen = set[Path]()
+    for run in runs:
+        file = (run / METRICS_FILE if run.is_dir() else run).resolve()
+        if file in seen:
+            hint = "give each run once: nothing is learned of a run beside itself"
+            raise ConfigError("the same run twice", where=str(run), hint=hint)
+        seen.add(file)
 
 
 def _usual(runs: list[Path]) -> Path:

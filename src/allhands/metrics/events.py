@@ -217,5 +217,15 @@ def decode_event(line: str) -> Event | None:
         record = json.loads(line)
         kind = record.pop("event")
         return _READERS[kind].validate_python({**UNKNOWN, **record} if kind == "train" else record)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def is_damaged(line: str) -> bool:
+    """Whether a line that :func:`decode_event` does not read is neither empty nor of a kind that is not known here."""
+    try:
+        record: Any = json.loads(line.strip() or '{"event": ""}')
+        kind = record["event"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return True
+    return not isinstance(kind, str) or kind in _KINDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from allhands.metrics.events import (
     ValidReport,
     Warned,
     decode_event,
+    is_damaged,
 )
 from allhands.metrics.sinks import METRICS_FILE
 
@@ -33,8 +33,8 @@ class RunHistory:
     """A run as its file tells it, in order of steps, without what a restart made obsolete.
 
     ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first,
-    ``starts`` every start of it, ``warned`` what was warned of in any of them. ``torn`` counts lines of the file that
-    are no whole JSON.
+    ``starts`` every start of it, ``warned`` what was warned of in any of them. ``unreadable`` has the
+    places (from 1) of lines of the file that are damaged; not of a last one that a kill tore or that is being written.
     """
 
     name: str
@@ -48,13 +48,13 @@ class RunHistory:
     ended: RunEnded | None = None
     starts: list[RunStarted] = field(default_factory=list)
     warned: list[Warned] = field(default_factory=list)
-    torn: int = 0
+    unreadable: list[int] = field(default_factory=list[int])
 
 
 def read_metrics(path: Path | str) -> RunHistory:
     """Read the history of a run.
 
-    Torn and unknown lines are skipped: a kill leaves one, and a later version may add kinds. A restarted run
+    Damaged and unknown lines are skipped: a kill leaves one, and a later version may add kinds. A restarted run
     appends to its file: what lies behind the step that it goes on from is dropped, because it is trained again,
     and its times go on from the last entry kept. So, times aside, the history is that of a run without restarts.
 
@@ -72,11 +72,14 @@ def read_metrics(path: Path | str) -> RunHistory:
     except OSError as error:
         raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=hint) from error
     lines = text.split("\n")
-    events = [event for line in lines if (event := decode_event(line)) is not None]
+    decoded = [decode_event(line) for line in lines]
+    events = [event for event in decoded if event is not None]
     if not events:
         raise DataError("this file holds no training metrics", where=str(file), hint=hint)
     history = _replay(events, name=file.resolve().parent.name)
-    history.torn = sum(_is_torn(line) for line in lines)
+    # What follows the last end of a line is empty, or a line that a kill tore or that is still being written.
+    ended = list(zip(lines, decoded, strict=True))[:-1]
+    history.unreadable = [place for place, (line, event) in enumerate(ended, 1) if event is None and is_damaged(line)]
     return history
 
 
@@ -84,14 +87,6 @@ def typical(values: Iterable[float]) -> float:
     """The median of those that are finite numbers; NaN of none. So warm-up and pauses do not count."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else math.nan
-
-
-def _is_torn(line: str) -> bool:
-    try:
-        json.loads(line or "{}")
-    except (ValueError, RecursionError):
-        return True
-    return False
 
 
 def _replay(events: Iterable[Event], name: str) -> RunHistory:

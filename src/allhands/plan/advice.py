@@ -48,7 +48,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class Question:
-    """A station of the chart, and what was found there."""
+    """A station of the chart, and what was found there.
+
+    ``answer`` is yes or no, or the exception by which the path goes on all the same ("no, but long").
+    """
 
     text: str
     answer: str
@@ -86,8 +89,9 @@ class _Walk:
     def __init__(self) -> None:
         self._path: list[Question] = []
 
-    def ask(self, text: str, yes: bool, why: str) -> bool:
-        self._path.append(Question(text, "yes" if yes else "no", why))
+    def ask(self, text: str, yes: bool, why: str, but: str = "") -> bool:
+        """Whether it is so; ``but`` is why the path does not go where a "no" usually leads."""
+        self._path.append(Question(text, "yes" if yes else f"no, but {but}" if but else "no", why))
         return yes
 
     def end(self, outcome: Outcome, title: str, *reasons: str) -> Advice:
@@ -98,14 +102,15 @@ def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
     saved = max(0.0, at.alone_s * (1 - 1 / max(at.speed_up, 1e-9)))
-    again = walk.ask(AGAIN, at.again, _why_again(at, saved))
+    large = "" if at.fits_one else "too large"
+    again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or ("long" if saved >= _SETUP_S else ""))
     if not again and at.fits_one and saved < _SETUP_S:
         return walk.end(
             "one machine",
             "stay on one machine, and let it run",
             f"a single training would be done {format_duration(saved)} sooner: setting up may take as long",
         )
-    long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}")
+    long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}", large)
     if not long and at.fits_one:
         return walk.end(
             "one machine",
@@ -116,9 +121,11 @@ def advise(at: Situation) -> Advice:
         return _too_large(at, walk)
     if not walk.ask(MORE, at.machines > 1, f"{at.machines}"):
         return walk.end("one machine", "stay on one machine", "there is no other to help")
-    if walk.ask(FAST, at.exposed < _FELT, f"{100 * at.exposed:.0f} % of a step would be waiting for it"):
+    pays = at.speed_up >= _WORTH and at.exposed < _EATEN
+    waiting = f"{100 * at.exposed:.0f} % of a step would be waiting for it"
+    if walk.ask(FAST, at.exposed < _FELT, waiting, "it pays" if pays else ""):
         return walk.end("data parallel", "plain data parallel", *_beyond(at))
-    if at.speed_up >= _WORTH and at.exposed < _EATEN:
+    if pays:
         return walk.end(
             "data parallel",
             "plain data parallel, knowing that the link takes its part",
@@ -145,15 +152,16 @@ def _why_again(at: Situation, saved_s: float) -> str:
     if at.again:
         return "as long as you do not say --once"
     if not at.fits_one:
-        return "--once, but it does not fit one machine as it is"
-    return "--once" + (f", but several would save {format_duration(saved_s)}" if saved_s >= _SETUP_S else "")
+        return "--once; it does not fit one machine as it is"
+    return "--once" + (f"; several would save {format_duration(saved_s)}" if saved_s >= _SETUP_S else "")
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
     if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
         return walk.end("smaller", f"one machine, with {at.fits_smaller}", "it computes the same in less memory")
-    several = walk.ask(MORE, at.machines > 1, f"{at.machines}")
-    if several and walk.ask(DIVIDED, at.fits_divided, f"over {at.machines} machines"):
+    several = at.machines > 1
+    over = f"over {at.machines} machines" if several else "there is no other machine"
+    if walk.ask(DIVIDED, several and at.fits_divided, over):
         return walk.end(
             "divide the optimizer",
             "data parallel with the optimizer divided",

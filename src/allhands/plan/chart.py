@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,30 @@ _ARROWS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Arrow:
+    """From a question to what follows on an answer; ``beside`` another one between the same two."""
+
+    start: str
+    end: str
+    word: str
+    taken: bool
+    beside: bool = False
+
+
+def arrows_of(advice: Advice) -> list[Arrow]:
+    """The arrows of the chart: each answer's usual one, and those of exceptions that were taken."""
+    stations = [question.text for question in advice.path] + [advice.outcome]
+    taken = {
+        (start, end, question.answer)
+        for question, (start, end) in zip(advice.path, itertools.pairwise(stations), strict=True)
+    }
+    usual = [Arrow(*each, taken=each in taken) for each in _ARROWS]
+    pairs = {(start, end) for start, end, _ in _ARROWS}
+    others = [each for each in taken if each not in _ARROWS]
+    return usual + [Arrow(*each, taken=True, beside=each[:2] in pairs) for each in sorted(others)]
+
+
 def draw_chart(advice: Advice, out: Path) -> Path:
     """Write the picture; its path.
 
@@ -84,8 +109,6 @@ def draw_chart(advice: Advice, out: Path) -> Path:
 
 def _draw(axes: Axes, advice: Advice) -> None:
     asked = {question.text: question for question in advice.path}
-    stations = [question.text for question in advice.path] + [advice.outcome]
-    steps = set(itertools.pairwise(stations))
     places: dict[str, tuple[int, int]] = {**_QUESTIONS, **{name: place for name, (_, place) in _OUTCOMES.items()}}
     boxes: dict[str, Text] = {}
     for text, place in _QUESTIONS.items():
@@ -94,11 +117,11 @@ def _draw(axes: Axes, advice: Advice) -> None:
         boxes[text] = _box(axes, place, told, found)
     for name, (text, place) in _OUTCOMES.items():
         boxes[name] = _box(axes, place, text, advice if name == advice.outcome else None, round_=True)
-    others = [(start, end, asked[start].answer) for start, end in steps - {(a, b) for a, b, _ in _ARROWS}]
-    for start, end, word in (*_ARROWS, *others):
-        taken = (start, end) in steps
-        told = asked[start].answer if taken else word
-        _arrow(axes, (boxes[start], places[start]), (boxes[end], places[end]), told, taken=taken)
+    arrows = arrows_of(advice)
+    doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
+    for arrow in arrows:
+        side = 1 if arrow.beside else -1 if (arrow.start, arrow.end) in doubled else 0
+        _draw_arrow(axes, (boxes[arrow.start], places[arrow.start]), (boxes[arrow.end], places[arrow.end]), arrow, side)
 
 
 def _wrapped(text: str) -> str:
@@ -119,15 +142,23 @@ def _box(axes: Axes, place: tuple[int, int], text: str, taken: object, *, round_
 _Station = tuple[Text, tuple[int, int]]
 
 
-def _arrow(axes: Axes, start: _Station, end: _Station, word: str, *, taken: bool) -> None:
-    """From the edge of one box to that of the other; drawn after them, when their sizes are known."""
+def _draw_arrow(axes: Axes, start: _Station, end: _Station, arrow: Arrow, side: int) -> None:
+    """From the edge of one box to that of the other; drawn after them, when their sizes are known.
+
+    Of two between the same boxes one lies above or to the left (``side`` -1), one below or to the right (1).
+    """
+    taken, word = arrow.taken, arrow.word.replace(", ", ",\n")
     colour = _TAKEN if taken else _FADED
     (x, y), (to_x, to_y) = start[1], end[1]
+    lies = y == to_y
+    # Half a box is 0.12 of a row high at least, and 0.3 of a column wide.
+    x, to_x = (each + (0 if lies else 0.12 * side) for each in (x, to_x))
+    y, to_y = (each + (0.06 * side if lies else 0) for each in (y, to_y))
     look = {"arrowstyle": "-|>", "color": colour, "lw": 2.2 if taken else 1.0, "shrinkA": 2, "shrinkB": 3}
     look |= {"patchA": start[0].get_bbox_patch(), "patchB": end[0].get_bbox_patch()}
     axes.annotate("", xy=(to_x, to_y), xytext=(x, y), arrowprops=look, zorder=5 if taken else 4)
-    # Beside the line: above one that lies, to the right of others.
-    aside = (0.0, -0.09) if y == to_y else (0.05, 0.02)
+    # Beside the line: above one that lies, or below where another lies above it; to the right of others.
+    aside = ((-0.08, 0.17) if side == 1 else (0.0, -0.09)) if lies else (0.05, 0.02)
     place = (x + 0.5 * (to_x - x) + aside[0], y + 0.5 * (to_y - y) + aside[1])
-    side = "center" if y == to_y else "left"
-    axes.text(*place, word, fontsize=9.5, color=colour if taken else GREY, zorder=6, ha=side, va="center")
+    at = "center" if lies else "left"
+    axes.text(*place, word, fontsize=9.5, color=colour if taken else GREY, zorder=6, ha=at, va="center")

@@ -110,9 +110,12 @@ def _samples(directory: Path, notes: list[str]) -> list[Sample]:
 
 
 def _amiss(history: RunHistory) -> Iterator[str]:
-    if history.torn:
-        lines = "1 line" if history.torn == 1 else f"{history.torn} lines"
-        yield f"{lines} of {METRICS_FILE} cannot be read: a kill or a full disk tore it. The rest is shown."
+    if places := history.unreadable:
+        lines = "1 line" if len(places) == 1 else f"{len(places)} lines"
+        found = (
+            f"is left out (line {places[0]})" if len(places) == 1 else f"are left out (the first is line {places[0]})"
+        )
+        yield f"{lines} of {METRICS_FILE} cannot be read and {found}."
     if history.started is None and history.train:
         yield f"{METRICS_FILE} does not say how the run began: model, ranks and number of steps are not known."
     if not history.train and history.started:

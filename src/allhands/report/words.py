@@ -120,9 +120,8 @@ _NO_VALIDATION = (
 
 def _too_short(count: int) -> str:
     reports = "no training report" if count == 0 else f"{count} training report{'s' * (count > 1)}"
-    return (
-        f"There is {reports} with a loss: too little to judge by. Lower --steps-per-report to see more of short runs."
-    )
+    there = "There are" if count > 1 else "There is"
+    return f"{there} {reports} with a loss: too little to judge by. Lower --steps-per-report to see more of short runs."
 
 
 def _numbers(train: Curve, valid: Curve) -> Iterator[Judgement]:

@@ -20,6 +20,7 @@ from allhands.errors import ModelError
 from allhands.files import write_whole
 from allhands.model.load import Json, load_tokenizer, read_config
 from allhands.shipping.fusing import Finish
+from allhands.shipping.gguf_check import check_gguf
 
 ARCHITECTURES = ("llama", "mistral", "mixtral")
 _OTHERWISE = "allhands export --to hf, then convert_hf_to_gguf.py of llama.cpp, which knows more models"
@@ -87,8 +88,11 @@ def _scaling(config: Json) -> tuple[Json, str | None]:
 def write_gguf(model: Path, out: Path) -> None:
     """Write the dense model in the directory ``model`` into the file ``out``: matrices float16, the rest float32.
 
+    It is read back and compared with the model before it is in its place.
+
     Raises:
-        ModelError: it is quantised, or of an architecture or with a tokenizer that cannot be written.
+        ModelError: it is quantised, or of an architecture or with a tokenizer that cannot be written; or the file
+            does not hold the model's weights.
         StorageError: the file cannot be written.
     """
     config = read_config(model)
@@ -119,7 +123,13 @@ def write_gguf(model: Path, out: Path) -> None:
     for name, value in tensors.items():
         if not mx.all(mx.isfinite(value)).item():
             raise ModelError(f"{name} has values that float16 cannot hold", where=str(model), hint=_OTHERWISE)
-    write_whole(out, lambda temporary: mx.save_gguf(str(temporary), tensors, metadata))
+
+    def write(temporary: Path) -> None:
+        mx.save_gguf(str(temporary), tensors, metadata)
+        tensors.clear()  # so that the model is in memory once, not twice
+        check_gguf(model, temporary)
+
+    write_whole(out, write)
 
 
 def _name(name: str) -> str:

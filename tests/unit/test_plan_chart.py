@@ -1,0 +1,91 @@
+"""The chart of questions: where the path leads, and the arrows by which it is drawn."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from allhands.plan import advice as chart
+from allhands.plan.advice import Situation, advise
+from allhands.plan.chart import arrows_of, draw_chart
+
+FINE = Situation(
+    again=True,
+    alone_s=36_000,
+    fits_one=True,
+    fits_smaller="--grad-checkpoint",
+    fits_divided=True,
+    machines=2,
+    speed_up=1.9,
+    exposed=0.05,
+    accumulated_speed_up=1.95,
+    enough=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome", "asked"),
+    [
+        ({}, "data parallel", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE, chart.FAST]),
+        ({"alone_s": 3000}, "one machine", [chart.AGAIN, chart.LONG]),
+        ({"again": False, "alone_s": 20_000}, "one machine", [chart.AGAIN]),
+        ({"again": False, "alone_s": 200_000}, "data parallel", None),
+        ({"machines": 1, "speed_up": 1.0}, "one machine", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE]),
+        ({"exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
+        ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 1.5}, "accumulate", None),
+        ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 0.9}, "faster link", None),
+        ({"fits_one": False}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
+        ({"fits_one": False, "alone_s": 60}, "smaller", None),
+        ({"fits_one": False, "fits_smaller": ""}, "divide the optimizer", None),
+        ({"fits_one": False, "fits_smaller": "", "fits_divided": False}, "framework", None),
+        ({"fits_one": False, "fits_smaller": "", "machines": 1}, "framework", None),
+    ],
+)
+def test_the_chart(changed: dict[str, object], outcome: str, asked: list[str] | None, tmp_path: Path) -> None:
+    found = advise(replace(FINE, **changed))  # type: ignore[arg-type]
+    assert found.outcome == outcome
+    if asked is not None:
+        assert [question.text for question in found.path] == asked
+    picture = draw_chart(found, tmp_path / "chart.png")
+    with Image.open(picture) as image:
+        blue = sum(count for count, colour in image.convert("RGB").getcolors(1 << 20) if colour == (0, 114, 178))
+    assert blue > 1000, "the path stands out"
+    arrows = arrows_of(found)
+    for start in {arrow.start for arrow in arrows}:
+        words = [arrow.word for arrow in arrows if arrow.start == start]
+        assert len(set(words)) == len(words), f"each exit of {start!r} has a word of its own: {words}"
+    stations = [*(question.text for question in found.path), found.outcome]
+    assert {(arrow.start, arrow.end) for arrow in arrows if arrow.taken} == set(itertools.pairwise(stations))
+    answers = {question.text: question.answer for question in found.path}
+    assert all(arrow.word == answers[arrow.start] for arrow in arrows if arrow.taken)
+    usual = [(arrow.start, arrow.end, arrow.word) for arrow in arrows if arrow.word in ("yes", "no")]
+    assert usual == [(arrow.start, arrow.end, arrow.word) for arrow in arrows_of(advise(FINE))], "always drawn alike"
+
+
+@pytest.mark.parametrize(
+    ("changed", "question", "answer"),
+    [
+        ({"again": False, "alone_s": 200_000}, chart.AGAIN, "no, but long"),
+        ({"again": False, "fits_one": False}, chart.AGAIN, "no, but too large"),
+        ({"fits_one": False, "alone_s": 60}, chart.LONG, "no, but too large"),
+        ({"exposed": 0.3, "speed_up": 1.4}, chart.FAST, "no, but it pays"),
+        ({"fits_one": False, "fits_smaller": "", "machines": 1}, chart.DIVIDED, "no"),
+    ],
+)
+def test_an_exception_says_that_it_is_one(changed: dict[str, object], question: str, answer: str) -> None:
+    found = advise(replace(FINE, **changed))  # type: ignore[arg-type]
+    assert {one.text: one.answer for one in found.path}[question] == answer
+    assert [arrow.word for arrow in arrows_of(found) if arrow.taken and arrow.start == question] == [answer]
+
+
+def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
+    short = advise(replace(FINE, alone_s=98.0))
+    assert short.path[-1].why == "about 1m38s"
+    once = advise(replace(FINE, again=False, alone_s=200_000))
+    assert once.path[0].why == "--once; several would save 1d02h"
+    assert "does not fit" in advise(replace(FINE, again=False, fits_one=False)).path[0].why
+    assert advise(replace(FINE, again=False, alone_s=20_000)).path[0].why == "--once"
