@@ -81,6 +81,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "qlora": {"shape": MISTRAL, "bits": 4, "rank": 8, "layers": 8, "batch": 4, "length": 512},
     "lora": {"shape": LLAMA, "bits": 0, "rank": 8, "layers": 16, "batch": 8, "length": 1024},
     "full": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 8, "length": 1024},
+    "large": {"shape": LLAMA, "bits": 0, "rank": 0, "layers": 16, "batch": 32, "length": 1024},  # of gpu_many.py
     "smol": {"shape": SMOL, "bits": 0, "rank": 0, "layers": 30, "batch": 32, "length": 512},
     "tiny": {"shape": TINY, "bits": 0, "rank": 4, "layers": 2, "batch": 2, "length": 64},  # to try the script itself
 }
@@ -88,6 +89,7 @@ WORK_TITLES = {
     "qlora": "QLoRA: Mistral-7B shape, 4 bits, rank 8 on the last 8 layers, 4 x 512 tokens",
     "lora": "LoRA: 1.24B Llama shape, rank 8 on all layers, 8 x 1024",
     "full": "full: 1.24B Llama shape, 8 x 1024",
+    "large": "full: 1.24B Llama shape, 32 x 1024",
     "smol": "full: 135M SmolLM shape, 32 x 512",
     "tiny": "a try",
 }

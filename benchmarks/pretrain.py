@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
-        "versions": {name: versions(python, PACKAGES) for name, python in used.items()},
+        "versions": {name: versions(python, PACKAGES, PYTHONPATH=python_path()) for name, python in used.items()},
         "settings": {**{name: getattr(options, name) for name in kept}, "data": options.data.name},
         "found": found,
     }
@@ -154,6 +154,7 @@ def by_allhands(options: argparse.Namespace, python: Path, work: Path, run: Path
     last = valid[-1]
     return {
         "tokens_per_s": [event["tokens_per_s"] for event in reports[1:]] or [reports[0]["tokens_per_s"]],
+        "trained_s": next(event["total_time_s"] for event in events if event["event"] == "ended"),
         "curve": [[event["step"], event["loss"]] for event in reports],
         "valid_curve": [[event["step"], event["loss"]] for event in valid],
         "valid_loss": last["loss"],
@@ -196,6 +197,7 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
     for peer, one in found["found"].items():
         if "error" not in one:
             made.append(row_of("pre-training", TITLES[peer], "tokens/s", one["tokens_per_s"], "higher"))
+            made.append(row_of("all of the training", TITLES[peer], "s", [one["trained_s"]], "lower"))
             made.append(row_of("loss at the end", TITLES[peer], "bits per byte", [one["bits_per_byte"]], "lower"))
             made.append(row_of("lowest loss", TITLES[peer], "bits per byte", [one["least_bits_per_byte"]], "lower"))
             made.append(row_of("memory", TITLES[peer], "bytes", [one["peak_bytes"]], "lower"))
@@ -211,18 +213,19 @@ def report(found: dict[str, Any]) -> str:
         f"{settings['shape']} {json.dumps(settings['numbers'])}, {settings['iters']} batches of {batch} "
         f"({tokens / 1e6:.1f} M) of {settings['data']}, {settings['ranks']} process(es)",
         "",
-        "| | tokens/s | validation loss at the end | bits per byte | at the lowest | peak memory of a process |",
-        "|---|---|---|---|---|---|",
+        "| | tokens/s | all of it | validation loss at the end | bits per byte | at the lowest "
+        "| peak memory of a process |",
+        "|---|---|---|---|---|---|---|",
     ]
     for peer, one in found["found"].items():
         if "error" in one:
-            lines.append(f"| {TITLES[peer]} | {one['error']} | | | | |")
+            lines.append(f"| {TITLES[peer]} | {one['error']} | | | | | |")
             continue
         speed = one["tokens_per_s"]
         lines.append(
             f"| {TITLES[peer]} | {statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f}) "
-            f"| {one['valid_loss']:.3f} | {one['bits_per_byte']:.3f} | {one['least_bits_per_byte']:.3f} "
-            f"| {one['peak_bytes'] / 2**20:,.0f} MiB |"
+            f"| {one['trained_s']:.0f} s | {one['valid_loss']:.3f} | {one['bits_per_byte']:.3f} "
+            f"| {one['least_bits_per_byte']:.3f} | {one['peak_bytes'] / 2**20:,.0f} MiB |"
         )
     for title, key in (("training", "curve"), ("validation", "valid_curve")):
         lines += ["", f"{title} loss by batch:"]

@@ -55,7 +55,11 @@ def trained(overlap, ahead, poisoned, sole, shard, clipped):
         coming = plan[number + 1] if ahead and number + 1 < len(plan) else []
         if poisoned and number == 3:
             step._rehearse = lambda point: "nan" if point == "reduce" and rank == 1 else None
-        result = step(batches, upcoming=lambda: coming)
+        # What ranks tell each other changes nothing else.
+        tell = [100.0 * rank + number, 0.5] if number % 2 else []
+        result = step(batches, upcoming=lambda: coming, tell=tell)
+        expected = [number, 0.5, 100.0 + number, 0.5] if overlap and tell else []
+        assert list(result.told) == expected, result.told
         step._rehearse = lambda point: None
         found.append([result.loss_sum, result.num_targets, result.num_tokens, result.grad_norm, result.skipped])
         assert result.comm_s >= 0 and result.compute_s >= 0

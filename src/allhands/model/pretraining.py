@@ -19,10 +19,10 @@ from allhands.checkpoints import Tensor
 from allhands.errors import ModelError
 from allhands.model.shapes import FAMILIES
 
-EMBEDDING_STD = 0.02
+_STD = 0.02  # where a config tells none
 # By the last but one part of a parameter's name.
 _RESIDUAL = ("o_proj", "down_proj")
-_LINEAR = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "lm_head")
+_OTHERS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "lm_head")
 # As Mixtral's files name the matrices of an expert; mlx_lm has those of all experts in one array.
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _STACKED = ".switch_mlp."
@@ -31,10 +31,10 @@ _STACKED = ".switch_mlp."
 def build_model(config: Mapping[str, Any], seed: int, *, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """mlx_lm's model of a config, with first weights, evaluated.
 
-    Matrices are normal with the config's ``initializer_range``; those that write to the residual stream (``o_proj``,
-    ``down_proj``) are divided by sqrt(2 layers), so that its variance does not grow with the depth (GPT-2); embeddings
-    have :data:`EMBEDDING_STD`; norms are 1. Each array, and of experts each one, is drawn from a generator of its
-    own, whose key is made of ``seed`` and its name: the same on every rank, device and in every order.
+    Matrices and embeddings are normal with the config's ``initializer_range``; those that write to the residual stream
+    (``o_proj``, ``down_proj``) are divided by sqrt(2 layers), so that its variance does not grow with the depth
+    (GPT-2); norms are 1. Each array, and of experts each one, is drawn from a generator of its own, whose key is made
+    of ``seed`` and its name: the same on every rank, device and in every order.
 
     Args:
         config: of :func:`allhands.model.shapes.model_config`.
@@ -89,14 +89,12 @@ def _first(name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: i
 def _std(name: str, config: Mapping[str, Any]) -> float | None:
     """The standard deviation of a parameter; None if it is a norm."""
     part = name.split(".")[-2]
-    std = float(config.get("initializer_range", EMBEDDING_STD))
+    std = float(config.get("initializer_range", _STD))
     if part.endswith("norm"):
         return None
-    if part == "embed_tokens":
-        return EMBEDDING_STD
     if part in _RESIDUAL:
         return std / math.sqrt(2 * config["num_hidden_layers"])
-    assert part in _LINEAR, name
+    assert part in _OTHERS, name
     return std
 
 

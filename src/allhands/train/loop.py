@@ -34,6 +34,7 @@ from allhands.trees import number, numbers
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
 # Updates in a row that may be left out: more are no accident of a few samples.
 MAX_SKIPPED_IN_ROW = 10
+_PEAKS = 4  # of a rank, in a report
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         _note_skipped(parts, state, result)
         done = state.iteration == parts.total
         state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
-        if _crossed(before, state.iteration, config.steps_per_report) or done:
-            _report(parts, state, started)
+        if _reports(parts, before, state.iteration):
+            _report(parts, state, started, result.told)
         if result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()):
             raise Interrupted("stopped")
         sampled = state.validation_due
@@ -196,6 +197,11 @@ def _crossed(before: int, after: int, every: int) -> bool:
     return after // every > before // every
 
 
+def _reports(parts: LoopParts, before: int, after: int) -> bool:
+    """Whether there is a report after an update from one number of batches to the other."""
+    return _crossed(before, after, parts.config.steps_per_report) or after == parts.total
+
+
 def _update(parts: LoopParts, state: LoopState) -> StepResult:
     """One optimizer update over ``grad_accumulation_steps`` batches (fewer at the end)."""
     begun = time.perf_counter()
@@ -208,7 +214,13 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     if micro_batches is None:
         micro_batches = _load(parts, state.iteration)
     loaded = time.perf_counter()
-    result = parts.step(micro_batches, stop=parts.stop_requested, upcoming=partial(_load_ahead, parts, end))
+    reports = _reports(parts, state.iteration, end)
+    result = parts.step(
+        micro_batches,
+        stop=parts.stop_requested,
+        upcoming=partial(_load_ahead, parts, end),
+        tell=_own_peaks(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
+    )
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
     state.trained_tokens += result.num_targets
@@ -262,10 +274,13 @@ def _limit_cache(threshold: int) -> None:
         mx.clear_cache()
 
 
-def _report(parts: LoopParts, state: LoopState, started: float) -> None:
+def _report(parts: LoopParts, state: LoopState, started: float, told: Sequence[float]) -> None:
+    """A report; ``told`` has the ranks' peaks, if the step has exchanged them."""
     window, state.window = state.window, Window()
-    parts.beat("reduce", state.iteration)
-    peaks = _peaks_per_rank(parts)
+    if not told:
+        parts.beat("reduce", state.iteration)
+        told = numbers(parts.communicator.all_gather(mx.array(_own_peaks(parts), dtype=mx.float32)))
+    peaks = [tuple(int(value * 2**20) for value in told[kind::_PEAKS]) for kind in range(_PEAKS)]
     report = TrainReport(
         step=state.iteration,
         loss=window.loss_sum / max(window.num_targets, 1),
@@ -291,12 +306,14 @@ def _report(parts: LoopParts, state: LoopState, started: float) -> None:
         callback.on_train_report(report)
 
 
-def _peaks_per_rank(parts: LoopParts) -> list[tuple[int, ...]]:
-    """Of every rank: what counts as its peak here, its resident memory's, that of MLX's arrays, and what it needs."""
-    # In MiB, because float32 (which every back-end can gather) is exact only to 2**24.
+def _own_peaks(parts: LoopParts) -> list[float]:
+    """What counts as this rank's peak, its resident memory's, that of MLX's arrays, and what it needs.
+
+    In MiB, because float32 (which every back-end can exchange) is exact only to 2**24.
+    """
     mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
-    found = numbers(parts.communicator.all_gather(mx.array([peak / 2**20 for peak in mine], dtype=mx.float32)))
-    return [tuple(int(value * 2**20) for value in found[kind :: len(mine)]) for kind in range(len(mine))]
+    assert len(mine) == _PEAKS
+    return [peak / 2**20 for peak in mine]
 
 
 def _on_main(parts: LoopParts) -> Sequence[Callback]:

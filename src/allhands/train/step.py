@@ -51,6 +51,8 @@ class StepResult:
         skipped: why the update was not applied ("the gradient is nan"), model and optimizer being as before and
             ``loss_sum`` and ``num_targets`` 0; empty if it was.
         culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
+        told: what the ranks were given to tell all others, one after the other; empty where a rank that is asked for
+            it after a step waits for nothing.
     """
 
     loss_sum: float
@@ -62,6 +64,7 @@ class StepResult:
     comm_s: float
     skipped: str = ""
     culprits: tuple[int, ...] = ()
+    told: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,7 @@ class TrainStep:
         *,
         stop: Callable[[], object] = lambda: False,
         upcoming: Callable[[], Sequence[MicroBatch]] = tuple,
+        tell: Sequence[float] = (),
     ) -> StepResult:
         """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
 
@@ -190,6 +194,9 @@ class TrainStep:
             stop: whether this rank has been asked to stop, asked once it has computed; all ranks learn of it in
                 :attr:`StepResult.stop_votes`.
             upcoming: gives the micro-batches of the step after this one, if there is one; asked while a device works.
+            tell: numbers of this rank for all others, as many on each rank, where gradients travel beside the passes:
+                what is exchanged between two steps would wait there until the next one's passes are over. See
+                :attr:`StepResult.told`.
 
         Raises:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
@@ -210,6 +217,7 @@ class TrainStep:
             sums = _named(grads, begun.arrays)
             if self._graph is not None and self._graph.shards is not None:
                 mine.append(self._graph.squares(begun.arrays))
+            mine += self._told_by_rank(tell)
             totals = begin_sum(self._communicator, mine, stream=self._stream)
         else:
             sums, totals = self._reduce(grads, mine)
@@ -224,6 +232,8 @@ class TrainStep:
             result = self._update_in_graph(sums, totals, timed, upcoming, waiting)
         if self._ahead is not None:
             self._ahead.after()
+        if self._overlap and tell:
+            result = replace(result, told=tuple(numbers(totals)[-self._communicator.size * len(tell) :]))
         if problem := _not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del sums
@@ -329,6 +339,11 @@ class TrainStep:
             begun = self._begin([grad for _, grad in flatten(grads)])
         self._prepared = _Ahead(batch, weights, loss, grads, begun)
         mx.async_eval(loss, grads)
+
+    def _told_by_rank(self, mine: Sequence[float]) -> list[float]:
+        """Places for every rank's numbers, of which this one fills its own: their sum over the ranks has all."""
+        rank, size = self._communicator.rank, self._communicator.size
+        return [*[0.0] * (rank * len(mine)), *mine, *[0.0] * ((size - rank - 1) * len(mine))]
 
     def _begin(self, grads: list[mx.array]) -> Begun:
         """Let gradients travel as they are computed."""
