@@ -97,7 +97,7 @@ def main() -> None:
     # As nanoGPT does, and allhands: what writes to the residual stream begins smaller, the deeper the model is.
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.normal_(weight, std=0.02 / math.sqrt(2 * model.config.num_hidden_layers))
+            torch.nn.init.normal_(weight, std=model.config.initializer_range / math.sqrt(2 * len(model.model.layers)))
     model = model.float().to(device).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
