@@ -82,9 +82,24 @@ def test_an_expert_does_not_depend_on_the_number_of_experts() -> None:
 
 def test_known_bits() -> None:
     """Written down once: a run that is resumed elsewhere, or another rank, must begin with these very numbers."""
-    value = np.array(made("llama")["model.layers.0.self_attn.q_proj.weight"])
+    value = np.array(made("llama", init_std=0.02)["model.layers.0.self_attn.q_proj.weight"])
     random = np.random.Generator(np.random.Philox(key=np.frombuffer(KEY, dtype="<u8")))
     assert (value == random.standard_normal((32, 32), dtype=np.float32) * np.float32(0.02)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "std"),
+    [
+        ("llama", SMALL, math.sqrt(2 / (5 * 32))),
+        ("llama", {**SMALL, "init_std": 0.5}, 0.5),
+        ("llama-15m", {}, math.sqrt(2 / (5 * 288))),
+        ("smollm2-135m", {}, 1 / 24),
+        ("qwen3-0.6b", {"dims": 32}, 0.02),
+    ],
+)
+def test_the_deviation_is_the_named_models_or_follows_from_the_width(name: str, numbers: Any, std: float) -> None:
+    assert find_shape(name, numbers).init_std == pytest.approx(std)
+    assert model_config(find_shape(name, numbers))["initializer_range"] == pytest.approx(std)
 
 
 # blake2b of "0 model.layers.0.self_attn.q_proj.weight", 16 bytes.

@@ -88,12 +88,14 @@ def test_an_empty_set_is_a_set() -> None:
 
 
 @quick
-@given(examples(), st.integers(1, 30))
-def test_joined_rows_predict_every_token_but_the_first_once(content: list[Example], block: int) -> None:
+@given(examples(), st.integers(1, 30), st.integers(0, 50))
+def test_joined_rows_predict_every_token_but_the_first_once(content: list[Example], block: int, epoch: int) -> None:
     documents = [(ids, [False] + [True] * (len(ids) - 1)) for ids, _ in content]
     stream = [token for ids, _ in documents for token in ids]
     rows = PackedRows(token_set(documents), block, isolate=False)
-    windows = [rows.window(i) for i in range(len(rows))]
+    begin = rows.shift(epoch) % len(stream)
+    stream = stream[begin:] + stream[:begin]
+    windows = [rows.window(i, epoch) for i in range(len(rows))]
     assert [token for window in windows for token in window.inputs.tolist()] == stream[:-1]
     assert [token for window in windows for token in window.targets.tolist()] == stream[1:]
     for window, work in zip(windows, rows.work, strict=True):
@@ -103,12 +105,27 @@ def test_joined_rows_predict_every_token_but_the_first_once(content: list[Exampl
     assert 1 <= rows.work[-1] <= block
 
 
+def test_no_row_of_an_epoch_begins_where_those_of_another_do() -> None:
+    rows = PackedRows(token_set([([5] * 9000, [False] + [True] * 8999)]), 512, isolate=False)
+    begins = [rows.shift(epoch) for epoch in range(40)]
+    assert begins[0] == 0
+    assert all(0 <= begin < 512 for begin in begins)
+    ordered = sorted(begins)
+    gaps = [after - before for before, after in zip(ordered, [*ordered[1:], 512], strict=True)]
+    # Evenly spread: three different gaps at the most, of which the largest is less than three of 512 / 40.
+    assert min(gaps) >= 4
+    assert max(gaps) <= 36
+
+
 @quick
-@given(examples(), st.integers(1, 30))
-def test_isolated_rows_learn_what_each_document_teaches_within_the_row(content: list[Example], block: int) -> None:
+@given(examples(), st.integers(1, 30), st.integers(0, 5))
+def test_isolated_rows_learn_what_each_document_teaches_within_the_row(
+    content: list[Example], block: int, epoch: int
+) -> None:
     rows = PackedRows(token_set(content), block, isolate=True)
-    found = Counter(task for i in range(len(rows)) for task in tasks(rows.window(i)))
+    found = Counter(task for i in range(len(rows)) for task in tasks(rows.window(i, epoch)))
     expected: Counter[tuple[tuple[int, ...], int]] = Counter()
+    content = turned(content, rows.shift(epoch))
     start = 0
     for ids, mask in content:
         for j in range(1, len(ids)):
@@ -118,6 +135,18 @@ def test_isolated_rows_learn_what_each_document_teaches_within_the_row(content: 
                 expected[(tuple(ids[max(0, row_begins - start) : j]), ids[j])] += 1
         start += len(ids)
     assert found == expected
+
+
+def turned(content: list[Example], begin: int) -> list[Example]:
+    """The documents from that token of all on; what of the first is before it comes last, as a document of its own."""
+    begin %= sum(len(ids) for ids, _ in content)
+    after, before = [], []
+    for ids, mask in content:
+        cut = min(begin, len(ids))
+        begin -= cut
+        before += [(ids[:cut], mask[:cut])] * (cut > 0)
+        after += [(ids[cut:], mask[cut:])] * (cut < len(ids))
+    return after + before
 
 
 def tasks(window: Window) -> list[tuple[tuple[int, ...], int]]:

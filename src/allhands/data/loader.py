@@ -162,7 +162,7 @@ class Loader:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
         shares = divide(self._order.batch(iteration), self._windows.work, self._weights)
         sole = self._alike and all(self._is_one(share) for share in shares)
-        parts = collate_share(self._windows, shares[self._rank], self._sizing)
+        parts = collate_share(self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration))
         return [replace(part, iteration=iteration, sole=sole) for part in parts]
 
     def largest(self) -> tuple[int, int]:
@@ -179,10 +179,10 @@ class Loader:
         return len(list(cut_share(self._windows, share, self._sizing))) == 1
 
 
-def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[MicroBatch]:
-    """Cut a rank's ``share`` of windows into micro-batches as ``sizing`` says."""
+def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing, epoch: int = 0) -> Iterator[MicroBatch]:
+    """Cut a rank's ``share`` of an epoch's windows into micro-batches as ``sizing`` says."""
     for part, length in cut_share(windows, share, sizing):
-        batch = collate(windows, part, length)
+        batch = collate(windows, part, length, epoch)
         yield pad_targets(batch) if sizing.few_shapes else batch
 
 
@@ -193,9 +193,9 @@ def cut_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Ite
         yield part, int(sizing.padded(work[part]).max())
 
 
-def collate(windows: Windows, chosen: NDArray[np.int64], length: int) -> MicroBatch:
-    """Pad the windows ``chosen`` to ``length`` inputs each."""
-    parts = [windows.window(int(i)) for i in chosen]
+def collate(windows: Windows, chosen: NDArray[np.int64], length: int, epoch: int = 0) -> MicroBatch:
+    """Pad the windows ``chosen`` of an epoch to ``length`` inputs each."""
+    parts = [windows.window(int(i), epoch) for i in chosen]
     inputs = np.zeros((len(parts), length), dtype=np.int32)
     isolated = any(part.documents is not None for part in parts)
     # Padding is a document of its own: nothing looks at it, and it looks at nothing but itself.

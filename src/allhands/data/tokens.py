@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 Bits = NDArray[np.uint8]
 # The largest vocabulary whose ids fit into two bytes.
 SMALL_VOCABULARY = 1 << 16
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Windows(Protocol):
         """(len(self),) inputs of each window: the tokens that must be computed."""
         ...
 
-    def window(self, i: int) -> Window: ...
+    def window(self, i: int, epoch: int = 0) -> Window: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +130,8 @@ class TokenSet:
         start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
         return self.tokens[start:stop], self.mask_of(start, stop)
 
-    def window(self, i: int) -> Window:
-        """Example ``i``, without what follows its last target."""
+    def window(self, i: int, epoch: int = 0) -> Window:
+        """Example ``i``, without what follows its last target: the same in every epoch."""
         ids, mask = self.example(i)
         trained = np.flatnonzero(mask)
         # Token i is predicted from place i - 1.
@@ -164,6 +165,9 @@ class PackedRows:
     ``stream`` is the tokens of all documents, each with its end-of-text token. Every token but the first of the
     stream is a target once. The last row is what remains and may be shorter.
 
+    That is the first epoch. In each further one the stream, joined to a ring, begins elsewhere (:meth:`shift`), so that
+    no row comes back as it was: rows that do are learned by heart sooner than the text is.
+
     Attributes:
         source: the documents.
         block: inputs a row.
@@ -190,20 +194,33 @@ class PackedRows:
             work[-1] = len(self.source.tokens) - 1 - (len(work) - 1) * self.block
         return work
 
-    def window(self, i: int) -> Window:
-        """Row ``i``."""
-        start = i * self.block
-        stop = start + int(self.work[i])
-        ids = self.source.tokens[start : stop + 1]
-        targets = self.source.mask_of(start + 1, stop + 1)
-        first, last = np.searchsorted(self.source.offsets, [start + 1, stop + 1])
-        begins = np.asarray(self.source.offsets[first:last]) - start
+    def shift(self, epoch: int) -> int:
+        """Where the first row of an epoch begins: multiples of the golden section of a row, which never cluster."""
+        return int(epoch * _GOLDEN % 1.0 * self.block)
+
+    def window(self, i: int, epoch: int = 0) -> Window:
+        """Row ``i`` of an epoch."""
+        length = int(self.work[i])
+        ids, targets, begins = self._span(i * self.block + self.shift(epoch), length + 1)
+        begins[0] = False
         if not self.isolate:
             # Begins of documents are predicted from the end-of-text token before them.
-            targets[begins - 1] = True
-        positions = np.flatnonzero(targets)
+            targets |= begins
+        positions = np.flatnonzero(targets[1:])
         if not self.isolate:
             return Window(ids[:-1], positions, ids[positions + 1])
-        documents = np.zeros(stop - start, dtype=np.int32)
-        documents[begins[begins < stop - start]] = 1
-        return Window(ids[:-1], positions, ids[positions + 1], np.cumsum(documents, dtype=np.int32))
+        return Window(ids[:-1], positions, ids[positions + 1], np.cumsum(begins[:length], dtype=np.int32))
+
+    def _span(self, start: int, count: int) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        """(count,) tokens of the ring from ``start`` on, whether each is a target, and whether it begins a document."""
+        source, size = self.source, len(self.source.tokens)
+        start %= size
+        stop = min(start + count, size)
+        begins = np.zeros(stop - start, dtype=np.bool_)
+        first, last = np.searchsorted(source.offsets[:-1], [start, stop])
+        begins[np.asarray(source.offsets[first:last]) - start] = True
+        found = source.tokens[start:stop], source.mask_of(start, stop), begins
+        if (left := count - (stop - start)) == 0:
+            return found
+        ids, targets, begins = (np.concatenate(parts) for parts in zip(found, self._span(0, left), strict=True))
+        return ids, targets, begins

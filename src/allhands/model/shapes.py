@@ -7,6 +7,7 @@ builds the model.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -120,7 +121,7 @@ _SMOLLM2_135M = _SMOLLM2 | {"layers": 30, "dims": 576, "mlp_dims": 1536, "heads"
 # huggingface.co/Qwen/Qwen3-0.6B and -1.7B: config.json.
 _QWEN3: dict[str, Any] = {
     **{"family": "qwen3", "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocabulary": 151936},
-    **{"block_size": 40960, "rope_theta": 1e6, "norm_eps": 1e-6},
+    **{"block_size": 40960, "rope_theta": 1e6, "norm_eps": 1e-6, "init_std": 0.02},
 }
 NAMED: Mapping[str, Mapping[str, Any]] = {
     "llama-15m": _STORIES | {"layers": 6, "dims": 288, "mlp_dims": 768, "heads": 6, "block_size": 256},
@@ -128,12 +129,12 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     "llama-110m": _STORIES | {"layers": 12, "dims": 768, "mlp_dims": 2048, "heads": 12, "block_size": 1024},
     "smollm2-135m": _SMOLLM2_135M | {"family": "llama"},
     "smollm2-360m": _SMOLLM2
-    | {"family": "llama", "layers": 32, "dims": 960, "mlp_dims": 2560, "heads": 15, "kv_heads": 5},
+    | {"family": "llama", "layers": 32, "dims": 960, "mlp_dims": 2560, "heads": 15, "kv_heads": 5, "init_std": 0.02},
     # huggingface.co/meta-llama/Llama-3.2-1B: config.json, but for the stretching of positions beyond 8192, which is
     # added to a model after its pre-training.
     "llama-1b": {
         **{"family": "llama", "layers": 16, "dims": 2048, "mlp_dims": 8192, "heads": 32, "kv_heads": 8},
-        **{"vocabulary": 128256, "block_size": 8192, "rope_theta": 500000.0, "norm_eps": 1e-5},
+        **{"vocabulary": 128256, "block_size": 8192, "rope_theta": 500000.0, "norm_eps": 1e-5, "init_std": 0.02},
     },
     "qwen3-0.6b": _QWEN3 | {"dims": 1024, "mlp_dims": 3072},
     "qwen3-1.7b": _QWEN3 | {"dims": 2048, "mlp_dims": 6144},
@@ -161,8 +162,9 @@ def rows_for(tokens: int) -> int:
 def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
     """The shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of the name's.
 
-    Where they are not given, ``kv_heads`` are ``heads`` and ``head_dim`` is ``dims / heads``; the rest has the
-    defaults of the family. A number that is None counts as not given.
+    Where they are not given, ``kv_heads`` are ``heads``, ``head_dim`` is ``dims / heads`` and ``init_std`` is
+    sqrt(2 / (5 dims)) (Nguyen and Salazar, arXiv 1910.05895); the rest has the defaults of the family. A number that is
+    None counts as not given.
 
     Args:
         name: "llama-15m", "qwen3-0.6b" and so on; or a family ("llama"), whose numbers are then all to be given.
@@ -183,7 +185,7 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
     if missing := [key for key in _REQUIRED if key not in values]:
         hint = f"give all of {', '.join(_REQUIRED)}, or take one of {', '.join(NAMED)}"
         raise ConfigError(f"there is no number of {', '.join(missing)}", where=missing[0], hint=hint)
-    return Shape(**_with_heads(values))
+    return Shape(**_completed(values))
 
 
 def _unknown_name(name: str) -> ConfigError:
@@ -193,8 +195,8 @@ def _unknown_name(name: str) -> ConfigError:
     return ConfigError(f"no shape is called {name!r}", where="shape", hint=hint)
 
 
-def _with_heads(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with ``kv_heads`` and ``head_dim``."""
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with what follows from other numbers."""
     dims, heads = values["dims"], values["heads"]
     _check_integer("dims", dims, 1)
     _check_integer("heads", heads, 1)
@@ -202,7 +204,7 @@ def _with_heads(values: dict[str, Any]) -> dict[str, Any]:
         near = max(dims // heads, 1) * heads
         message = f"{dims} dims cannot be divided among {heads} heads"
         raise ConfigError(message, where="heads", hint=f"take {near} or {near + heads} dims, or give head_dim, too")
-    return {"kv_heads": heads, "head_dim": dims // heads, **values}
+    return {"kv_heads": heads, "head_dim": dims // heads, "init_std": math.sqrt(2 / (5 * dims)), **values}
 
 
 # --- counting -----------------------------------------------------------------------------------------
