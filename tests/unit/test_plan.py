@@ -271,6 +271,19 @@ def test_all_of_it_together() -> None:
     assert [line.machines for line in look_ahead(job(speeds=(1.0, 0.5, 0.5))).lines] == [1, 2, 3]
 
 
+def test_what_steps_needed_beyond_what_was_computed_is_in_every_line() -> None:
+    computed = look_ahead(job()).memory
+    seen = computed[0].rank_bytes + 2_000_000_000
+    found, less = (look_ahead(job(needed_bytes=needed)).memory for needed in (seen, seen - 3_000_000_000))
+    assert found[0].rank_bytes == seen
+    assert [each.rank_bytes - was.rank_bytes for each, was in zip(found, computed, strict=True)] == (
+        [2_000_000_000] * len(computed)
+    )
+    assert less == computed, "the steps that were made may not have met the largest batch"
+    assert look_ahead(job(usable_bytes=seen - 1)).fits[0]
+    assert not look_ahead(job(usable_bytes=seen - 1, needed_bytes=seen)).fits[0]
+
+
 def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
     apart, together = look_ahead(job(numbers=(1, 2))), look_ahead(job(numbers=(1, 2), together=True))
     hours = together.lines[1].training_s / 3600

@@ -109,6 +109,7 @@ def facts_of(
         work=work,
         of=on_cpu if kind == "cpu" else on_gpu,
         present_bytes=_present(model.blocks, work, measured) if kind == "cpu" else 0,
+        needed_bytes=measured.peak_bytes if kind == "cuda" and measured is not None else 0,
         quantised=model.bits > 0,
         once=asked.once,
         together=together,
@@ -119,7 +120,7 @@ def facts_of(
         from allhands.accelerator import device_memory
         from allhands.train.runahead import limit_for
 
-        most = limit_for(on_gpu(model.blocks, work).arrays, device_memory())
+        most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
     return job, notes, measured
 

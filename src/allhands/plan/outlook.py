@@ -41,6 +41,7 @@ class Job:
         work: of one rank, with the whole batch in micro-batches as one computer cuts it.
         of: the arrays of a rank's work.
         present_bytes: of a process on a CPU what is no array of its training; 0 on a GPU.
+        needed_bytes: what steps of ``work`` were seen to need on a GPU; 0 if none were made.
         quantised: whether the weights are.
         once: whether the training is needed once only.
         together: whether the ranks are processes of one computer, with one price.
@@ -61,6 +62,7 @@ class Job:
     work: Work | None
     of: Callable[[Blocks, Work], Memory]
     present_bytes: int = 0
+    needed_bytes: int = 0
     quantised: bool = False
     once: bool = False
     prices: Prices = Prices()
@@ -209,18 +211,23 @@ def _memory(job: Job, ranks: int) -> tuple[Strategy, ...]:
     if job.blocks is None or job.work is None:
         return ()
     blocks = job.blocks
-    found = strategies(
-        job.work,
-        blocks,
-        ranks,
-        min(job.step.bucket_bytes, job.step.gradient_bytes),
-        lambda work: job.of(blocks, work),
-        quantised=job.quantised,
-        together=job.together,
-        divides=not job.present_bytes,
+    found = list(
+        strategies(
+            job.work,
+            blocks,
+            ranks,
+            min(job.step.bucket_bytes, job.step.gradient_bytes),
+            lambda work: job.of(blocks, work),
+            quantised=job.quantised,
+            together=job.together,
+            divides=not job.present_bytes,
+        )
     )
     if not job.present_bytes:
-        return tuple(found)
+        # What the multiples leave out of what was seen is taken to be needed in every other way, too. The steps that
+        # were made may not have met the largest batch, so that less than was computed proves nothing.
+        more = max(0, job.needed_bytes - found[0].rank_bytes)
+        return tuple(replace(each, rank_bytes=each.rank_bytes + more) for each in found)
     # Of a process on a CPU everything counts, and the exchange's buckets beside it.
     made: list[Strategy] = []
     beside = job.of(blocks, job.work).beside
