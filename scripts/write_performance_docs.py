@@ -56,9 +56,16 @@ TABLES = {
     "gpu_many": (
         "Training on several GPUs",
         "Data parallel over NCCL, beside PyTorch's DistributedDataParallel on the same machine: the works of the table "
-        "above, with the same batch for each GPU (weak scaling), or *the batch of one* divided among them (strong). "
+        "above, with the same batch for each GPU (weak scaling), or *the batch of one* divided among them (strong); "
+        "`large`: `full` with 32 x 1024. "
         "Per cents are of N times the peer's own speed on one GPU. Memory is that of the fullest rank; the exchange is "
         "what a step waits for where no rank is late.",
+    ),
+    "pretrain": (
+        "Pre-training",
+        "A new model of SmolLM2-135M's shape on real text, beside a loop in PyTorch after nanoGPT with the same shape, "
+        "tokens and rates. *All of the training* has validations, what is compiled and, of allhands, checkpoints. "
+        "[The curves](pretraining.md#on-gpus).",
     ),
     "cpu_lora": (
         "LoRA on a Linux CPU",
