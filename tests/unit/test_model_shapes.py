@@ -72,7 +72,8 @@ def test_numbers_take_the_place_of_a_names() -> None:
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.vocabulary, shape.layers) == (4, 4, 72, 4096, 6)
     assert find_shape("qwen3-0.6b", {"dims": 512}).head_dim == 128
     learner = {"layers": 4, "dims": 256, "mlp_dims": 512, "heads": 4, "block_size": 512, "vocabulary": 50257}
-    assert find_shape("llama", learner) == Shape("llama", 4, 256, 512, 4, 4, 64, 50257, 512)
+    expected = Shape("llama", 4, 256, 512, 4, 4, 64, 50257, 512, init_std=(2 / (5 * 256)) ** 0.5)
+    assert find_shape("llama", learner) == expected
 
 
 @pytest.mark.parametrize(
