@@ -29,6 +29,7 @@ LAYERS: dict[str, int] = {
     "allhands.blas": 0,
     "allhands.files": 0,
     "allhands.staging": 0,
+    "allhands.without_torch": 0,
     "allhands.formatting": 0,
     "allhands.gpus": 0,
     "allhands.faults": 0,
