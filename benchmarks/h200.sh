@@ -57,7 +57,7 @@ if [ "$gpus" -gt 1 ]; then
 fi
 if [ -n "${STORIES:-}" ]; then
   run "$here/pretrain.py" --python "$pythons" --data "$STORIES" --ranks "$gpus" --shape smollm2-135m --vocabulary 4096 \
-    --block-size 512 --batch-size $((32 * gpus)) --learning-rate 1e-3 --peers "$(echo "$many" | sed 's/,torch,/,/')"
+    --block-size 512 --batch-size $((32 * gpus)) --iters 400 --learning-rate 1e-3 --peers "$(echo "$many" | sed 's/,torch,/,/')"
 fi
 "$PYTHON" "$here/regressions.py" --results "$ALLHANDS_BENCHMARK_RESULTS" || failed="$failed regressions.py"
 if [ -n "$failed" ]; then
