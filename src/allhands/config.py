@@ -131,7 +131,7 @@ class TrainConfig(_Strict):
     )
 
     model: str = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
-    train: bool = Field(False, description="Train.")
+    train: bool = Field(False, description="Train; what is done, too, if neither this nor --test is given.")
     data: str = Field("demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'.")
     fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")

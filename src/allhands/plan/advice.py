@@ -32,6 +32,7 @@ class Situation:
         speed_up: on all of them; ``exposed`` the part of a step on them that is waiting for the exchange.
         accumulated_speed_up: if four batches' gradients are exchanged as one.
         enough: computers beyond which another saves less than 5 %.
+        together: whether the machines are processes of one.
     """
 
     again: bool
@@ -44,6 +45,12 @@ class Situation:
     exposed: float
     accumulated_speed_up: float
     enough: int
+    together: bool = False
+
+    @property
+    def several(self) -> str:
+        """How many there are, in words."""
+        return f"{self.machines} {'processes' if self.together else 'machines'}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ def advise(at: Situation) -> Advice:
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"on {at.machines} machines the training would be {at.speed_up:.2f} times as fast: the link eats the rest",
+        f"on {at.several} the training would be {at.speed_up:.2f} times as fast: the link eats the rest",
         "a cable in place of wifi, Thunderbolt in place of Ethernet; or LoRA, whose gradients are small",
         "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
     )
@@ -160,7 +167,7 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
     if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
         return walk.end("smaller", f"one machine, with {at.fits_smaller}", "it computes the same in less memory")
     several = at.machines > 1
-    over = f"over {at.machines} machines" if several else "there is no other machine"
+    over = f"over {at.several}" if several else "there is no other machine"
     if walk.ask(DIVIDED, several and at.fits_divided, over):
         return walk.end(
             "divide the optimizer",
@@ -178,7 +185,7 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
 
 
 def _beyond(at: Situation) -> Sequence[str]:
-    told = [f"{at.speed_up:.2f} times as fast on {at.machines} machines"]
+    told = [f"{at.speed_up:.2f} times as fast on {at.several}"]
     if at.enough < at.machines:
-        told.append(f"beyond {at.enough} another machine saves less than 5 %")
+        told.append(f"beyond {at.enough} another {'process' if at.together else 'machine'} saves less than 5 %")
     return told

@@ -163,6 +163,7 @@ def look_ahead(job: Job) -> Outlook:
         exposed=most.prediction.exposed_s / most.prediction.step_s,
         accumulated_speed_up=_accumulated(job, link, groups[-1]),
         enough=enough(job.step, link),
+        together=job.together,
     )
     return Outlook(job, lines, situation.enough, laws, memory, fits, advise(situation))
 
