@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 PAGE = Path(__file__).parents[2] / "docs" / "two-computers.md"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def work(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Path:
     """The directory in which a person works; the other computer has another one at the same path."""
     directory = tmp_path_factory.mktemp("two") / "work"
@@ -32,7 +32,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: 
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(work: Path) -> Iterator[Cluster]:
     directory = work.parent / "cluster"
     directory.mkdir()
@@ -72,9 +72,10 @@ def test_the_page_is_followed_to_the_letter(work: Path, cluster: Cluster) -> Non
     both, one = read_run(work / "adapters-both"), read_run(work / "adapters-one")
     losses = [[report["loss"] for report in run.reports] for run in (one, both)]
     assert len(losses[0]) >= 3
-    # In sixty steps Adam makes more of the rounding of sums; fewer are compared more closely elsewhere.
-    assert losses[1][:3] == pytest.approx(losses[0][:3], rel=1e-5)
-    assert losses[1] == pytest.approx(losses[0], rel=3e-3)
+    # The first forty steps agree to single precision. After that Adam multiplies the rounding of sums: one process with
+    # another BLAS kernel (OPENBLAS_CORETYPE) ends 0.6 % elsewhere, which is more than two processes do.
+    assert losses[1][:4] == pytest.approx(losses[0][:4], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     assert (work / "both.png").read_bytes().startswith(b"\x89PNG")
     assert "adapters-both" in (work / "both.html").read_text()
 
