@@ -1,7 +1,8 @@
-"""Write docs/performance.md from benchmarks/results; ``--check`` only tells whether it is up to date."""
+"""Write docs/performance.md and README.md's table from benchmarks/results; ``--check`` only compares."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ from records import (  # noqa: E402
 from roofline import utilisation  # noqa: E402
 
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
+# Between lines like these README.md has the last record's figures of a benchmark.
+FROM, TO = "<!-- {}, by scripts/write_performance_docs.py: -->\n", "<!-- until here. -->\n"
 # Less than this is no finding.
 CLOSE = 0.05
 Record = Mapping[str, Any]
@@ -59,7 +63,8 @@ TABLES = {
         "above, with the same batch for each GPU (weak scaling), or *the batch of one* divided among them (strong); "
         "`large`: `full` with 32 x 1024. "
         "Per cents are of N times the peer's own speed on one GPU. Memory is that of the fullest rank; the exchange is "
-        "what a step waits for where no rank is late.",
+        "what a step still waits for when its passes are done and no rank is late: what it takes from the passes that "
+        "it goes on beside is in their time.",
     ),
     "pretrain": (
         "Pre-training",
@@ -206,6 +211,48 @@ def factor(ratio: float) -> str:
     return f"{ratio:,.0f} x" if ratio >= 100 else f"{ratio:.1f} x" if ratio >= 10 else f"{ratio:.2f} x"
 
 
+def readme(text: str, directory: Path = ROOT / "benchmarks" / "results") -> str:
+    """``text`` of README.md with the figures of the last records."""
+    records = {record["name"]: record for record in newest(read_records(directory))}
+    for name, write in (("cpu_lora", lora_lines), ("gpu", gpu_lines)):
+        if name not in records:
+            continue
+        record, begin = records[name], FROM.format(name)
+        file = f"benchmarks/results/{name}-{record['date'][:10]}.json"
+        told = f"({device_of(record)}; medians, [recorded]({file}) with everything else about them.)"
+        block = "\n".join([*write(rows_in(record)), "", told])
+        found = re.compile(f"{re.escape(begin)}.*?{re.escape(TO)}", re.DOTALL)
+        text = found.sub(lambda _, block=begin + block + "\n" + TO: block, text)
+    return text
+
+
+def lora_lines(rows: Sequence[Row]) -> list[str]:
+    """LoRA on a CPU: a line for each peer, the slowest first."""
+    speeds = {row.who: row for row in rows if row.name == "speed"}
+    memory = {row.who: row for row in rows if row.name == "peak memory"}
+    lines = ["| | tokens/s | times mlx_lm | peak memory |", "|---|---:|---:|---:|"]
+    for who, row in sorted(speeds.items(), key=lambda one: one[1].median):
+        times = factor(row.median / speeds["mlx_lm"].median).removesuffix(" x")
+        lines.append(f"| {who} | {number(row.median)} | {times} | {number(memory[who].median)} {memory[who].unit} |")
+    return lines
+
+
+def gpu_lines(rows: Sequence[Row]) -> list[str]:
+    """One GPU: a line for each work, speed and memory of each peer."""
+    who = sorted({row.who for row in rows}, key=lambda name: (name != OURS, name))
+    lines = [f"| | {' | '.join(who)} | allhands is |", f"|---|{'---:|' * len(who)}---|"]
+    for name in (row.name for row in rows if row.who == OURS and row.name.endswith(": speed")):
+        work = name.removesuffix(": speed")
+        found = {(row.name, row.who): row for row in rows if row.name in (name, f"{work}: peak memory")}
+        cells = []
+        for peer in who:
+            speed, memory = found.get((name, peer)), found.get((f"{work}: peak memory", peer))
+            told = [f"{number(row.median)} {row.unit}" for row in (speed, memory) if row is not None]
+            cells.append(", ".join(told))
+        lines.append(f"| {work} | {' | '.join(cells)} | {ratios(found[name, OURS])} |")
+    return lines
+
+
 def limit(records: Sequence[Record]) -> list[str]:
     """Ceilings, and what part of them training reaches."""
     ceilings = [record for record in records if record["name"] == "ceilings"]
@@ -240,7 +287,16 @@ def behind(records: Sequence[Record]) -> str:
     return f"## Where a peer is ahead, and what is left\n\n{chr(10).join(lines) or 'In none of the figures above.'}\n"
 
 
+def main() -> int:
+    """Write both, or tell which is out of date."""
+    old = README.read_text(encoding="utf-8")
+    for path, text in ((PAGE, page()), (README, readme(old))):
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is out of date: run {sys.argv[0]}")
+    return 0
+
+
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(0 if PAGE.exists() and PAGE.read_text() == page() else f"{PAGE} is out of date: run {sys.argv[0]}")
-    PAGE.write_text(page())
+    sys.exit(main())

@@ -339,6 +339,15 @@ def test_the_page_is_that_of_the_records(docs: dict[str, Any]) -> None:
     assert page == docs["page"](), "run scripts/write_performance_docs.py"
 
 
+def test_the_table_of_the_readme_is_that_of_the_last_record(docs: dict[str, Any], tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text == docs["readme"](text), "run scripts/write_performance_docs.py"
+    old = text.replace("| PyTorch + PEFT |", "| PyTorch + PEFT | 1 |")
+    assert old != text
+    assert docs["readme"](old) == text
+    assert docs["readme"](old, tmp_path) == old, "no record, no change"
+
+
 def test_the_page_shows_the_newest_and_says_where_a_peer_is_ahead(
     bench: dict[str, Any], docs: dict[str, Any], tmp_path: Path
 ) -> None:
