@@ -74,7 +74,7 @@ def test_swiglu_far_out() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "kv_heads", "width"),
-    [(2, 93, 9, 3, 64), (1, 7, 4, 4, 16), (2, 130, 4, 1, 48), (1, 1, 2, 2, 128)],
+    [(2, 93, 9, 3, 64), (1, 7, 4, 4, 16), (2, 130, 4, 1, 48), (1, 1, 2, 2, 128), (2, 93, 4, 2, 24), (1, 33, 3, 3, 10)],
 )
 def test_attention(batch: int, length: int, heads: int, kv_heads: int, width: int) -> None:
     mx.random.seed(3)
@@ -178,7 +178,10 @@ def llama(**changes: Any) -> Any:
     return Model(ModelArgs.from_dict(arguments | changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope_traditional": True}, {"rope_theta": 500.0}, {"attention_bias": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rope_traditional": True}, {"rope_theta": 500.0}, {"attention_bias": True}, {"hidden_size": 96}],  # 24 a head
+)
 def test_a_model_computes_the_same(changes: dict[str, Any]) -> None:
     tokens = mx.random.randint(0, 101, (2, 40))
     plain, ours = llama(**changes), llama(**changes)

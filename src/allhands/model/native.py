@@ -8,11 +8,12 @@ called: they cannot be compiled, and their gradients ask for values, too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from allhands.blas import native_library
 from allhands.model import native_arrays, native_experts, native_products
@@ -21,7 +22,7 @@ from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
 from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
 from allhands.trees import flatten
 
-_WIDTH = 16  # a head's width must be a multiple of it
+_WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
 _NORMS = {"q_norm", "k_norm"}  # of Qwen 3, OLMo 2 and others
 _PROBE_TOKENS = 24
@@ -158,25 +159,58 @@ def attention(
         Like ``q``.
     """
     width = 2 * turns[0].shape[1]
-    sizes = (ctypes.c_int * 5)(*q.shape[:2], q.shape[2] // width, k.shape[2] // width, width)
+    wide = _filled_up(width)
+    sizes = (ctypes.c_int * 5)(*q.shape[:2], q.shape[2] // width, k.shape[2] // width, wide)
+    cosines, sines = (np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in turns)
 
     def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
         pointers = [(ctypes.c_void_p * len(each))(*map(at, each)) for each in (inputs, outputs)]
         call("allhands_attention", *pointers, ctypes.c_float(scale), sizes)
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        views = [floats(each) for each in (q, k, v)]
+        views = [_widened(floats(each), width) for each in (q, k, v)]
         out, room = new(*q.shape)
-        run([*views, *turns, None], [room, None, None, None])
+        _narrowed([room], width, lambda rooms: run([*views, cosines, sines, None], [*rooms, None, None, None]))
         return out
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
-        views = [floats(each) for each in (*primals, cotangent)]
+        views = [_widened(floats(each), width) for each in (*primals, cotangent)]
         made = [new(*primal.shape) for primal in primals]
-        run([*views[:3], *turns, views[3]], [None, *(room for _, room in made)])
+        rooms = [room for _, room in made]
+        _narrowed(rooms, width, lambda rooms: run([*views[:3], cosines, sines, views[3]], [None, *rooms]))
         return tuple(array for array, _ in made)
 
     return forward(q, k, v) if frozen else with_vjp(forward, backward)(q, k, v)
+
+
+def _filled_up(width: int) -> int:
+    """Of a head, as the native code takes it."""
+    return -(-width // _WIDTH) * _WIDTH
+
+
+def _widened(heads: Array, width: int) -> Array:
+    """(..., heads * D) with zeros after each half of a head, whose pairs thereby stay pairs; itself if none are needed.
+
+    Zeros add nothing to a score, and what comes out of them is zero.
+    """
+    wide = _filled_up(width)
+    if wide == width:
+        return heads
+    room = np.zeros((*heads.shape[:-1], heads.shape[-1] // width, 2, wide // 2), dtype=np.float32)
+    room[..., : width // 2] = heads.reshape(*room.shape[:-1], width // 2)
+    return room
+
+
+def _narrowed(rooms: Sequence[Array], width: int, fill: Callable[[Sequence[Array]], None]) -> None:
+    """Let ``fill`` write arrays like :func:`_widened` ones, and put what counts of them into ``rooms``."""
+    wide = _filled_up(width)
+    if wide == width:
+        return fill(rooms)
+    shapes = [(*room.shape[:-1], room.shape[-1] // width, 2, wide // 2) for room in rooms]
+    made = [np.empty(shape, dtype=np.float32) for shape in shapes]
+    fill(made)
+    for room, shape, each in zip(rooms, shapes, made, strict=True):
+        room.reshape(*shape[:-1], width // 2)[...] = each[..., : width // 2]
 
 
 class _Attention:
@@ -228,7 +262,7 @@ def _substitute_attention(module: Any) -> bool:
     try:
         heads, key_heads = _heads(module)
         width = module.k_proj(probe := _probe(module)).shape[-1] // key_heads
-        if width % _WIDTH or heads % key_heads:
+        if width % 2 or heads % key_heads:
             return False
         object.__setattr__(module, "_native_width", width)
         object.__setattr__(module, "_native_heads", (heads, key_heads))
