@@ -222,3 +222,10 @@ def test_version_names_what_determines_the_numbers(capsys: pytest.CaptureFixture
     code, out, _ = run_main(capsys, "version")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["allhands", "mlx", "mlx-lm", "numpy"]
+
+
+@pytest.mark.parametrize(("verb", "more", "code"), [("train", ["--train"], 3), ("pretrain", ["--tokenizer", "no"], 4)])
+@pytest.mark.parametrize("after", [(), ("--iters", "2")])
+def test_resume_needs_no_value(verb: str, more: list[str], code: int, after: tuple[str, ...]) -> None:
+    done = run_allhands(verb, "--data", "no-data", *more, "--resume", *after)
+    assert (done.returncode, "argument" in done.stderr) == (code, False), done.stderr

@@ -13,6 +13,7 @@ from allhands.cli import commands
 from allhands.errors import AllhandsError, ConfigError
 
 _INTERRUPTED = 130
+_TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
 
 def make_app(verb: str | None = None) -> typer.Typer:
@@ -36,14 +37,14 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
         arguments = ["version"]
-    if arguments[:1] == ["train"]:
+    if _TRAINING.intersection(arguments[:1]):
         arguments = with_auto_resume(arguments)
     try:
         result: Any = make_app(canonical_flag(arguments[0]) if arguments else "")(
             args=arguments, prog_name="allhands", standalone_mode=False
         )
         code = result if isinstance(result, int) else 0
-        if code == _INTERRUPTED and arguments[:1] not in (["train"], ["launch"]):
+        if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
             print("allhands: interrupted", file=sys.stderr)
     except AllhandsError as error:
