@@ -186,9 +186,9 @@ def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, mo
 
 
 def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
-    folder = write(write(tmp_path / "data", "some words"), "more words", name="val")
+    folder = write(write(tmp_path / "data", "some words"), "more words", name="eval")
     flags = {"model": str(tiny_model), "data": str(folder), "train": True}
-    assert any("val.jsonl: call it valid.jsonl" in note for note in load_data(build_config(flags)).notes)
+    assert any("eval.jsonl: call it valid.jsonl" in note for note in load_data(build_config(flags)).notes)
 
 
 def test_the_tokenizers_files_are_part_of_the_key(tiny_model: Path, tmp_path: Path) -> None:

@@ -178,7 +178,6 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"prompt": "p", "completion": ""}, '"completion" is empty', "delete"),
         ({"prompt": "p", "completion": None}, '"completion" is null', "fill it in"),
         ({"prompt": 1, "completion": "c"}, '"prompt" is a number', "quotes"),
-        ({"text": "  "}, '"text" is empty', "delete"),
         ({"text": 5}, '"text" is a number', "quotes"),
         ({"text": "\ud800"}, "half a surrogate pair (\\ud800)", "remove"),
         ({}, "the keys are none", "prompt_feature"),
@@ -319,6 +318,20 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     assert [r.text for r in load_split(tmp_path, "train", DEFAULT, required=True)] == ["a"]
     assert [r.where for r in load_split(tmp_path, "valid", DEFAULT, required=True)] == ["valid.json:1"]
     assert load_split(tmp_path, "test", DEFAULT, required=False) == []
+
+
+@pytest.mark.parametrize(
+    "names", [["validation-1-of-2.txt", "validation-2-of-2.txt"], ["val.jsonl"], ["dev.json"], ["validation/a.txt"]]
+)
+def test_a_validation_split_may_be_called_as_on_the_hub(tmp_path: Path, names: list[str]) -> None:
+    write(tmp_path, '{"text": "a"}\n')
+    assert load_split(tmp_path, "valid", DEFAULT, required=False) == []
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, '{"text": "b"}\n', name)
+    assert len(load_split(tmp_path, "valid", DEFAULT, required=True)) == len(names)
+    write(tmp_path, '{"text": "c"}\n', "valid.jsonl")
+    assert [r.text for r in load_split(tmp_path, "valid", DEFAULT, required=True)] == ["c"], "its own name comes first"
 
 
 def test_missing_folders_and_files_say_what_is_there(tmp_path: Path) -> None:
@@ -465,3 +478,9 @@ def test_mapped_real_file() -> None:
     records = read(shared("gsm8k/test.jsonl"), prompt_feature="question", completion_feature="answer")
     assert len(records) == 1319
     assert str(records[0].completion).endswith("#### 18")
+
+
+def test_a_text_may_be_empty() -> None:
+    assert parse({"text": "  "}).is_blank
+    assert not parse({"text": " a"}).is_blank
+    assert not parse(CHAT).is_blank

@@ -15,7 +15,7 @@ from chat_tokenizers import qwen25
 from allhands.data import shapes
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.render import Renderer
-from allhands.data.shapes import Example, parse_example
+from allhands.data.shapes import Example, parse_example, remedy_of_warning
 from allhands.errors import DataError
 
 DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -488,3 +488,12 @@ def test_a_real_template_takes_what_the_shapes_become() -> None:
         found = parse(row).preference or {}
         record = Record("completion", prompt=found["prompt"], completion=found[key])
         assert rendered(record)[1] == found[key][0]["content"] + "<|im_end|>"
+
+
+def test_an_empty_text_is_an_error_or_a_warning() -> None:
+    columns = ColumnNames.from_options({})
+    with pytest.raises(DataError, match='"text" is empty'):
+        parse_example({"text": " "}, columns, source="f", line=1)
+    example = parse_example({"text": " "}, columns, source="f", line=1, empty_texts=True)
+    assert example.warnings == ("the text is empty: training leaves it out",)
+    assert "none is needed" in remedy_of_warning(example.warnings[0])

@@ -357,3 +357,19 @@ def test_a_helper_ends_with_the_process_that_it_helps_however_that_ends() -> Non
         process.wait()
         helper.wait(timeout=20)
     assert not helper.is_running()
+
+
+def test_empty_texts_are_left_out_and_counted(tokenizer_path: Path) -> None:
+    texts = ["ahoy there", "", "  \n", "a ship", ""]
+    records = [Record("text", text=text, source="t.parquet", line=line) for line, text in enumerate(texts, start=1)]
+    rendering = Rendering(load(tokenizer_path), False, "assistant", None)
+    made = stored(records, rendering)
+    assert examples_of(made) == examples_of(stored([records[0], records[3]], rendering))
+    report = made.report
+    assert (report.num_records, report.num_examples, report.num_dropped) == (5, 2, 3)
+    assert report.dropped == ("t.parquet:2", "t.parquet:3", "t.parquet:5")
+    assert report.num_text_bytes == len("ahoy there" + "a ship")
+    assert report.tokens_per_byte == pytest.approx(report.num_tokens / 16)
+    with pytest.raises(DataError, match="none of the 2 examples has a token to train on") as caught:
+        stored(records[1:3], rendering)
+    assert caught.value.hint == "check that the texts are not empty"

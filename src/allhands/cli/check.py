@@ -206,11 +206,11 @@ def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Ex
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
-    from allhands.data.shapes import Example, suspicions
+    from allhands.data.shapes import Example, suspicions_of
 
     try:
         for record in records:
-            yield Example(record.kind, record, None, suspicions(record.turns))
+            yield Example(record.kind, record, None, suspicions_of(record))
     except DataError as error:
         yield error
 
@@ -226,7 +226,7 @@ def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
             yield row.error()
             continue
         try:
-            example = parse_example(row.value, columns, source=row.source, line=row.line)
+            example = parse_example(row.value, columns, source=row.source, line=row.line, empty_texts=True)
             if example.record is None:
                 # It says why training refuses preference data.
                 parse_record(row.value, columns, source=row.source, line=row.line)

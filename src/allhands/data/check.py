@@ -358,7 +358,8 @@ class _Tally:
         self._errors[code].add(error.message, error.hint, where)
 
     def _measure(self, record: Record, view: View) -> None:
-        kept = np.flatnonzero(view.trained[: self._options.limit])
+        trained = view.trained[: self._options.limit]
+        kept = np.flatnonzero(trained) if not record.is_blank else np.empty(0, dtype=np.int64)
         self._numbers["length"].append(len(view.tokens))
         if len(kept):
             self._numbers["kept"].append(min(len(view.tokens), self._options.limit))
@@ -386,7 +387,7 @@ class _Tally:
                 yield "answers-lost"
             elif view.answer[limit:].any():
                 yield "answers-cut"
-        elif not view.trained.any():
+        elif not view.trained.any() and not record.is_blank:  # of which a warning tells
             yield "nothing-trained"
 
     def _contents(self, record: Record, view: View, text: str) -> Iterator[str]:

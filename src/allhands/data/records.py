@@ -107,6 +107,11 @@ class Record:
         return f"{self.source}:{self.line}"
 
     @property
+    def is_blank(self) -> bool:
+        """Whether it is a text without words, of which only its end could be learned."""
+        return self.kind == "text" and not (self.text or "").strip()
+
+    @property
     def turns(self) -> list[Message]:
         """The whole conversation of a chat or a completion; empty for a text."""
         if self.kind == "text":
@@ -123,7 +128,8 @@ def as_turns(words: str | list[Message], role: str) -> list[Message]:
 def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) -> Record:
     """Check one decoded JSON value and recognise its shape; Alpaca and ShareGPT are converted.
 
-    Preferences and rated answers are refused: to train on them as they stand would teach what was rejected.
+    A text may be empty, as some in every large corpus are: training leaves it out, and counts it. Preferences and rated
+    answers are refused: to train on them as they stand would teach what was rejected.
 
     Raises:
         DataError: with ``where="source:line"``.
@@ -139,7 +145,7 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
             f"rated answers ({quoted(parts.name('label'))} is true or false) cannot be trained on",
             f"keep the good answers and remove {quoted(parts.name('label'))}; {_BY_COMMAND}",
         )
-    return to_record(parts, shape)
+    return to_record(parts, shape, empty_texts=True)
 
 
 # Parts of a record, wherever they stand
@@ -339,8 +345,11 @@ def _column_hint(parts: Parts) -> str:
 # Converting
 
 
-def to_record(parts: Parts, shape: Shape) -> Record:
+def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Record:
     """The record of a recognised shape, checked. A mapped system column is put before any shape's messages.
+
+    Args:
+        empty_texts: whether a text may have no words.
 
     Raises:
         DataError: a part is missing or broken.
@@ -348,7 +357,7 @@ def to_record(parts: Parts, shape: Shape) -> Record:
     place = parts.place
     if shape == "text":
         text = string_part(parts, "text")
-        if not text.strip():
+        if not text.strip() and not empty_texts:
             place.fail(f"{quoted(parts.name('text'))} is empty: there is nothing to learn", DELETE)
         return Record("text", text=text, source=place.source, line=place.line)
     tools = check_tools(parts.get("tools"), parts.name("tools"), place)

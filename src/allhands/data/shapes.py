@@ -116,7 +116,7 @@ def json_line(example: Example, where: str) -> bytes:
         raise DataError(message, where=where, hint="write the value as text, or remove it") from None
 
 
-def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int) -> Example:
+def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, empty_texts: bool = False) -> Example:
     """One decoded JSON value as an example; see :func:`allhands.data.records.recognise` for what is what.
 
     A row with a true or false ``label`` is a rated answer, whatever its shape, and never a record.
@@ -126,6 +126,9 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int) -
     Warnings are what may be meant: see the phrases in this module. A last question without an answer is
     kept, since the answers before it train.
 
+    Args:
+        empty_texts: whether a text may be empty, which is then a warning.
+
     Raises:
         DataError: with ``where="source:line"`` and a hint.
     """
@@ -133,12 +136,12 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int) -
     shape = recognise(parts)
     if shape == "preference":
         return _preference(parts)
-    record = to_record(parts, shape)
+    record = to_record(parts, shape, empty_texts=empty_texts)
     label = rating(parts, shape)
     if label is not None:
         return _rated(parts, record, label, shape)
     name = "chat with tools" if shape == "chat" and _uses_tools(record) else shape
-    return Example(name, record, None, (*suspicions(record.turns), *_unused(parts, shape)))
+    return Example(name, record, None, (*suspicions_of(record), *_unused(parts, shape)))
 
 
 def _uses_tools(record: Record) -> bool:
@@ -243,6 +246,7 @@ UNANSWERED_CALL = "tool call without a tool's answer"
 UNCALLED_TOOL = "tool's answer without a tool call"
 ARGUMENTS_NOT_JSON = "tool call whose arguments are not a JSON object"
 PROMPT_DIFFERS = "the prompt is not part of the conversations of a preference, and not used"
+EMPTY_TEXT = "the text is empty: training leaves it out"
 
 # What to do about each; for a phrase that names a column see `remedy_of_warning`.
 _REMEDIES = {
@@ -256,12 +260,18 @@ _REMEDIES = {
     UNCALLED_TOOL: "write the call as tool_calls of the answer before it",
     ARGUMENTS_NOT_JSON: "write them as an object; the model learns them as they stand",
     PROMPT_DIFFERS: "make both conversations begin with the prompt",
+    EMPTY_TEXT: "none is needed; delete the record to be rid of the message",
 }
 
 
 def remedy_of_warning(warning: str) -> str:
     """What to do about one of the warnings of an :class:`Example`."""
     return _REMEDIES.get(warning, "rename the column, or map it to the part that it is")
+
+
+def suspicions_of(record: Record) -> tuple[str, ...]:
+    """The warnings of what can be trained on; see :func:`suspicions`."""
+    return (EMPTY_TEXT,) if record.is_blank else suspicions(record.turns)
 
 
 def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:

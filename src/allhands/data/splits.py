@@ -34,11 +34,16 @@ class RecordSource:
     records: Callable[[], Iterator[Record]]
 
 
+# What a split may be called in a folder; the first that is there counts.
+_CALLED = {"valid": ("valid", "validation", "val", "dev")}
+
+
 def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> RecordSource | None:
     """The records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not required.
 
     Where there is neither, those of the files of any type that can be read which are named ``{split}`` or
-    ``{split}-...``, or lie in a folder of that name, one after the other by their names.
+    ``{split}-...``, or lie in a folder of that name, one after the other by their names. "valid" may also be called as
+    on the Hub: validation, val or dev.
 
     Args:
         split: "train", "valid" or "test".
@@ -48,12 +53,13 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
             unreadable. Reading raises it for a record.
     """
     names = _entries(data_dir)
-    for name in (f"{split}.jsonl", f"{split}.json"):
-        if name in names:
-            return _source_of_file(data_dir / name, columns)
-    if files := _files_of(data_dir, split, names):
-        _check_parts(files)
-        return _source_of_files(data_dir, files, columns)
+    for called in _CALLED.get(split, (split,)):
+        for name in (f"{called}.jsonl", f"{called}.json"):
+            if name in names:
+                return _source_of_file(data_dir / name, columns)
+        if files := _files_of(data_dir, called, names):
+            _check_parts(files)
+            return _source_of_files(data_dir, files, columns)
     if not required:
         return None
     there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"

@@ -76,7 +76,7 @@ class TokenSetReport:
     @property
     def tokens_per_byte(self) -> float | None:
         """Of the texts; ``None`` if there is something else in the set, or something was left out."""
-        whole = self.num_texts == self.num_records and not self.num_truncated and not self.num_dropped
+        whole = self.num_texts == self.num_records and not self.num_truncated
         return self.num_tokens / self.num_text_bytes if whole and self.num_text_bytes else None
 
 

@@ -167,8 +167,9 @@ def fill_store(
             for record, result in zip(chunk, results, strict=True):
                 if isinstance(result, AllhandsError):
                     raise result
-                if result.mask.any():
+                if result.mask.any() and not record.is_blank:
                     kept.append(result)
+                    num_bytes += len((record.text or "").encode())
                     num_truncated += result.truncated > 0
                     num_lost += result.truncated
                 else:
@@ -178,7 +179,6 @@ def fill_store(
                 writer.append(kept)
             num_records += len(chunk)
             num_texts += sum(record.kind == "text" for record in chunk)
-            num_bytes += sum(len((record.text or "").encode()) for record in chunk if record.kind == "text")
             num_examples += len(kept)
             num_tokens += sum(len(example.tokens) for example in kept)
             num_trained += sum(int(example.mask.sum()) for example in kept)
@@ -193,7 +193,9 @@ def fill_store(
         raise DataError(
             f"none of the {num_dropped} examples has a token to train on",
             where=dropped[0] if dropped else None,
-            hint="raise --max-seq-length (long prompts push answers out), and check that the answers exist",
+            hint="check that the texts are not empty"
+            if num_texts == num_records
+            else "raise --max-seq-length (long prompts push answers out), and check that the answers exist",
         )
     return TokenSetReport(
         num_records,

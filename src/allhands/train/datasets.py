@@ -260,8 +260,7 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
 def _misnamed(config: TrainConfig) -> str:
     """That there is a file which may be the validation set under another name."""
     folder = Path(config.data).expanduser()
-    names = [f"{name}.jsonl" for name in ("val", "validation", "dev", "eval") if (folder / f"{name}.jsonl").is_file()]
-    return f" (there is a {names[0]}: call it valid.jsonl)" if names else ""
+    return " (there is an eval.jsonl: call it valid.jsonl)" if (folder / "eval.jsonl").is_file() else ""
 
 
 def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:
