@@ -261,3 +261,19 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
     started = history(place / "mixed-out").started
     assert started is not None
     assert started.num_train_examples == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--warmup-steps", "50"), "the warm-up of 50 updates is not shorter than the training of 3"),
+        (("--optimizer-config", '{"adam": {"moment": 1}}'), "adam does not take these arguments"),
+    ],
+)
+def test_what_is_refused_leaves_the_run_before_as_it_was(place: Path, more: tuple[str, ...], words: str) -> None:
+    arguments = train("--data", "data", "--adapter-path", "before")
+    run(*arguments, cwd=place)
+    before = {path: path.stat().st_mtime_ns for path in (place / "before").rglob("*") if "logs" not in path.parts}
+    assert len(before) > 5
+    Job(*arguments, *more, cwd=place).fails(2, words)
+    assert before == {path: path.stat().st_mtime_ns for path in before}

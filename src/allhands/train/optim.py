@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,20 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     start = max(chosen.warmup_init if chosen else 0.0, peak / (warmup + 1))
     rest = main if callable(main) else lambda _: mx.array(peak)
     return optim.join_schedules([optim.linear_schedule(start, peak, warmup), rest], [warmup])
+
+
+def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
+    """Of the whole training.
+
+    Raises:
+        ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.
+    """
+    total = config.iters or 1000
+    if config.iters is None and config.epochs:
+        # A part of a batch counts whole, but not what multiplication rounds up.
+        total = math.ceil(round(config.epochs * batches_per_epoch, 6))
+    make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
+    return total
 
 
 def has_schedule(config: TrainConfig) -> bool:

@@ -51,7 +51,7 @@ from allhands.train.dividing import divides
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
-from allhands.train.optim import has_schedule, make_optimizer
+from allhands.train.optim import has_schedule, make_optimizer, num_batches
 from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
 from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.train.samples import Sampler
@@ -145,8 +145,9 @@ class _Run:
             raise
 
     def _execute(self) -> FinetuneResult:
+        planned = self._planned() if self.config.train else None
         with self._claim(), self._sinks() as sink:
-            ended = self._train(sink) if self.config.train else RunEnded(0, "finished", 0.0)
+            ended = self._train(sink, *planned) if planned else RunEnded(0, "finished", 0.0)
             try:
                 if self.config.test:
                     ended = replace(ended, test_loss=self._test(ended.step))
@@ -172,11 +173,15 @@ class _Run:
             plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)
         return plot_losses([read_metrics(self.directory)], self.directory / PLOT_FILE, private=True)
 
-    def _train(self, sink: Sink) -> RunEnded:
-        config, windows = self.config, self.ready.data.train
+    def _planned(self) -> tuple[Windows, GlobalOrder, int]:
+        """What is trained on, in which order, in how many batches: refused before an earlier run is set aside."""
+        windows = self.ready.data.train
         assert windows is not None
-        order = GlobalOrder(windows.work, config.batch_size, config.seed)
-        total = config.iters or (_batches(config.epochs, order.batches_per_epoch) if config.epochs else 1000)
+        order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
+        return windows, order, num_batches(self.config, order.batches_per_epoch)
+
+    def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
+        config = self.config
         optimizer, state = self._optimizer(total)
         compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
@@ -490,8 +495,3 @@ def _close_log(log: TextIO) -> None:
     """Closing writes what is left, which a full disk refuses: that must not end the run, or hide why it ends."""
     with suppress(OSError):
         log.close()
-
-
-def _batches(epochs: float, batches_per_epoch: int) -> int:
-    """Batches of so many passes; a part of one counts whole, but not what multiplication rounds up."""
-    return math.ceil(round(epochs * batches_per_epoch, 6))
