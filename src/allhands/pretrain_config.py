@@ -31,7 +31,9 @@ class PretrainConfig(TrainConfig):
     kv_heads: int | None = Field(None, ge=1, description="Heads of keys and values.")
     head_dim: int | None = Field(None, ge=1, description="Width of a head. [dims / heads]")
     vocabulary: int | None = Field(None, ge=1, description="Rows of the embedding. [the tokenizer's]")
-    block_size: int | None = Field(None, ge=2, description="Longest text in tokens, also --max-seq-length.")
+    block_size: int | None = Field(
+        None, ge=2, description="Longest text in tokens, and a row's, unless --max-seq-length is less."
+    )
     rope_theta: float | None = Field(None, gt=0, description="Base of the rotary position code.")
     tied: bool | None = Field(None, description="Whether the output layer is the embedding.")
     experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
@@ -77,8 +79,9 @@ class PretrainConfig(TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _rows_of_the_block(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("max_seq_length") is None and values.get("block_size"):
-            return {**values, "max_seq_length": values["block_size"]}
+        if isinstance(values, dict) and values.get("max_seq_length") is None and (block := values.get("block_size")):
+            # A block that is refused is refused by its own name.
+            return values if block in (1, "1") else {**values, "max_seq_length": block}
         return values
 
     @model_validator(mode="after")

@@ -221,3 +221,11 @@ def test_a_rank_that_does_not_lead_waits_for_the_one_that_does(
     for leads in (True, False):
         open_data(config, find_splits(config), tokenizer, leads=leads)
     assert asked == [0.0, datasets.PATIENCE_S]
+
+
+@pytest.mark.parametrize(("batch", "noted"), [(2, False), (3, True)])
+def test_a_batch_of_more_than_all_examples_is_noted(tiny_model: Path, tmp_path: Path, batch: int, noted: bool) -> None:
+    folder = write(tmp_path / "data", "some words", "more words")
+    flags = {"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0, "batch_size": batch}
+    said = "train: 2 examples are less than a batch of 3: each step trains on all"
+    assert load_data(build_config(flags)).notes == ((said,) if noted else ())

@@ -186,7 +186,7 @@ def banner(started: RunStarted) -> list[str]:
         f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
     )
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
-    epochs = started.total_steps * started.batch_size / max(started.num_train_examples, 1)
+    epochs = started.total_steps / max(1, math.ceil(started.num_train_examples / started.batch_size))
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
     place = f": {started.resumed_from}" if started.resumed_from else ""
     resumed = [f"resumed     from step {started.step}{place}"] if started.step else []

@@ -23,6 +23,7 @@ from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, 
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
 from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
+from allhands.model.load import MODEL
 from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
@@ -181,14 +182,17 @@ def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | Nume
             "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
         )
     try:
-        kept = f"the last weights are kept in {_save_now(parts, state, 'suspect')}"
+        path = _save_now(parts, state, "suspect")
+        used = "adapters.safetensors" if pretraining(parts.config) is None else MODEL
+        kept = f"the last weights are kept in {path}"
+        if (Path(path).parent / used).exists():
+            kept += f", {used} is as it was before"
     except StorageError as failure:
         kept = f"the last weights could not be kept ({failure.where}: {failure.message})"
     return NumericsError(
         f"after {place}: {error.message}",
         hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
-        f"--warmup-steps; --non-finite skip leaves such updates out; {kept}, "
-        f"{'adapters.safetensors' if pretraining(parts.config) is None else 'model'} is as it was before",
+        f"--warmup-steps; --non-finite skip leaves such updates out; {kept}",
     )
 
 

@@ -257,7 +257,7 @@ class _Run:
         fresh = pretraining(self.config)
         if fresh is None:
             return None
-        loaded, values = self.ready.loaded, fresh.model_dump(mode="json")
+        loaded, values = self.ready.loaded, fresh.model_dump(mode="json", exclude={"model"})
         return ModelFiles(loaded.config, loaded.path, {"made_by": "allhands pretrain", "config": values})
 
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
