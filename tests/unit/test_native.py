@@ -19,6 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from allhands.blas import native_library
 from allhands.model import native, native_products
 from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.documents import Row, caches_for
 from allhands.model.quantized import UnpackedLinear, prepare_dense
 from allhands.native.library import wanted
 from allhands.train.gradient import make_gradient
@@ -92,6 +93,44 @@ def test_attention(batch: int, length: int, heads: int, kv_heads: int, width: in
 
     inputs = tuple(random(batch, length, count * width) for count in (heads, kv_heads, kv_heads))
     assert_same(lambda q, k, v: native.attention(q, k, v, turns, scale), plain, inputs)
+
+
+@pytest.mark.parametrize("width", [32, 24])
+def test_attention_that_does_not_cross_documents(width: int) -> None:
+    mx.random.seed(3)
+    numbers = mx.array([[0] * 5 + [1] * 40 + [2] * 48, [3] * 90 + [-1] * 3])
+    row, length, heads, kv_heads = Row(numbers), numbers.shape[1], 4, 2
+    assert row.starts.tolist() == [[0] * 5 + [5] * 40 + [45] * 48, [0] * 90 + [90] * 3]
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))[None]
+    turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    rope, scale, mask = nn.RoPE(width), width**-0.5, row.make_mask(length)
+
+    def apart(x: mx.array, count: int) -> mx.array:
+        return x.reshape(2, length, count, width).transpose(0, 2, 1, 3)
+
+    def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        turned = rope(apart(q, heads)), rope(apart(k, kv_heads)), apart(v, kv_heads)
+        out = mx.fast.scaled_dot_product_attention(*turned, scale=scale, mask=mask)
+        return out.transpose(0, 2, 1, 3).reshape(2, length, -1)
+
+    inputs = tuple(random(2, length, count * width) for count in (heads, kv_heads, kv_heads))
+    assert_same(lambda q, k, v: native.attention(q, k, v, turns, scale, starts=row.starts), plain, inputs)
+
+
+def test_a_model_keeps_documents_apart_without_a_mask() -> None:
+    mx.random.seed(9)
+    tokens, numbers = mx.random.randint(0, 101, (2, 40)), mx.array([[0] * 11 + [1] * 29, [2] * 40])
+    plain, ours = llama(), llama()
+    prepare_dense(ours)
+    assert native.use_native(ours) >= 10
+    row = caches_for(3, numbers)
+    computed = ours(tokens, cache=row)
+    assert_near(computed, plain(tokens, cache=caches_for(3, numbers)), 1e-4)
+    assert row[0]._starts is not None, "natively"
+    narrow = caches_for(3, numbers)
+    narrow[0].make_mask(40, window_size=4)
+    ours(tokens, cache=narrow)
+    assert narrow[0]._starts is None, "a window is not known to the native code"
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

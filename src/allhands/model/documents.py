@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from allhands.errors import ConfigError
 
@@ -23,6 +25,20 @@ class Row:
 
     def __init__(self, documents: mx.array) -> None:
         self._documents = documents
+        self._starts: NDArray[np.int32] | None = None
+        # Whether a layer has asked for a mask that is narrower than its document.
+        self.windowed = False
+
+    @property
+    def starts(self) -> NDArray[np.int32]:
+        """(B, T), where the document of each place begins: each is in one piece."""
+        if self._starts is None:
+            documents = np.asarray(self._documents)
+            places = np.arange(documents.shape[1], dtype=np.int32)
+            begins = np.ones(documents.shape, dtype=bool)
+            begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+            self._starts = np.ascontiguousarray(np.maximum.accumulate(np.where(begins, places, 0), axis=1))
+        return self._starts
 
     def make_mask(self, _length: int, *, window_size: int | None = None, **_: Any) -> mx.array:
         """(B, 1, T, T) bool: whether the place of the row (third axis) sees that of the column."""
@@ -30,6 +46,7 @@ class Row:
         distance = places[:, None] - places[None, :]
         visible = distance >= 0
         if window_size is not None:
+            self.windowed = True
             visible = visible & (distance < window_size)
         same = self._documents[:, None, :, None] == self._documents[:, None, None, :]
         return same & visible

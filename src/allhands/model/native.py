@@ -18,6 +18,7 @@ import numpy as np
 from allhands.blas import native_library
 from allhands.model import native_arrays, native_experts, native_products
 from allhands.model.choices import PLAIN, chosen
+from allhands.model.documents import Row
 from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
 from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
 from allhands.trees import flatten
@@ -145,6 +146,7 @@ def attention(
     turns: tuple[Array, Array],
     scale: float,
     *,
+    starts: Array | None = None,
     frozen: bool = False,
 ) -> mx.array:
     """Causal attention with rotary embedding, of float32.
@@ -153,6 +155,7 @@ def attention(
         q: (B, T, heads * D).
         k: (B, T, fewer heads * D), as ``v``.
         turns: (T, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's features.
+        starts: (B, T) int32, the first place that each sees, where that is not the row's first.
         frozen: whether no gradient is wanted.
 
     Returns:
@@ -165,7 +168,7 @@ def attention(
 
     def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
         pointers = [(ctypes.c_void_p * len(each))(*map(at, each)) for each in (inputs, outputs)]
-        call("allhands_attention", *pointers, ctypes.c_float(scale), sizes)
+        call("allhands_attention", *pointers, ctypes.c_float(scale), sizes, at(starts))
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         views = [_widened(floats(each), width) for each in (q, k, v)]
@@ -215,7 +218,9 @@ def _narrowed(rooms: Sequence[Array], width: int, fill: Callable[[Sequence[Array
 
 class _Attention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        if x.dtype != mx.float32 or cache is not None or not isinstance(mask, str) or mask != "causal":
+        row = cache if isinstance(cache, Row) and not cache.windowed else None
+        causal = cache is None and isinstance(mask, str) and mask == "causal"
+        if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes = (*self._native_heads, self._native_width)
         if chosen("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
@@ -224,7 +229,8 @@ class _Attention:
         if "q_norm" in self:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         turns = _turns(self, x.shape[1], self._native_width)
-        return self.o_proj(attention(q, k, v, turns, self.scale, frozen=forward_only(self)))
+        starts = row.starts if row else None
+        return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=forward_only(self)))
 
 
 def _normed(norm: Any, x: mx.array) -> mx.array:

@@ -165,6 +165,7 @@ typedef struct {
     size_t per_thread; // of scratch, in floats
     float scale;
     int length, heads, kv_heads, width; // T and D
+    const int *starts;                  // (B, T): the first place that each sees; NULL if all see the first one
 } Attention;
 
 // c (+)= a b for (m, k), (k, n) of any strides in a; n is a multiple of WIDTH.
@@ -223,8 +224,10 @@ static void turn(const Attention *a, int place, float sign, float factor, const 
     }
 }
 
-// Row `place` of scores becomes probabilities over the places up to it, zeros up to `count`.
-static void softmax_row(float *scores, int place, int count) {
+// Row `place` of scores becomes probabilities over the places from `start` up to it, zeros elsewhere up to `count`.
+static void softmax_row(float *scores, int start, int place, int count) {
+    for (int i = 0; i < start; i++)
+        scores[i] = -INFINITY;
     for (int i = place + 1; i < count; i++)
         scores[i] = -INFINITY;
     vec most = load(scores);
@@ -279,13 +282,14 @@ static void across(const float *from, ptrdiff_t row, int length, int width, floa
 }
 
 // Probabilities of `rows` places from `first` on; their turned and scaled queries are left in the room.
-static void probabilities(const Attention *a, const Room *r, const float *q, int first, int rows, int count) {
+static void probabilities(const Attention *a, const Room *r, const float *q, int batch, int first, int rows, int count) {
+    const int *starts = a->starts ? a->starts + (ptrdiff_t)batch * a->length : NULL;
     ptrdiff_t row = (ptrdiff_t)a->heads * a->width;
     for (int i = 0; i < rows; i++)
         turn(a, first + i, 1.0f, a->scale, q + (first + i) * row, r->queries + i * a->width);
     product(rows, count, a->width, r->queries, a->width, 1, r->keys_across, r->across, r->scores, r->across, 0);
     for (int i = 0; i < rows; i++)
-        softmax_row(r->scores + (ptrdiff_t)i * r->across, first + i, count);
+        softmax_row(r->scores + (ptrdiff_t)i * r->across, starts ? starts[first + i] : 0, first + i, count);
 }
 
 static void turn_keys(const Attention *a, const Room *r, const float *k) {
@@ -306,19 +310,19 @@ static void attend(void *argument, int part, int thread) {
         ptrdiff_t start = batch * a->length * row + h * a->width;
         for (int first = 0; first < a->length; first += ROWS) {
             int rows = least(ROWS, a->length - first), seen = first + rows;
-            probabilities(a, &r, a->q + start, first, rows, padded(seen));
+            probabilities(a, &r, a->q + start, batch, first, rows, padded(seen));
             product(rows, a->width, seen, r.scores, r.across, 1, a->v + kv_start, kv_row, a->out + start + first * row,
                     row, 0);
         }
     }
 }
 
-static void block_back(const Attention *a, const Room *r, ptrdiff_t start, int first) {
+static void block_back(const Attention *a, const Room *r, ptrdiff_t start, int batch, int first) {
     ptrdiff_t row = (ptrdiff_t)a->heads * a->width;
     int rows = least(ROWS, a->length - first), seen = first + rows, count = padded(seen), width = a->width;
     const float *c = a->cotangent + start + first * row;
     float *turned = r->queries + ROWS * width;
-    probabilities(a, r, a->q + start, first, rows, count);
+    probabilities(a, r, a->q + start, batch, first, rows, count);
     product(rows, count, width, c, row, 1, r->values_across, r->across, r->grads, r->across, 0);
     product(seen, width, rows, r->scores, 1, r->across, c, row, r->in_values, width, 1);
     for (int i = 0; i < rows; i++) {
@@ -346,7 +350,7 @@ static void attend_back(void *argument, int part, int thread) {
     memset(r.in_values, 0, bytes);
     for (int h = kv * group; h < (kv + 1) * group; h++)
         for (int first = 0; first < a->length; first += ROWS)
-            block_back(a, &r, batch * a->length * row + h * a->width, first);
+            block_back(a, &r, batch * a->length * row + h * a->width, batch, first);
     for (int t = 0; t < a->length; t++) {
         turn(a, t, -1.0f, 1.0f, r.in_keys + (ptrdiff_t)t * a->width, a->in_k + kv_start + t * kv_row);
         memcpy(a->in_v + kv_start + t * kv_row, r.in_values + (ptrdiff_t)t * a->width, (size_t)a->width * sizeof(float));
@@ -354,12 +358,13 @@ static void attend_back(void *argument, int part, int thread) {
 }
 
 // `sizes`: batch, length, heads, heads of keys and values, width of a head (a multiple of WIDTH). With a cotangent the
-// gradients in q, k and v are written, else `out`. 0 if there is no memory for it.
-int allhands_attention(const float *const inputs[6], float *const outputs[4], float scale, const int sizes[5]) {
+// gradients in q, k and v are written, else `out`. `starts`: as in Attention. 0 if there is no memory for it.
+int allhands_attention(const float *const inputs[6], float *const outputs[4], float scale, const int sizes[5],
+                       const int *starts) {
     Attention a = {.q = inputs[0], .k = inputs[1], .v = inputs[2], .cosines = inputs[3], .sines = inputs[4],
                    .cotangent = inputs[5], .out = outputs[0], .in_q = outputs[1], .in_k = outputs[2],
                    .in_v = outputs[3], .scale = scale, .length = sizes[1], .heads = sizes[2], .kv_heads = sizes[3],
-                   .width = sizes[4]};
+                   .width = sizes[4], .starts = starts};
     a.per_thread = room_floats(&a);
     a.scratch = aligned_alloc(64, a.per_thread * sizeof(float) * (size_t)pool_threads());
     if (a.scratch == NULL)
