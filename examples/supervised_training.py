@@ -1,10 +1,12 @@
 """A training program of one's own that survives its machines.
 
 Start it on two processes with ``allhands launch -n 2 --checkpoints checkpoints -- python supervised_training.py``.
-Kill one of them, or press Ctrl-C and start it again: it ends with the same numbers.
+Kill one of them, or press Ctrl-C and start it again: it ends with the same numbers. Alone it goes on, too:
+``python supervised_training.py --out supervised-run``.
 """
 
 import argparse
+import os
 
 import allhands  # before MLX: on Linux it loads a fast BLAS
 
@@ -16,9 +18,11 @@ import mlx.optimizers as optim
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--save-every", type=int, default=20)
+# The launcher says where its checkpoints are; alone there is nobody who does.
+parser.add_argument("--out", default=os.environ.get("ALLHANDS_CHECKPOINT_DIR", "supervised-run"))
 options = parser.parse_args()
 
-saved = allhands.last_checkpoint()
+saved = allhands.last_checkpoint(directory=options.out)
 group = mx.distributed.init()
 
 mx.random.seed(0)
@@ -54,6 +58,6 @@ for step in range(first + 1, options.steps + 1):
 
     stop = allhands.progress(step)
     if stop or step % options.save_every == 0 or step == options.steps:
-        allhands.save_checkpoint(step, {"model": model, "optimizer": optimizer.state})
+        allhands.save_checkpoint(step, {"model": model, "optimizer": optimizer.state}, directory=options.out)
     if stop:
         break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from allhands.config import TrainConfig
 
@@ -19,6 +19,14 @@ class EvalConfig(TrainConfig):
     test: bool = Field(True, description="Evaluate.")
     test_batches: int = Field(-1, ge=-1, description="Batches; -1 is the whole split.")
     batch_size: int = Field(8, ge=1, description="Examples a batch; the result does not depend on it.")
+
+    @field_validator("test_batches")
+    @classmethod
+    def _something(cls, value: int) -> int:
+        # Before the words of training, which name an option that this command has not.
+        if value == 0:
+            raise ValueError("0 batches are nothing to evaluate: give a number from 1, or -1 for all")
+        return value
 
 
 def evaluated_split(config: TrainConfig) -> str:

@@ -16,6 +16,7 @@ from mlx_lm.tuner.utils import load_adapters
 from allhands.accelerator import detect, peak_memory_bytes
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import ConfigError, ModelError
+from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 
@@ -113,11 +114,7 @@ def put_on(model: Any, adapter_path: Path) -> None:
         load_adapters(model, str(adapter_path))
     except (ValueError, KeyError, RuntimeError, AttributeError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ModelError(
-            f"the adapter does not fit the model: {' '.join(lines[:2]) or type(error).__name__}",
-            where=str(adapter_path),
-            hint="use the model that the adapter was trained on (see adapter_config.json)",
-        ) from None
+        raise unfit(" ".join(lines[:2]) or type(error).__name__, adapter_path) from None
 
 
 def prompt_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,7 +144,7 @@ def average_gradients(
     communication_stream: Any = None,
     *,
     communication_type: mx.Dtype | None = None,
-    num_tokens: int | mx.array | None = None,
+    num_tokens: float | mx.array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Any:
     """Average gradients over ranks: in place of ``mlx.nn.average_gradients``, whose arguments it takes.
@@ -158,7 +159,8 @@ def average_gradients(
         communication_stream: of MLX, for the sums; ``None``: the one that the back-end prefers.
         communication_type: dtype of the gradients on the way, such as ``mx.bfloat16`` for half the bytes of float32;
             ``None``: their own (with ``num_tokens`` float32).
-        num_tokens: trained tokens (or samples) on this rank; may be 0, then its gradients do not matter.
+        num_tokens: trained tokens (or samples) on this rank; may be 0, then its gradients do not matter. An array is
+            not looked at, so that it need not be computed yet.
         reduction: with ``num_tokens``: whether this rank's loss is the mean over its tokens (as in most loops) or
             their sum.
 
@@ -187,6 +189,8 @@ def average_gradients(
         raise _wrong(f"reduction={reduction!r}", "use 'mean' or 'sum', as the loss is over this rank's tokens")
     if num_tokens is None and reduction == "sum":
         raise _wrong("a sum over tokens, but not of how many", "give num_tokens=...")
+    if isinstance(num_tokens, int | float) and not 0 <= num_tokens < math.inf:
+        raise _wrong(f"num_tokens={num_tokens}", "give the number of this rank's tokens: 0 or more")
     if isinstance(group, World):
         communicator = group.communicator
     else:

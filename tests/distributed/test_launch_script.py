@@ -328,6 +328,19 @@ def test_only_who_promises_to_report_progress_has_a_deadline_for_it() -> None:
 # --- the page -----------------------------------------------------------------------------------------
 
 
+def test_alone_the_example_keeps_what_it_writes_in_its_own_directory(tmp_path: Path) -> None:
+    def run(steps: int, out: str) -> list[str]:
+        words = [sys.executable, str(EXAMPLE), "--steps", str(steps), "--out", out]
+        environment = {name: value for name, value in os.environ.items() if name != "ALLHANDS_CHECKPOINT_DIR"}
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    whole = run(40, "whole")
+    assert [line.partition(":")[0] for line in whole] == ["step 20", "step 40"]
+    assert [run(20, "parts"), run(40, "parts")] == [whole[:1], whole[1:]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
 def test_the_page_shows_the_example_as_it_is() -> None:
     page = (EXAMPLE.parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8")
     assert f"```python\n{EXAMPLE.read_text(encoding='utf-8')}```\n" in page

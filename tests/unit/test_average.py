@@ -9,6 +9,7 @@ from twins import ThreadCommunicator, run_ranks
 
 import allhands
 from allhands.distributed.reduce import sum_over_ranks
+from allhands.errors import ConfigError
 
 
 def rank_arrays(rank: int) -> list[np.ndarray]:
@@ -66,3 +67,12 @@ def test_one_process_keeps_a_mean_and_divides_a_sum() -> None:
 def test_no_token_at_all_is_no_gradient_and_no_nan() -> None:
     nothing = {"w": mx.array([float("nan"), 1.0])}
     assert allhands.average_gradients(nothing, num_tokens=0)["w"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [-3, -0.5, float("nan"), float("inf"), np.float64("nan")])
+def test_a_number_of_tokens_that_is_none_is_refused(count: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        allhands.average_gradients(gradients(), num_tokens=count)
+    assert str(caught.value) == (
+        f"average_gradients: num_tokens={count}\n  what to do: give the number of this rank's tokens: 0 or more"
+    )

@@ -183,10 +183,11 @@ def test_others_than_this_computer_need_the_token(root: Path) -> None:
         token = open_to_all.token
         assert token is not None
         assert len(token) > 20
-        for path in ("/", "/api/runs", "/assets/script.js", "/?token=wrong"):
+        for path in ("/", "/api/runs", "/assets/script.js", "/?token=wrong", "/?token=%C3%A9", "/?token=%FF"):
             assert here.ask(path)[0] == 403, path
         assert here.ask("/api/runs", headers={"Cookie": f"allhands-token={token}"})[0] == 200
         assert here.ask("/api/runs", headers={"Cookie": "allhands-token=wrong"})[0] == 403
+        assert here.ask("/api/runs", headers={"Cookie": "allhands-token=\xe9"})[0] == 403
         # At the address that was printed, too, which is this computer's own; not under a name that points to it.
         assert open_to_all.ask("/api/runs", headers={"Cookie": f"allhands-token={token}"})[0] == 200
         assert here.ask("/", headers={"Host": "evil.example", "Cookie": f"allhands-token={token}"})[0] == 400

@@ -21,7 +21,7 @@ from tiny_gguf import dense_parameters, tiny_model
 
 from allhands.errors import ConfigError, ModelError, StorageError
 from allhands.model import sources
-from allhands.model.load import get_model, load_model
+from allhands.model.load import get_model, load_bare_tokenizer, load_model
 from allhands.model.sources import resolve
 from allhands.staging import publish, staging
 
@@ -365,3 +365,17 @@ def test_what_a_killed_run_left_is_removed_and_a_live_one_is_not(tmp_path: Path)
             (other / "whole").touch()
             publish(other, out)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]
+
+
+def test_a_vocabulary_alone_is_no_tokenizer(tmp_path: Path) -> None:
+    letters = {chr(code): code - 33 for code in range(33, 127)}
+    (tmp_path / "vocab.json").write_text(json.dumps({**letters, "th": 94, "<|endoftext|>": 95}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\n")
+    with pytest.raises(ModelError) as caught:
+        load_bare_tokenizer(str(tmp_path))
+    assert caught.value.message == "tokenizer.json is missing, and vocab.json alone does not say how texts are cut"
+    assert '{"tokenizer_class": "GPT2Tokenizer"}' in str(caught.value)
+    assert "trust-remote-code" not in str(caught.value)
+    # What is advised helps.
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    assert load_bare_tokenizer(str(tmp_path)).tokenizer.encode("this") == [94, letters["i"], letters["s"]]

@@ -197,7 +197,7 @@ def test_a_run_is_read_from_its_directory_or_its_file(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", STARTED, valid(0), train(10), train(20), valid(20), saved, ENDED)
     history = read_metrics(tmp_path)
     assert history == read_metrics(str(tmp_path / "metrics.jsonl"))
-    assert (history.name, history.started, history.ended) == ("first", STARTED, ENDED)
+    assert (history.name, history.started, history.ended) == (tmp_path.name, STARTED, ENDED)
     assert history.train == [train(10), train(20)]
     assert history.valid == [valid(0), valid(20)]
     assert history.saved == [saved]

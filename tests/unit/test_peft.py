@@ -294,7 +294,7 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
             "there is no such directory",
         ),
         (["export", "--adapter-path", mine, "--to", "peft", "--out", small, "--force"], 2, "is there already"),
-        (["import", peft, "--from", "peft", "--out", out, "--model", small], 4, "does not fit the model"),
+        (["import", peft, "--from", "peft", "--out", out, "--model", small], 4, f"{peft}: the adapter does not fit"),
         (["import", mine, "--from", "peft", "--out", out], 4, "adapter_model.safetensors is missing"),
         (["import", pickled, "--from", "peft", "--out", out], 4, "pickle"),
         (["export", "--adapter-path", whole, "--to", "peft", "--out", out], 4, "fine_tune_type full"),
@@ -304,5 +304,6 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
         done = call_allhands(*arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), (arguments, done.stderr)
         assert message in done.stderr
+        assert "partial" not in done.stderr
         assert not out.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "peft", "pickled", "small", "strange", "whole"]

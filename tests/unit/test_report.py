@@ -384,6 +384,18 @@ def test_what_cannot_be_read_beside_the_metrics_is_left_out(tmp_path: Path) -> N
     assert Reader(to_html(page)).open == []
 
 
+def test_a_copy_of_a_run_goes_by_the_name_of_its_directory(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a1")
+    copy = tmp_path / "d1"
+    copy.mkdir()
+    for file in run.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    page = page_of(run, copy)
+    assert page.title == "a1 (1 rank) and d1 (1 rank)"
+    assert [part.label for part in page.runs] == ["a1 (1 rank)", "d1 (1 rank)"]
+    assert page_of(copy / "metrics.jsonl").title == "d1 (1 rank)"
+
+
 # --- what comes from a run is text -------------------------------------------------------------------
 
 
@@ -398,7 +410,7 @@ def hostile_run(directory: Path) -> Path:
 
 
 def test_what_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
-    plain, hostile = write_run(tmp_path / "plain"), hostile_run(tmp_path / "hostile")
+    plain, hostile = write_run(tmp_path / "plain"), hostile_run(tmp_path / HOSTILE.replace("/", ""))
     event = {"time": BEGAN, "kind": HOSTILE, "message": HOSTILE, "host": HOSTILE, "error": HOSTILE}
     page = make_page([read_facts(plain), read_facts(hostile, [event])], title=HOSTILE)
     seen = Reader(to_html(page))

@@ -160,3 +160,94 @@ def test_the_line_is_that_of_least_squares() -> None:
     assert sure is not None
     assert sure.sure
     assert trend(Curve(x[:1], y[:1])) is None
+
+
+def at_each_step(
+    height: Callable[[float], float], seed: int, *, steps: int = 60, spread: float = 0.6
+) -> tuple[Curve, np.random.Generator]:
+    """As reported at every step with batches of two: the loss of each example is its own."""
+    random = np.random.default_rng(seed)
+    return Curve.of([(n, height(n) + spread * random.standard_normal()) for n in range(1, steps + 1)]), random
+
+
+def grave(found: list[Judgement]) -> set[str]:
+    return {one.kind for one in found if one.level in ("warning", "bad")}
+
+
+def test_the_first_report_may_be_a_low_one_of_many_that_scatter() -> None:
+    # A run whose validation fell at each of its validations.
+    noisy = [4.05, 4.9, 3.4, 5.5, 4.2, 4.8, 3.0, 5.1, 4.4, 3.9, 4.6, 4.3, 5.2, 3.6, 4.7, 4.1, 4.5, 4.0, 4.2, 4.4]
+    falling = [(0, 5.717), (3, 5.70), (6, 5.67), (9, 5.64), (12, 5.61), (16, 5.58), (20, 5.545)]
+    for losses in (noisy, [4.05, *noisy[1:18], 4.24, 4.24]):
+        train = Curve.of(list(enumerate(losses, start=1)))
+        (found,) = judge(train, Curve.of(falling))
+        assert (found.kind, found.level) == ("fitting", "good")
+        (found, missing) = judge(train, Curve.of([]))
+        assert [found.kind, missing.kind] == ["scatter", "validation"]
+        assert found.text.startswith("Training loss scatters by 1")
+        assert "whether it falls cannot be said. Raise --steps-per-report" in found.text
+
+
+@pytest.mark.parametrize("steps", [12, 20, 60, 300])
+def test_a_noisy_run_that_learns_is_never_said_to_diverge_nor_to_learn_nothing(steps: int) -> None:
+    said: list[str] = []
+    for seed in range(300):
+        train, random = at_each_step(lambda n: 4.4 - 0.15 * n / steps, seed, steps=steps)
+        valid = Curve.of([(steps * k / 6, 5.717 - 0.029 * k + 0.002 * random.standard_normal()) for k in range(7)])
+        said += [one.text for one in judge(train, valid) if one.level == "bad" or "hardly below" in one.text]
+    assert said == []
+
+
+@pytest.mark.parametrize("steps", [12, 20, 60, 300])
+def test_noise_alone_is_hardly_ever_called_diverging(steps: int) -> None:
+    count = sum(
+        "diverging" in grave(judge(at_each_step(lambda n: 4.2, seed, steps=steps)[0], Curve.of([])))
+        for seed in range(1000)
+    )
+    assert count <= 5
+
+
+@pytest.mark.parametrize(
+    "height",
+    [
+        lambda n: 4.4 + 6 * n / 60,  # steadily
+        lambda n: 4.4 if n < 20 else 9.0,  # at once, and stays there
+        lambda n: 4.4 - n / 20 if n < 30 else 2.9 + (n - 30) / 5,  # after it had learnt
+        lambda n: 4.4 - n / 30 if n < 56 else 12.0,  # in the last reports
+        lambda n: 4.4 - n / 30 if n < 60 else 30.0,  # in the very last one
+    ],
+)
+def test_what_truly_diverges_is_always_named(height: Callable[[float], float]) -> None:
+    for seed in range(300):
+        train, random = at_each_step(height, seed, spread=0.4)
+        # Validated before it happened, and never since.
+        early = Curve.of([(n, 4.4 - n / 100 + 0.002 * random.standard_normal()) for n in (0, 5, 10, 15)])
+        late = Curve.of([(n, height(n) + 0.01 * random.standard_normal()) for n in range(0, 61, 10)])
+        assert [grave(judge(train, valid)) for valid in (Curve.of([]), late)] == [{"diverging"}] * 2, seed
+        if height(59) > 9:
+            assert grave(judge(train, early)) <= {"diverging"}
+    (found, _) = judge(Curve.of([(1, 4.0), (2, 5.0), (3, 8.0), (4, 20.0)]), Curve.of([]))
+    assert (found.kind, found.level) == ("diverging", "bad")
+
+
+def test_what_shoots_up_after_the_last_validation_diverges_although_validation_fell() -> None:
+    train = Curve.of([(n, 4.4 - n / 30 + 0.1 * (-1) ** n if n < 55 else 9.0) for n in range(1, 61)])
+    falling = Curve.of([(n, 4.5 - n / 50) for n in (0, 10, 20, 30, 40)])
+    assert grave(judge(train, falling)) == {"diverging"}
+
+
+@pytest.mark.parametrize(("steps", "spread"), [(20, 0.1), (60, 0.2), (300, 0.4)])
+def test_what_truly_learns_nothing_is_always_named(steps: int, spread: float) -> None:
+    missed = 0
+    for seed in range(300):
+        train, random = at_each_step(lambda n: 4.2, seed, steps=steps, spread=spread)
+        level = Curve.of([(steps * k / 6, 4.2 + 0.005 * random.standard_normal()) for k in range(7)])
+        for valid in (Curve.of([]), level):
+            missed += "hardly below its start" not in judge(train, valid)[0].text
+    assert missed <= 12  # of 600
+    # Validation, which scatters less, shows it where training scatters too much.
+    for seed in range(300):
+        train, random = at_each_step(lambda n: 4.2, seed, spread=0.4)
+        level = Curve.of([(10 * k, 4.2 + 0.005 * random.standard_normal()) for k in range(7)])
+        missed += "hardly below its start" not in judge(train, level)[0].text
+    assert missed <= 18

@@ -75,7 +75,7 @@ def without_times(history: RunHistory) -> dict[str, Any]:
 
     lists = {name: [plain(entry) for entry in getattr(history, name)] for name in ("train", "valid", "saved")}
     assert history.ended is not None
-    return {**lists, "skipped": history.skipped, "ended": plain(history.ended), "name": history.name}
+    return {**lists, "skipped": history.skipped, "ended": plain(history.ended)}
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,3 +94,71 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
         assert done.returncode == 4
         assert done.stderr.count("allhands: error") == 1
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat/completions", {"messages": []}, "messages is empty: at least one is needed"),
+        (
+            "chat/completions",
+            {"messages": "hello"},
+            'messages must be a list, as in [{"role": "user", "content": "Hello"}]',
+        ),
+        (
+            "chat/completions",
+            {"messages": ["hello"]},
+            'messages[0] must be an object, as in {"role": "user", "content": "Hello"}',
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}, {"content": "b"}]},
+            "messages[1] has no role: give user, assistant or system",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages[0].content must be a text or a list of parts",
+        ),
+        ("chat/completions", {}, "Request did not contain messages"),
+        ("chat/completions", {"messages": [], "max_tokens": "many"}, "max_tokens must be of type int"),
+        ("completions", {"prompt": 3}, "prompt must be a text"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_a_sentence(
+    served_for_all: str, path: str, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(f"{served_for_all}/{path}", body)
+    assert caught.value.code == 400
+    assert json.load(caught.value) == {"error": {"message": message, "type": "invalid_request_error"}}
+
+
+@pytest.fixture(scope="module")
+def served_for_all(tiny_model: Path) -> Iterator[str]:
+    with served("--model", tiny_model, "--max-tokens", "8") as (address, _):
+        yield address
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_costs_one_line_at_the_most(tiny_model: Path, stream: bool) -> None:
+    with served("--model", tiny_model) as (address, process):
+        host, port = address.removeprefix("http://").removesuffix("/v1").split(":")
+        chat = {"messages": [{"role": "user", "content": "What is dew?"}], "stream": stream, "max_tokens": 300}
+        body = json.dumps(chat).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(head + body)
+            if stream:
+                assert client.recv(10)
+            # Closed with a reset, as by a killed program.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # It goes on answering, after whatever it had begun.
+        assert ask(f"{address}/chat/completions", {**chat, "stream": False, "max_tokens": 300})["choices"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+    assert said.count("left before the answer was complete") == 1

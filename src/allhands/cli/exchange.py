@@ -152,8 +152,16 @@ def import_adapter(
         # It is told of a file; in which directory is known here.
         raise ModelError(error.message, where=str(path / (error.where or "")), hint=error.hint) from None
     made.config["model"] = below
-    # What does not fit is found before anything is in its place.
-    _write(made, out, *_OURS, {"format": "mlx"}, lambda directory: put_on(loaded.model, directory))
+
+    def fits(staged: Path) -> None:
+        """What does not fit is found before anything is in its place, and told of the directory that was given."""
+        try:
+            put_on(loaded.model, staged)
+        except ModelError as error:
+            hint = "use the model that the adapter was trained on: --model"
+            raise ModelError(error.message.replace(str(staged), str(path)), where=str(path), hint=hint) from None
+
+    _write(made, out, *_OURS, {"format": "mlx"}, fits)
     settings = made.config["lora_parameters"]
     print(f"written: {out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})")
     print(f"allhands generate --model {below} --adapter-path {out} --prompt ...")

@@ -96,14 +96,19 @@ class _Guard:
         if self._token is None:
             return None
         given = request.query_params.get("token")
-        if given is not None and hmac.compare_digest(given, self._token):
+        if given is not None and _same(given, self._token):
             # Not to be left in the address, from which it gets into histories and logs.
             answer = RedirectResponse(request.url.path, status_code=303)
             answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
             return answer
-        if hmac.compare_digest(request.cookies.get(_COOKIE, ""), self._token):
+        if _same(request.cookies.get(_COOKIE, ""), self._token):
             return None
         return PlainTextResponse("the token is missing or wrong: open the address that was printed\n", status_code=403)
+
+
+def _same(given: str, token: str) -> bool:
+    """Compared as bytes, because of texts ``compare_digest`` takes ASCII only, and visitors may send anything."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode("utf-8", "surrogatepass"))
 
 
 async def _with_headers(send: Send, message: Any) -> None:

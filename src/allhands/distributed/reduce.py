@@ -219,7 +219,7 @@ def mean_of_ranks(communicator: Communicator, grads: Any, exchange: Exchange) ->
 def mean_of_tokens(
     communicator: Communicator,
     grads: Any,
-    num_tokens: int | mx.array,
+    num_tokens: float | mx.array,
     reduction: Literal["mean", "sum"],
     exchange: Exchange,
 ) -> Any:

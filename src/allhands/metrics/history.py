@@ -77,6 +77,9 @@ def read_metrics(path: Path | str) -> RunHistory:
     if not events:
         raise DataError("this file holds no training metrics", where=str(file), hint=hint)
     history = _replay(events, name=file.resolve().parent.name)
+    if file.name == METRICS_FILE:
+        # A copy of a run is called by its own directory: by the name that the file remembers, both would be the same.
+        history.name = file.resolve().parent.name or history.name
     # What follows the last end of a line is empty, or a line that a kill tore or that is still being written.
     ended = list(zip(lines, decoded, strict=True))[:-1]
     history.unreadable = [place for place, (line, event) in enumerate(ended, 1) if event is None and is_damaged(line)]

@@ -14,6 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.files import write_whole
+from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
 from allhands.trees import flatten
 
 DEFAULT_ADAPTER_LAYERS = 16
@@ -115,8 +116,12 @@ def trained_weights(model: nn.Module) -> dict[str, mx.array]:
     return dict(flatten(model.trainable_parameters()))
 
 
-def load_trained(model: nn.Module, path: Path) -> None:
+def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: bool = False) -> None:
     """Load weights saved by :func:`save_adapters` into the trainable parameters, all of them and no others.
+
+    Args:
+        new: the model is trained from scratch, so that other options give it another shape.
+        tested: the weights are an adapter that is only tested, made trainable as its own directory says.
 
     Raises:
         ModelError: unreadable file, or names or shapes that do not fit.
@@ -126,22 +131,21 @@ def load_trained(model: nn.Module, path: Path) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         reason = "no such file" if not path.exists() else f"it cannot be read ({error})"
         raise ModelError(f"adapter weights: {reason}", where=str(path), hint="check --resume-adapter-file") from None
-    wanted = trained_weights(model)
-    for name, value in wanted.items():
-        if name not in loaded:
-            raise ModelError(f"{name} is trained here but not in the file", where=str(path), hint=_SAME_SETTINGS)
-        if loaded[name].shape != value.shape:
-            raise ModelError(
-                f"{name} has shape {tuple(loaded[name].shape)} in the file, {tuple(value.shape)} here",
-                where=str(path),
-                hint=_SAME_SETTINGS,
-            )
-    if extra := sorted(set(loaded) - set(wanted)):
-        raise ModelError(f"{extra[0]} is in the file but not trained here", where=str(path), hint=_SAME_SETTINGS)
-    model.load_weights([(n, v.astype(wanted[n].dtype)) for n, v in loaded.items()], strict=False)
+    trained = trained_weights(model)
+    wanted = {name: tuple(value.shape) for name, value in trained.items()}
+    there = {name: tuple(value.shape) for name, value in loaded.items()}
+    if found := difference(wanted, there):
+        problem, name = found
+        if tested:
+            raise unfit(problem, path.parent)
+        hint = (remedy_of_new if new else remedy)(wanted, there, name)
+        raise ModelError(problem, where=str(path), hint=f"{hint} (--resume-adapter-file)")
+    model.load_weights([(n, v.astype(trained[n].dtype)) for n, v in loaded.items()], strict=False)
 
 
-_SAME_SETTINGS = "use the --num-layers, --fine-tune-type and --lora-parameters that the file was made with"
+def unfit(problem: str, directory: Path) -> ModelError:
+    """That the adapter in ``directory`` belongs to another model, in the words of all commands that put one on."""
+    return ModelError(f"the adapter does not fit the model: {problem}", where=str(directory), hint=ANOTHER_MODEL)
 
 
 def adapter_config(config: TrainConfig, num_layers: int, model_path: str) -> dict[str, Any]:

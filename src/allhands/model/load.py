@@ -245,6 +245,13 @@ def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWr
             eos_token_ids=config.get("eos_token_id"),
         )
     except Exception as error:  # a broken file fails anywhere in three libraries
+        if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
+            raise ModelError(
+                "tokenizer.json is missing, and vocab.json alone does not say how texts are cut",
+                where=str(path),
+                hint='put a tokenizer_config.json there that names its class, as {"tokenizer_class": "GPT2Tokenizer"}, '
+                "with merges.txt; or save it from transformers with save_pretrained, which writes tokenizer.json",
+            ) from error
         raise ModelError(
             f"the tokenizer cannot be loaded: {first_line(error)}",
             where=str(path),

@@ -39,6 +39,8 @@ def _run(run: RunPart) -> Iterator[str]:
 
 def _section(section: Section) -> Iterator[str]:
     yield f"## {plain(section.title)}\n"
+    if section.told and section.key == "times":  # of the others it is about how a chart is read
+        yield f"{plain(section.told)}\n"
     for chart in section.charts:
         yield f"**{plain(chart.title)}.** {plain(chart.described)}\n"
         if chart.key in ("loss-steps",):

@@ -14,6 +14,7 @@ from allhands.monitor.picture import PHASES
 from allhands.plan.outgrown import Sign, signs_of
 from allhands.plots import times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
+from allhands.report.compared import unlike_validations
 from allhands.report.facts import RunFacts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
@@ -117,7 +118,7 @@ def _sections(
     caption = "speed-up: tokens/s relative to the first run; medians over the reports" if many else "figures of the run"
     kept = [(name, cells) for name, cells in measures if many or name != "speed-up"]
     times = Grid(caption, ("", *labels), tuple((name, *cells) for name, cells in kept))
-    yield Section("times", "Side by side" if many else "In figures", grids=(times,))
+    yield Section("times", "Side by side" if many else "In figures", unlike_validations(runs), grids=(times,))
     yield Section("loss", "Loss", _LOSS, charts=tuple(loss_charts(labels, histories)))
     charts = {one.key: one for one in step_charts(labels, histories)}
     yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))

@@ -15,13 +15,20 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Level = Literal["good", "note", "warning", "bad"]
-Kind = Literal["overfitting", "underfitting", "diverging", "numbers", "validation", "short", "fitting", "time", "plan"]
+Kind = Literal[
+    "overfitting", "underfitting", "diverging", "numbers", "validation", "short", "scatter", "fitting", "time", "plan"
+]
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
 RISE = 0.01  # of the best validation loss, at least
 FALL = 0.02  # of the loss: less over the last third, or since the best validation, is no fall
-HARDLY = 0.05  # of the first training loss: less than this is hardly learning
+HARDLY = 0.05  # of the training loss at the start: less than this is hardly learning
+SEEN = 0.1  # of the training loss: where a fall of this size would be lost in the scatter, nothing is said of falls
+SHOT = 2.0  # times the highest loss of the first half: one report above this has shot up
 FEW = 4  # training reports, with fewer there is nothing to judge
+ENDS = 20  # training reports, from which on the first tenth is compared with the last
+FAR = 4.0  # standard errors between two ends of a curve that scatter does not explain
+GRAVE = 1.75  # times as steep as is sure must be what is called "diverging"
 # Standard errors from which on a slope is sure, by points less two: Student's t, 97.5 %; the last for more.
 _SURE = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.1)
 
@@ -64,11 +71,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Trend:
-    """A straight line through a piece of a curve: its heights at both ends, and whether noise explains its slope."""
+    """A straight line through a piece of a curve: its heights at both ends, and how far its slope is beyond noise.
+
+    ``steepness`` is the slope by the steepest that noise explains: from 1 on the slope is sure.
+    """
 
     first: float
     last: float
-    sure: bool
+    steepness: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether noise does not explain the slope."""
+        return self.steepness > 1
 
     @property
     def change(self) -> float:
@@ -85,11 +100,20 @@ def trend(curve: Curve) -> Trend | None:
         return None
     slope = float(spread @ (y - y.mean())) / square
     line = y.mean() + slope * spread
-    sure = True
+    explained = 0.0
     if len(x) > 2:
         error = float(np.sqrt(((y - line) ** 2).sum() / (len(x) - 2) / square))
-        sure = abs(slope) > _SURE[min(len(x) - 3, len(_SURE) - 1)] * error
-    return Trend(float(line[0]), float(line[-1]), sure)
+        explained = _SURE[min(len(x) - 3, len(_SURE) - 1)] * error
+    steepness = abs(slope) / explained if explained else float("inf") if slope else 0.0
+    return Trend(float(line[0]), float(line[-1]), steepness)
+
+
+def scatter(curve: Curve) -> float:
+    """The standard deviation of a loss around its course, from the steps between neighbours.
+
+    So neither a course that bends nor a single report far off counts as scatter.
+    """
+    return float(np.median(np.abs(np.diff(curve.losses)))) / (0.6745 * float(np.sqrt(2)))
 
 
 def judge(train: Curve, valid: Curve) -> list[Judgement]:
@@ -105,8 +129,7 @@ def judge(train: Curve, valid: Curve) -> list[Judgement]:
     if len(train) < FEW:
         return [*found, Judgement("short", "note", _too_short(len(train))), *missing]
     over = list(_overfitting(train, valid))
-    learnt = [] if over else list(_underfitting(train, valid))
-    found += [*over, *learnt, *missing]
+    found += [*(over or list(_diverging(train, valid)) or list(_underfitting(train, valid))), *missing]
     if not found:
         found.append(_fitting(train, valid))
     order: list[Level] = ["bad", "warning", "note", "good"]
@@ -174,22 +197,110 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         yield Judgement("overfitting", "note", f"{text}{after.steps[0]:.0f} are the better ones.")
 
 
+def _diverging(train: Curve, valid: Curve) -> Iterator[Judgement]:
+    """Training loss has risen, by more than its scatter explains, and validation does not say otherwise."""
+    risen = _risen(train, valid)
+    if risen is None:
+        return
+    first, last = risen
+    text = (
+        f"Diverging: training loss rose from {first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"
+    )
+    advice = "Lower the learning rate, add warm-up steps, or clip gradients (--max-grad-norm)."
+    yield Judgement("diverging", "bad", f"{text}, lowest {float(np.min(train.losses)):.3f}. {advice}")
+
+
+def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
+    """From where to where the training loss has risen; ``None`` if it has not, or scatter explains it."""
+    falls = _falls(valid)
+    # What the loss has done since the last validation, that one knows nothing of.
+    unheard = not falls or float(valid.steps[-1]) < float(train.steps[-1])
+    first, last = _ends(train)
+    enough = len(train) // 2
+    if unheard and float(train.losses[-1]) > SHOT * float(np.max(train.losses[:enough])) > 0:
+        return first, float(train.losses[-1])
+    # A loss that shot up a moment ago is not yet in the middle of the last tenth.
+    last = max(last, float(np.min(train.losses[-3:])))
+    error = 1.25 * scatter(train) * float(np.sqrt(2 / _tenth(train)))  # of a median: 1.25 times that of a mean
+    far = len(train) >= ENDS and last - first > max(FAR * error, HARDLY * abs(first))
+    if unheard and far:
+        return first, last
+    line = trend(train)
+    if falls or line is None or line.steepness < GRAVE or line.change < HARDLY:
+        return None
+    return line.first, line.last
+
+
+def _tenth(curve: Curve) -> int:
+    """Reports at either end that stand for it: one alone may be anything."""
+    return max(len(curve) // 10, min(3, len(curve) // 2))
+
+
+def _ends(curve: Curve) -> tuple[float, float]:
+    """The middle of the first tenth, and of the last."""
+    count = _tenth(curve)
+    return float(np.median(curve.losses[:count])), float(np.median(curve.losses[-count:]))
+
+
+def _falls(valid: Curve) -> bool:
+    """Whether validation loss falls: each time, or surely as a whole. It is measured on the same examples each time."""
+    line = trend(valid)
+    if line is None:
+        return False
+    return bool(np.all(np.diff(valid.losses) < 0)) or (line.sure and line.change < 0)
+
+
+def _learns(train: Curve, valid: Curve) -> bool:
+    """Whether either curve has fallen, by more than scatter explains."""
+    if len(valid) > 1:
+        change = float(valid.losses[-1]) / float(valid.losses[0]) - 1
+        # A first report over many steps may lie behind the fall, which validation saw from step 0 on.
+        if change < -HARDLY or (_falls(valid) and change < -FALL):
+            return True
+    line = trend(train)
+    return (line is not None and line.sure and line.change < -HARDLY) or _fell_at_once(train)
+
+
+def _fell_at_once(train: Curve) -> bool:
+    """Whether the loss fell in the first reports, and hardly since: a straight line through all does not show that."""
+    for count in {1, min(3, len(train) // 2), len(train) // 10} - {0}:
+        begin, rest = train.losses[:count], train.losses[count:]
+        sure = max(FAR, 1.5 * _SURE[min(len(rest) - 2, len(_SURE) - 1)])
+        error = float(np.std(rest, ddof=1)) * float(np.sqrt(1 / count + 1 / len(rest)))
+        fall = float(begin.mean() - rest.mean())
+        if fall > max(sure * error, HARDLY * abs(float(begin.mean()))):
+            return True
+    return False
+
+
+def _would_be_seen(train: Curve, valid: Curve) -> bool:
+    """Of curves that have not surely fallen: whether scatter is too small to hide a fall that matters."""
+    for curve, bound, fewest in ((train, SEEN, FEW), (valid, HARDLY, RISING)):
+        line = trend(curve)
+        if len(curve) < fewest or line is None:
+            continue
+        # Of the difference between the ends of a line through evenly spaced points.
+        error = scatter(curve) * float(np.sqrt(12 / len(curve))) / max(abs(line.first), 1e-12)
+        if line.change - _SURE[min(len(curve) - 3, len(_SURE) - 1)] * error > -bound:
+            return True
+    return False
+
+
 def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
     """Hardly anything was learnt; or both curves still fall over the last third."""
-    first, last = float(train.losses[0]), float(np.mean(train.losses[-max(1, len(train) // 10) :]))
-    change = (last - first) / max(abs(first), 1e-12)
-    lowest = float(np.min(train.losses))
-    if change > HARDLY:
-        advice = "Lower the learning rate, add warm-up steps, or clip gradients (--max-grad-norm)."
-        text = f"Diverging: training loss rose from {first:.3f} to {last:.3f} ({change:+.0%}), lowest {lowest:.3f}."
-        yield Judgement("diverging", "bad", f"{text} {advice}")
-        return
-    # A first report over many steps may lie behind the fall, which validation saw from step 0 on.
-    seen = len(valid) > 1 and float(valid.losses[-1]) < (1 - HARDLY) * float(valid.losses[0])
-    if change > -HARDLY and not seen:
-        text = f"Underfitting: training loss is hardly below its start: {first:.3f} at first, {last:.3f} at the end"
-        advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
-        yield Judgement("underfitting", "warning", f"{text} ({change:+.1%}). {advice}")
+    if not _learns(train, valid):
+        line = trend(train)
+        if line is None:
+            return
+        if _would_be_seen(train, valid):
+            text = f"training loss is hardly below its start: {line.first:.3f} at first, {line.last:.3f} at the end"
+            advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
+            yield Judgement("underfitting", "warning", f"Underfitting: {text} ({line.change:+.1%}). {advice}")
+            return
+        share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
+        text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said."
+        advice = "Raise --steps-per-report, so that a report is the mean of more batches, or train for longer."
+        yield Judgement("scatter", "note", f"{text} {advice}")
         return
     third = float(train.steps[-1] - (train.steps[-1] - train.steps[0]) / 3)
     falling = trend(train.since(third))
@@ -214,8 +325,9 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
 def _fitting(train: Curve, valid: Curve) -> Judgement:
     best = int(np.argmin(valid.losses))
     low, last = float(valid.losses[best]), float(valid.losses[-1])
+    first, end = _ends(train)
     text = (
-        f"No sign of overfitting or underfitting: training loss went from {train.losses[0]:.3f} to "
-        f"{train.losses[-1]:.3f}; validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
+        f"No sign of overfitting or underfitting: training loss went from {first:.3f} to {end:.3f}; "
+        f"validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
     )
     return Judgement("fitting", "good", f"{text} and is {last:.3f} at the end.")

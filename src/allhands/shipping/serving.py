@@ -10,15 +10,16 @@ import argparse
 import errno
 import json
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
-from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
+from mlx_lm.server import APIHandler, CompletionRequest, ModelProvider, ResponseGenerator, get_system_fingerprint
 
 from allhands.errors import ConfigError
 from allhands.generate import check_adapter, load_for_generation
@@ -64,8 +65,42 @@ class _Generator(ResponseGenerator):
         mx.clear_streams()
 
 
+class _Refusals:
+    """The stream of an answer, in which mlx_lm's ``{"error": "text"}`` becomes what clients of OpenAI's read."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> int:
+        """Send ``data``, in another form if it is a refusal; mlx_lm writes each in one piece."""
+        if data.startswith(b'{"error": "'):
+            message = json.loads(data)["error"]
+            data = json.dumps({"error": {"message": message, "type": "invalid_request_error"}}).encode()
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _Handler(APIHandler):
-    """Lists the model that is served, and no others that happen to be in the cache of the Hub."""
+    """Lists the model that is served, and no others that happen to be in the cache of the Hub.
+
+    What cannot be answered is refused in one sentence, before the model is asked.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile: Any = _Refusals(self.wfile)
+
+    def handle_chat_completions(self) -> CompletionRequest:
+        if "messages" in self.body and (wrong := _wrong_messages(self.body["messages"])):
+            raise ValueError(wrong)
+        return super().handle_chat_completions()
+
+    def handle_text_completions(self) -> CompletionRequest:
+        if not isinstance(self.body.get("prompt", ""), str):
+            raise ValueError("prompt must be a text")
+        return super().handle_text_completions()
 
     def handle_models_request(self) -> None:
         self._set_completion_headers(200)
@@ -74,6 +109,23 @@ class _Handler(APIHandler):
         listed = {"object": "list", "data": [{"id": name, "object": "model", "created": self.created}]}
         self.wfile.write(json.dumps(listed).encode())
         self.wfile.flush()
+
+
+def _wrong_messages(messages: Any) -> str | None:
+    """What keeps ``messages`` from being a conversation; ``None`` if nothing does."""
+    if not isinstance(messages, list):
+        return 'messages must be a list, as in [{"role": "user", "content": "Hello"}]'
+    if not messages:
+        return "messages is empty: at least one is needed"
+    for place, message in enumerate(cast("list[Any]", messages)):
+        if not isinstance(message, dict):
+            return f'messages[{place}] must be an object, as in {{"role": "user", "content": "Hello"}}'
+        known = cast("dict[str, Any]", message)
+        if not isinstance(known.get("role"), str):
+            return f"messages[{place}] has no role: give user, assistant or system"
+        if not isinstance(known.get("content"), str | list | None):
+            return f"messages[{place}].content must be a text or a list of parts"
+    return None
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
@@ -119,6 +171,13 @@ def _bind(options: ServeOptions, handle: Callable[..., Any]) -> ThreadingHTTPSer
             """Of the address's family."""
 
             address_family = found[0]
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                # Whoever closes a window in the middle of an answer is no fault of the server.
+                if isinstance(sys.exc_info()[1], ConnectionError):
+                    print(f"{client_address[0]} left before the answer was complete", file=sys.stderr, flush=True)
+                else:
+                    super().handle_error(request, client_address)
 
         return Server(found[4][:2], handle)  # type: ignore[arg-type]
     except (OSError, OverflowError) as error:

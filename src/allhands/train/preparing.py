@@ -28,7 +28,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
 from allhands.kernels import launch_directly
-from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights
+from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights, unfit
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.choices import Choices, settle
 from allhands.model.documents import require_isolation
@@ -150,7 +150,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
     mx.random.seed(config.seed)
-    trainable = make_trainable(model, config)
+    trainable = _made_trainable(model, config, start)
     if not accelerator.eager:
         make_deterministic(model)
     dropout = install_dropout(model, config.seed)
@@ -161,7 +161,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     elif accelerator.kind == "metal":
         use_dense(model)
     if start is not None:
-        load_trained(model, start)
+        load_trained(model, start, new=fresh is not None, tested=not config.train)
     if config.grad_checkpoint:
         checkpoint_layers(model.layers, at_once=at_once)
     if config.isolate_documents:
@@ -189,6 +189,16 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
     return Prepared(*parts, tuple(notes), run_id, kernels)
+
+
+def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
+    try:
+        return make_trainable(model, config)
+    except ConfigError as error:
+        if start is None or config.train:
+            raise
+        # What an adapter says of itself is no option that a person has given.
+        raise unfit(error.message, start.parent) from None
 
 
 @contextmanager
