@@ -232,13 +232,18 @@ def test_each_way_saves_what_it_divides() -> None:
         "tensors sharded",
         "pipeline of layers",
     }
-    names = {s.name for s in strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False)}
-    assert names == found.keys() - {"optimizer divided"}
+    undivided = list(strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False))
+    simple = {name for name, each in found.items() if not each.combined}
+    assert {s.name for s in undivided if not s.combined} == simple - {"optimizer divided"}
     whole = replace(work, optimizer="muon")
     found_whole = strategies(whole, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False)
     assert "optimizer divided" not in {s.name for s in found_whole}
     small = list(strategies(work, LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
-    assert [s.ranks for s in small] == [1, 1, 1]
+    assert [s.ranks for s in small if not s.combined] == [1, 1, 1]
+    one_row = list(
+        strategies(replace(work, row_tokens=32_768), LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True)
+    )
+    assert [s.name for s in one_row] == ["as it is", "checkpointing"], "no micro-batch is smaller than a row"
 
 
 # --- outlook ------------------------------------------------------------------------------------------

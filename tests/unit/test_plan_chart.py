@@ -18,7 +18,7 @@ FINE = Situation(
     alone_s=36_000,
     fits_one=True,
     fits_smaller="--grad-checkpoint",
-    fits_divided=True,
+    fits_divided="--hostfile hosts.json --shard-optimizer on",
     machines=2,
     speed_up=1.9,
     exposed=0.05,
@@ -41,7 +41,7 @@ FINE = Situation(
         ({"fits_one": False}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
         ({"fits_one": False, "alone_s": 60}, "smaller", None),
         ({"fits_one": False, "fits_smaller": ""}, "divide the optimizer", None),
-        ({"fits_one": False, "fits_smaller": "", "fits_divided": False}, "framework", None),
+        ({"fits_one": False, "fits_smaller": "", "fits_divided": ""}, "framework", None),
         ({"fits_one": False, "fits_smaller": "", "machines": 1}, "framework", None),
     ],
 )

@@ -394,9 +394,11 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         if held_dense(measured.total, device_memory()):
             weights = 2 * measured.total
     masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
+    row = min(config.max_seq_length, share)
     return Work(
         method=config.fine_tune_type,
-        tokens=max(min(config.max_seq_length, share), min(most, share)),
+        tokens=max(row, min(most, share)),
+        row_tokens=row,
         trained_layers=_trained_layers(config, model.blocks),
         weights_bytes=weights + (0 if config.fine_tune_type == "full" else 4 * trained),
         trained_bytes=trained_bytes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from allhands.formatting import format_duration
+from allhands.plan.strategies import QUANTISE, SHARD
 
 Outcome = Literal[
     "one machine", "data parallel", "accumulate", "faster link", "smaller", "divide the optimizer", "framework"
@@ -27,7 +28,7 @@ class Situation:
         again: whether such a training is needed more than once.
         alone_s: of the whole training on one computer.
         fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
-        fits_divided: whether it fits if the optimizer's state is divided.
+        fits_divided: the flags with which it fits on several, the optimizer's state divided; empty if it never does.
         machines: that there are, or could be.
         speed_up: on all of them; ``exposed`` the part of a step on them that is waiting for the exchange.
         accumulated_speed_up: if four batches' gradients are exchanged as one.
@@ -39,7 +40,7 @@ class Situation:
     alone_s: float
     fits_one: bool
     fits_smaller: str
-    fits_divided: bool
+    fits_divided: str
     machines: int
     speed_up: float
     exposed: float
@@ -165,15 +166,12 @@ def _why_again(at: Situation, saved_s: float) -> str:
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
     if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
-        return walk.end("smaller", f"one machine, with {at.fits_smaller}", "it computes the same in less memory")
+        same = "nearly the same (weights in 4 bits are rounded)" if QUANTISE in at.fits_smaller else "the same"
+        return walk.end("smaller", f"one machine, with {at.fits_smaller}", f"it computes {same} in less memory")
     several = at.machines > 1
     over = f"over {at.several}" if several else "there is no other machine"
-    if walk.ask(DIVIDED, several and at.fits_divided, over):
-        return walk.end(
-            "divide the optimizer",
-            "data parallel with the optimizer divided",
-            "each rank keeps a part of the optimizer's state: --shard-optimizer on",
-        )
+    if walk.ask(DIVIDED, several and bool(at.fits_divided), over):
+        return _divided(at, walk)
     return walk.end(
         "framework",
         "a framework that divides the model itself",
@@ -181,6 +179,19 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
         "SageMaker or Vertex AI where you have none of your own",
         "or a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)",
         "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
+    )
+
+
+def _divided(at: Situation, walk: _Walk) -> Advice:
+    before, divided, more = at.fits_divided.partition(SHARD)
+    if not divided:
+        return walk.end(
+            "divide the optimizer", "data parallel, each with its share", f"a share takes less memory: {before}"
+        )
+    return walk.end(
+        "divide the optimizer",
+        f"data parallel with the optimizer divided{f', and{more}' if more else ''}",
+        f"each rank keeps a part of the optimizer's state: {at.fits_divided}",
     )
 
 

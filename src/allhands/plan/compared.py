@@ -145,7 +145,7 @@ def compare(
     elif not plan.memory:
         notes.append("The plan has no memory: the model is not built of equal blocks.")
     if memory is not None:
-        marked = any(one.option not in (*_OF_LENGTH, same) for one in differences)
+        marked = any(one.option not in (*_OF_LENGTH, *same) for one in differences)
         figures.append(_peak(plan, memory, reports, marked=marked))
     figures += _expected(reports, samples)
     return Comparison(plan.time, ranks, tuple(figures), differences, tuple(notes))
@@ -282,25 +282,38 @@ def _why_whole(history: RunHistory) -> Iterator[str]:
 
 def _memory(
     plan: KeptPlan, backend: str, ranks: int, config: Mapping[str, Any]
-) -> tuple[KeptMemory | None, str | None]:
-    """How the run divided its work, as the plan has it, and the option that the plan has shown another way of."""
-    ways = [way for way in plan.memory if way.ranks == ranks and way.built]
-    if ranks == 1:
-        if config.get("grad_checkpoint") and not plan.options.get("grad_checkpoint"):
-            found = next((way for way in ways if way.flags == "--grad-checkpoint"), None)
-            if found is not None:
-                return found, "grad_checkpoint"
-        most = config.get("micro_batch_tokens")
-        if most is not None and most != plan.options.get("micro_batch_tokens"):
-            found = next((way for way in ways if way.flags == f"--micro-batch-tokens {most}"), None)
-            if found is not None:
-                return found, "micro_batch_tokens"
-        return next((way for way in ways if not way.flags), None), None
+) -> tuple[KeptMemory | None, tuple[str, ...]]:
+    """How the run divided its work, as the plan has it, and the options that the plan has shown another way of."""
+    ways = [way for way in plan.memory if way.ranks == ranks and way.built and "--quantize" not in way.flags]
+    # Of the flags that save memory those that the run had, and the plan had not.
+    flags: dict[str, str] = {}
+    if config.get("grad_checkpoint") and not plan.options.get("grad_checkpoint"):
+        flags["grad_checkpoint"] = "--grad-checkpoint"
+    most = config.get("micro_batch_tokens")
+    if most is not None and most != plan.options.get("micro_batch_tokens"):
+        flags["micro_batch_tokens"] = f"--micro-batch-tokens {most}"
+    option = [] if ranks == 1 else ["shard_optimizer"]
+    ways = ways if ranks == 1 else _divided_or_not(plan, ways, backend, config)
+    if not ways:
+        return None, ()
+    for names in (tuple(flags), *((name,) for name in flags)):
+        wanted = " ".join([*filter(None, [ways[0].flags]), *(flags[name] for name in names)])
+        found = next((way for way in ways if way.flags == wanted), ways[0])
+        if found is not ways[0]:
+            return found, (*option, *names)
+    return ways[0], tuple(option)
+
+
+def _divided_or_not(
+    plan: KeptPlan, ways: Sequence[KeptMemory], backend: str, config: Mapping[str, Any]
+) -> list[KeptMemory]:
+    """Of the ways of several ranks those that divide the optimizer's state as the run did, the plain one first."""
     choice = config.get("shard_optimizer", plan.options.get("shard_optimizer"))
     # As auto decides, for trainings that are large enough.
     divided = choice == "on" or (choice == "auto" and backend == "nccl" and bool(config.get("master_weights")))
+    found = [way for way in ways if ("--shard-optimizer" in way.flags or way.name == "optimizer divided") == divided]
     name = "optimizer divided" if divided else "data parallel"
-    return next((way for way in ways if way.name == name), None), "shard_optimizer"
+    return found if found and found[0].name == name else []
 
 
 def _peak(plan: KeptPlan, memory: KeptMemory, reports: Sequence[TrainReport], *, marked: bool) -> Figure:

@@ -10,7 +10,7 @@ from allhands.plan.advice import Advice, Situation, advise
 from allhands.plan.links import Exchange
 from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough, gustafson, predict
-from allhands.plan.strategies import Strategy, strategies
+from allhands.plan.strategies import SHARD, Strategy, strategies, those_told
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _USUAL = (1, 2, 4, 8)
@@ -146,7 +146,9 @@ def look_ahead(job: Job) -> Outlook:
     lines = tuple(_line(job, speeds) for speeds in groups)
     most = lines[-1]
     link = job.link or _Nothing()
-    memory = _memory(job, most.machines)
+    ways = _memory(job, most.machines)
+    told = those_told(ways, [_fits(job, each) for each in ways])
+    memory = tuple(ways[place] for place in told)
     fits = tuple(_fits(job, each) for each in memory)
     laws = {
         len(s): (amdahl(job.step.serial_fraction, len(s)), gustafson(job.step.serial_fraction, len(s))) for s in groups
@@ -157,7 +159,7 @@ def look_ahead(job: Job) -> Outlook:
         alone_s=job.alone_s,
         fits_one=not fits or fits[0] is not False,
         fits_smaller=_first_that_fits(memory, fits),
-        fits_divided=any(fit and each.built and each.ranks > 1 for each, fit in zip(memory, fits, strict=True)),
+        fits_divided=_divided_that_fits(memory, fits),
         machines=there,
         speed_up=job.alone_s / most.training_s,
         exposed=most.prediction.exposed_s / most.prediction.step_s,
@@ -244,3 +246,9 @@ def _first_that_fits(memory: Sequence[Strategy], fits: Sequence[bool | None]) ->
     """The flags of the first way for one computer that fits, other than the plain one."""
     ones = [each for each, fit in zip(memory, fits, strict=True) if fit and each.ranks == 1 and each.flags]
     return ones[0].flags if ones else ""
+
+
+def _divided_that_fits(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> str:
+    """The flags of the first way for several that fits; with the optimizer divided, where that is possible."""
+    found = [each.flags for each, fit in zip(memory, fits, strict=True) if fit and each.built and each.ranks > 1]
+    return next((flags for flags in found if SHARD in flags), found[0] if found else "")
