@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Everything that is not this command's own is an option of the training that is planned.
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+_FELT = 0.01  # of a training's time
 
 
 def plan(
@@ -250,11 +251,27 @@ def _show_time(console: Any, outlook: Outlook) -> None:
         costs += [] if line.money is None else [f"costs {line.money:.2f}"]
         if costs:
             console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
+    _show_validations(console, outlook)
     if len(outlook.lines) > 1:
         another = "process with as many cores" if job.shares else "process" if job.together else "machine"
         console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
         console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
     console.print()
+
+
+def _show_validations(console: Any, outlook: Outlook) -> None:
+    """Where they are felt."""
+    from allhands.formatting import format_duration
+
+    line = max(outlook.lines, key=lambda line: line.validation_s / line.training_s)
+    if line.validation_s < _FELT * line.training_s:
+        return
+    spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in outlook.lines)
+    console.print(
+        f"In all of it are {outlook.job.validations} validations ({spent}), reckoned as forward passes at the speed of "
+        "the steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches",
+        markup=False,
+    )
 
 
 def _unit(job: Job) -> str:

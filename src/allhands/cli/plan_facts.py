@@ -11,6 +11,7 @@ from typing import Any
 
 from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, seconds_of_step, steps_of, time_to_start
+from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_bytes, format_count, format_duration
@@ -91,6 +92,9 @@ def facts_of(
     step = _step(config, model, kind, measured, devices, rows, notes)
     link = _link(config, asked, len(devices), say, notes)
     work = _work(config, model, kind, measured, rows)
+    batches = _batches(config, rows)
+    valid = valid_rows(config, counted=measured is not None or rows.number is not None, say=say, notes=notes)
+    layers = _trained_layers(config, model.blocks) if model.blocks is not None else 0
     together = not devices and config.num_ranks > 1 and not (config.hosts or config.hostfile)
     usable = min((each.usable_bytes for each in devices), default=0) or _usable_here(kind)
     base = devices[0].flops if devices else 1.0
@@ -101,6 +105,8 @@ def facts_of(
         first_s=_first_s(config, kind, measured, rows),
         started=_started(config, asked, say) if together else None,
         step=step,
+        validations=number_of(batches, config.steps_per_eval, config.grad_accumulation_steps) if valid.number else 0,
+        validation_s=seconds_of(valid, step, config, model.blocks, layers),
         link=link,
         speeds=tuple(each.flops / base for each in devices) or (1.0,),
         numbers=asked.machines or _ranks(config),
@@ -359,15 +365,16 @@ def _started(config: TrainConfig, asked: Asked, say: Callable[[str], object]) ->
 
 def _steps(config: TrainConfig, rows: _Rows) -> int:
     """Optimizer updates."""
-    each = config.grad_accumulation_steps
-    if config.iters:
-        return math.ceil(config.iters / each)
-    if config.epochs and rows.number is not None:
-        return math.ceil(config.epochs * math.ceil(rows.number / config.batch_size) / each)
-    if config.epochs:
+    return math.ceil(_batches(config, rows) / config.grad_accumulation_steps)
+
+
+def _batches(config: TrainConfig, rows: _Rows) -> int:
+    if config.epochs and rows.number is None:
         hint = "give --iters: how many rows there are is only known when the data have been read"
         raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
-    return math.ceil(_DEFAULT_ITERS / each)
+    if config.epochs and rows.number is not None:
+        return math.ceil(config.epochs * math.ceil(rows.number / config.batch_size))
+    return config.iters or _DEFAULT_ITERS
 
 
 def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None, rows: _Rows) -> Work | None:

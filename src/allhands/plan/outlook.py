@@ -49,6 +49,7 @@ class Job:
         started: a number of ranks, and the seconds until their first step, where that was measured.
         whole_s: of a step by one process that has all of a computer, where ``step`` is of one of several that share it.
         first_s: by which the first steps take longer than the others, all together.
+        validations: of the whole training, ``validation_s`` of each of them on one computer.
     """
 
     steps: int
@@ -71,6 +72,8 @@ class Job:
     started: tuple[int, float] | None = None
     first_s: float = 0.0
     whole_s: float | None = None
+    validations: int = 0
+    validation_s: float = 0.0
 
     def start_of(self, ranks: int) -> float:
         """Seconds until the first step of so many ranks."""
@@ -82,12 +85,17 @@ class Job:
     @property
     def alone_s(self) -> float:
         """Seconds of the training by one process that has a whole computer."""
-        return self.start_s + self.first_s + self.steps * (self.whole_s or self.step.alone_s)
+        step_s = self.whole_s or self.step.alone_s
+        validations_s = self.validations * self.validation_s * step_s / self.step.alone_s
+        return self.start_s + self.first_s + self.steps * step_s + validations_s
 
 
 @dataclass(frozen=True)
 class Line:
-    """So many computers: a step, the time to the first one, the whole training, and what it costs."""
+    """So many computers: a step, the time to the first one, the whole training, and what it costs.
+
+    ``validation_s`` is of all validations, of which each rank computes its share; ``training_s`` has it.
+    """
 
     machines: int
     prediction: Prediction
@@ -95,6 +103,7 @@ class Line:
     money: float | None
     kwh: float | None
     start_s: float
+    validation_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,8 @@ class Outlook:
             "start_s": self.job.start_s,
             "first_s": self.job.first_s,
             "one_process_s": self.job.whole_s,
+            "validations": self.job.validations,
+            "validation_s": self.job.validation_s,
             "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
             "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
             "usable_bytes": self.job.usable_bytes,
@@ -194,14 +205,15 @@ def _groups(job: Job) -> list[tuple[float, ...]]:
 def _line(job: Job, speeds: tuple[float, ...]) -> Line:
     found = predict(job.step, job.link or _Nothing(), speeds)
     start = job.start_of(len(speeds))
-    training = start + job.first_s + job.steps * found.step_s
+    validations = job.validations * job.validation_s / sum(speeds)
+    training = start + job.first_s + job.steps * found.step_s + validations
     hours, prices = training / 3600 * (1 if job.together else len(speeds)), job.prices
     kwh = None if prices.watts is None else hours * prices.watts / 1000
     costs = [
         *([] if prices.per_hour is None else [hours * prices.per_hour]),
         *([] if prices.per_kwh is None or kwh is None else [kwh * prices.per_kwh]),
     ]
-    return Line(len(speeds), found, training, sum(costs) if costs else None, kwh, start)
+    return Line(len(speeds), found, training, sum(costs) if costs else None, kwh, start, validations)
 
 
 def _accumulated(job: Job, link: Exchange, speeds: Sequence[float]) -> float:
