@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from allhands.errors import ConfigError
+from allhands.pictures import picture_suffix
 from allhands.plan import advice as chart
 from allhands.plan.advice import Situation, advise
 from allhands.plan.chart import arrows_of, draw_chart
@@ -89,3 +91,9 @@ def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
     assert once.path[0].why == "--once; several would save 1d02h"
     assert "does not fit" in advise(replace(FINE, again=False, fits_one=False)).path[0].why
     assert advise(replace(FINE, again=False, alone_s=20_000)).path[0].why == "--once"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/tmp"])
+def test_a_directory_is_no_name_of_a_picture(name: str) -> None:
+    with pytest.raises(ConfigError, match="this is a directory, not a picture's name"):
+        picture_suffix(Path(name))
