@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, seconds_of_step, steps_of, time_to_start
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
 from allhands.config import TrainConfig
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
@@ -225,12 +224,17 @@ def _model(config: TrainConfig, kind: str) -> _Model:
     fresh = pretraining(config)
     if fresh is not None:
         return _fresh(fresh, kind)
+    from allhands.model.load import read_config
     from allhands.model.sources import resolve
 
     place = resolve(config.model)
-    values = _read_config(place)
+    values = read_config(place)
     quantised = values.get("quantization") or values.get("quantization_config") or {}
     bits = int(quantised.get("bits", 0)) if isinstance(quantised, dict) else 0
+    if bits and config.fine_tune_type == "full":
+        from allhands.model.adapters import full_of_quantised
+
+        raise full_of_quantised(f"{bits} bits")
     size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
     half = str(values.get("torch_dtype") or values.get("dtype") or "") in ("bfloat16", "float16")
     # A CPU computes in float32, in which weights are held there.
@@ -257,23 +261,14 @@ def _fresh(fresh: Any, kind: str) -> _Model:
     return _Model({"tie_word_embeddings": shape.tied}, blocks, word * count(shape).total, 0, word)
 
 
-def _read_config(place: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"its config.json cannot be read: {error}", where=str(place)) from None
-    if not isinstance(values, dict):
-        raise ModelError("its config.json is no object", where=str(place))
-    return values
-
-
 # --- a step -------------------------------------------------------------------------------------------
 
 
 def _trained_layers(config: TrainConfig, blocks: Blocks) -> int:
-    full = config.fine_tune_type == "full" and config.num_layers is None
-    asked = config.num_layers if config.num_layers is not None else 16
-    return blocks.layers if full or asked < 0 else min(asked, blocks.layers)
+    from allhands.model.adapters import resolve_layers
+
+    asked = resolve_layers(blocks.layers, config)
+    return blocks.layers if asked < 0 else asked
 
 
 def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -> int:
