@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from command_line import call_allhands
+
+from allhands.errors import ConfigError
+from allhands.plan.devices import device_of
 
 DEVICE = ("plan", "--device", "M1 Pro", "--iters", "9")
 
@@ -31,3 +35,58 @@ def test_a_directory_that_is_no_model_is_told_as_training_tells_it(tmp_path: Pat
     assert (done.returncode, done.stdout) == (4, "")
     assert "no config.json: this is not a model directory" in done.stderr
     assert "what to do: give the directory that holds config.json, model*.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("M1 Pro 0GB", "'M1 Pro 0GB' has no more memory than the system itself takes, 2 GB"),
+        ("M1 Pro 2GB", "'M1 Pro 2GB' has no more memory than the system itself takes, 2 GB"),
+        ("RTX 4090 0.5GB", "'RTX 4090 0.5GB' has no more memory than the system itself takes, 0.5 GB"),
+        (f"M1 Pro {'9' * 400}GB", "has more memory than there is"),
+    ],
+)
+def test_memory_that_the_system_takes_itself(text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        device_of(text)
+    assert told in caught.value.message
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("give all of its memory, as '")
+
+
+def test_of_a_small_memory_the_system_takes_more_than_its_part() -> None:
+    assert [device_of(text).usable_bytes for text in ("M1 8GB", "M1 4GB", "M1 3GB", "L4")] == [
+        *(6_000_000_000, 2_000_000_000, 1_000_000_000),
+        int(0.94 * 24e9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "99999999 x M1 Pro 32GB"], "--device: more than 1,024 computers cannot be planned"),
+        (["--device", f"{'9' * 5000} x M1"], "--device: more than 1,024 computers cannot be planned"),
+        (["--device", "\u00b2 x M1"], "is not a computer that is known"),
+        (["--device", "1000 x M1, 25 x M1"], "--device: more than 1,024 computers cannot be planned"),
+        (["--device", "M1", "--price-per-hour", "inf"], "--price-per-hour: inf is no amount"),
+        (["--device", "M1", "--price-per-hour", "nan"], "--price-per-hour: nan is no amount"),
+        (["--device", "M1", "--price-per-hour", "-1"], "--price-per-hour: -1 is no amount"),
+        (["--device", "M1", "--watts", "nan"], "--watts: nan is no amount"),
+        (["--device", "M1", "--price-per-kwh", "inf"], "--price-per-kwh: inf is no amount"),
+        (["--price-per-kwh", "0.3"], "--price-per-kwh: the price of energy needs a power"),
+    ],
+)
+def test_computers_and_prices_that_cannot_be(tmp_path: Path, tiny_model: Path, words: list[str], told: str) -> None:
+    done = call_allhands("plan", *words, "--model", str(tiny_model), "--iters", "9", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert told in done.stderr
+    assert "what to do: " in done.stderr
+    assert "training" not in done.stderr.splitlines()[0], "before anything is trained"
+
+
+def test_the_power_that_is_taken_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    words = (*DEVICE, "--model", str(tiny_model), "--price-per-kwh", "0.3", "--json")
+    notes = json.loads(call_allhands(*words, cwd=tmp_path).stdout)["notes"]
+    assert "no --watts are given: 40 are taken for each computer, as such ones take while they train" in notes
+    given = json.loads(call_allhands(*words, "--watts", "50", cwd=tmp_path).stdout)["notes"]
+    assert not [note for note in given if "--watts" in note]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,9 +40,9 @@ def plan(
     machines: Annotated[str | None, typer.Option("--machines", help="How many to look at. [1,2,4,8]")] = None,
     once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
-    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0, help="Of one computer.")] = None,
-    watts: Annotated[float | None, typer.Option("--watts", min=0, help="Of one computer while it trains.")] = None,
-    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", min=0, help="Of its energy.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", help="Of one computer.")] = None,
+    watts: Annotated[float | None, typer.Option("--watts", help="Of one computer while it trains.")] = None,
+    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Of its energy.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
@@ -60,6 +61,9 @@ def plan(
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
+    for flag, price in (("hour", price_per_hour), ("kwh", price_per_kwh)):
+        _require_amount(f"--price-per-{flag}", price, "2.5")
+    _require_amount("--watts", watts, "60")
     if after is not None:
         return show_after(after, as_json=as_json)
     if picture is not None:
@@ -144,6 +148,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if found and not 1 <= found[0] <= found[-1] <= 1024:
         raise ConfigError(f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4")
     return found
+
+
+def _require_amount(flag: str, value: float | None, example: str) -> None:
+    if value is not None and not 0.0 <= value < math.inf:
+        raise ConfigError(f"{value:g} is no amount", where=flag, hint=f"give a number from 0 on, as {flag} {example}")
 
 
 def show_after(run: Path, *, as_json: bool) -> None:

@@ -28,6 +28,7 @@ _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
 _DEFAULT_LINK = "1GbE"
+_MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def facts_of(
     kind = devices[0].kind if devices else _kind_here()
     model = _model(config, kind)
     notes: list[str] = []
+    energy: list[str] = []
+    prices = _prices(asked, devices, energy)  # before anything that takes long
     measured: Calibration | None = None
     if not devices:
         steps = steps_of(config, on_gpu=kind != "cpu")
@@ -90,6 +93,7 @@ def facts_of(
     rows = _rows(config, measured, say, notes)
     step = _step(config, model, kind, measured, devices, rows, notes)
     link = _link(config, asked, len(devices), say, notes)
+    notes += energy
     work = _work(config, model, kind, measured, rows)
     batches = _batches(config, rows)
     valid = valid_rows(config, counted=measured is not None or rows.number is not None, say=say, notes=notes)
@@ -119,7 +123,7 @@ def facts_of(
         once=asked.once,
         together=together,
         shares=together and kind != "cuda",
-        prices=_prices(asked, devices),
+        prices=prices,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.accelerator import device_memory
@@ -191,8 +195,12 @@ def _devices(text: str | None) -> list[Device]:
         if not part.strip():
             continue
         number, x, rest = part.strip().partition(" x ")
-        several = bool(x) and number.isdigit()
-        found += [device_of(rest if several else part)] * (int(number) if several else 1)
+        several = bool(x) and number.isdecimal()
+        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
+        found += [device_of(rest if several else part)] * times
+        if len(found) > _MOST_DEVICES:
+            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
+            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
     if text is not None and not found:
         raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
     if len({each.kind for each in found}) > 1:
@@ -420,13 +428,15 @@ def _present(blocks: Blocks | None, work: Work | None, measured: Calibration | N
     return max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
 
 
-def _prices(asked: Asked, devices: list[Device]) -> Prices:
-    if asked.prices.watts is None and asked.prices.per_kwh is not None and devices:
-        return replace(asked.prices, watts=sum(each.watts for each in devices) / len(devices))
-    if asked.prices.watts is None and asked.prices.per_kwh is not None:
+def _prices(asked: Asked, devices: list[Device], notes: list[str]) -> Prices:
+    if asked.prices.watts is not None or asked.prices.per_kwh is None:
+        return asked.prices
+    if not devices:
         hint = "say how much a computer takes while it trains: --watts 60"
         raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
-    return asked.prices
+    watts = sum(each.watts for each in devices) / len(devices)
+    notes.append(f"no --watts are given: {watts:g} are taken for each computer, as such ones take while they train")
+    return replace(asked.prices, watts=watts)
 
 
 # --- the link -----------------------------------------------------------------------------------------
