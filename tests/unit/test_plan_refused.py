@@ -10,6 +10,7 @@ from command_line import call_allhands
 
 from allhands.errors import ConfigError
 from allhands.plan.devices import device_of
+from allhands.plan.links import link_of
 
 DEVICE = ("plan", "--device", "M1 Pro", "--iters", "9")
 
@@ -90,3 +91,18 @@ def test_the_power_that_is_taken_is_told(tmp_path: Path, tiny_model: Path) -> No
     assert "no --watts are given: 40 are taken for each computer, as such ones take while they train" in notes
     given = json.loads(call_allhands(*words, "--watts", "50", cwd=tmp_path).stdout)["notes"]
     assert not [note for note in given if "--watts" in note]
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "hint"),
+    [
+        ("10GbE,-5ms", "'-5ms' is no delay", "give one from 0 on, as 10GbE,5ms"),
+        ("100Mbit/s,soon", "'soon' is no delay", "give one from 0 on, as 100Mbit/s,5ms"),
+        ("0Gbit/s", "nothing gets through a link of 0Gbit/s", "give a rate above 0, as 400Mbit/s"),
+        ("-1Mbit/s,5ms", "nothing gets through a link of -1Mbit/s", "give a rate above 0, as 400Mbit/s"),
+    ],
+)
+def test_what_is_wrong_with_a_link_is_named(text: str, told: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        link_of(text)
+    assert (caught.value.message, caught.value.where, caught.value.hint) == (told, "--link", hint)

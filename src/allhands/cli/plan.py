@@ -249,7 +249,7 @@ def _show_time(console: Any, outlook: Outlook) -> None:
             _milliseconds(found.step_s),
             f"{100 * found.exposed_s / found.step_s:.0f} %",
             format_duration(line.training_s),
-            f"{speed_up:.2f}",
+            f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}",
             f"{100 * speed_up / line.machines:.0f} %",
             f"{laws[0]:.2f}",
             f"{laws[1]:.2f}",

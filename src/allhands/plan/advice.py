@@ -34,6 +34,7 @@ class Situation:
         accumulated_speed_up: if four batches' gradients are exchanged as one.
         enough: computers beyond which another saves less than 5 %.
         together: whether the machines are processes of one.
+        faster: what to put in place of the link; ``adapters`` whether only small ones are trained and exchanged.
     """
 
     again: bool
@@ -47,6 +48,8 @@ class Situation:
     accumulated_speed_up: float
     enough: int
     together: bool = False
+    faster: str = ""
+    adapters: bool = False
 
     @property
     def several(self) -> str:
@@ -140,20 +143,28 @@ def advise(at: Situation) -> Advice:
             f"{100 * at.exposed:.0f} % of each step is waiting; a faster link would give it back",
             *_beyond(at),
         )
-    if walk.ask(LARGER, at.accumulated_speed_up >= _WORTH, f"{at.accumulated_speed_up:.2f} times with four in one"):
+    if walk.ask(LARGER, at.accumulated_speed_up >= _WORTH, f"{as_fast(at.accumulated_speed_up)} with four in one"):
         return walk.end(
             "accumulate",
             "larger batches, or accumulate gradients over several",
             "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size",
             "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
         )
+    better = "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"]))
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"on {at.several} the training would be {at.speed_up:.2f} times as fast: the link eats the rest",
-        "a cable in place of wifi, Thunderbolt in place of Ethernet; or LoRA, whose gradients are small",
+        f"on {at.several} the training would be {as_fast(at.speed_up)}: the link eats the rest",
+        *([better] if better else []),
         "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
     )
+
+
+def as_fast(times: float) -> str:
+    """A speed-up in words, of which one far below 1 says how many times slower it is."""
+    if times >= 0.1:
+        return f"{times:.2f} times as fast"
+    return f"about {float(f'{1 / max(times, 1e-9):.1g}'):,.0f} times slower"
 
 
 def _why_again(at: Situation, saved_s: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from allhands.plan.advice import Advice, Situation, advise
-from allhands.plan.links import Exchange
+from allhands.plan.links import Exchange, faster_than
 from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough, gustafson, predict
 from allhands.plan.strategies import SHARD, Strategy, strategies, those_told
@@ -177,6 +177,8 @@ def look_ahead(job: Job) -> Outlook:
         accumulated_speed_up=_accumulated(job, link, groups[-1]),
         enough=enough(job.step, link),
         together=job.together,
+        faster="" if job.link is None else faster_than(job.link),
+        adapters=job.work is not None and job.work.method != "full",
     )
     return Outlook(job, lines, situation.enough, laws, memory, fits, advise(situation))
 
