@@ -174,6 +174,7 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
     Raises:
         StorageError: it could not be written; what stood at ``path`` before is untouched.
     """
+    _require_name(path)
     # Not tempfile: its files are always private, and a process cannot ask for its umask without changing it.
     temporary = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     made = False
@@ -197,12 +198,19 @@ def require_writable(path: Path) -> None:
     Raises:
         StorageError: it cannot.
     """
+    _require_name(path)
     draft = path.with_name(f"{_DRAFT}{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
         os.close(_create(draft, os.O_WRONLY, private=True))
         draft.unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(path, error) from None
+
+
+def _require_name(path: Path) -> None:
+    """That a file can be called so: no directory is, such as an empty name, which means the present one."""
+    if not path.name or path.name == ".." or os.path.isdir(path):
+        raise storage_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
 
 
 def write_error(path: Path, error: OSError | RuntimeError) -> StorageError:

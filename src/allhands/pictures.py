@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from allhands.errors import ConfigError
@@ -30,8 +31,12 @@ def picture_suffix(path: Path) -> str:
     """``.png``, ``.svg`` or ``.pdf``, as the name of a picture says; PNG without a suffix.
 
     Raises:
-        ConfigError: the suffix names another format.
+        ConfigError: the suffix names another format, or this is a directory.
     """
+    if not path.name or path.name == ".." or os.path.isdir(path):
+        raise ConfigError(
+            "this is a directory, not a picture's name", where=str(path), hint="as in DIRECTORY/chart.png"
+        )
     suffix = path.suffix.lower() or ".png"
     if suffix not in _FORMATS:
         hint = f"choose a name that ends in {', '.join(_FORMATS)}"

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from allhands.errors import StorageError
-from allhands.files import claimed, make_directory, private_opener, write_whole
+from allhands.files import claimed, make_directory, private_opener, require_writable, write_whole
 
 
 def names(directory: Path) -> list[str]:
@@ -309,3 +309,15 @@ def test_a_missing_directory_and_a_file_in_the_way_are_named(tmp_path: Path) -> 
     with pytest.raises(StorageError, match="File exists") as caught:
         make_directory(tmp_path / "file")
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "inner", "inner/.."])
+def test_a_directory_is_no_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("inner").mkdir()
+    for ask in (require_writable, lambda path: write_whole(path, Path.touch)):
+        with pytest.raises(StorageError) as caught:
+            ask(Path(name))
+        assert caught.value.message == "cannot be written: Is a directory"
+        assert caught.value.hint == "there is a directory of that name: move it away, or choose another name"
+    assert names(tmp_path) == ["inner"]

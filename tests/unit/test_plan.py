@@ -54,6 +54,7 @@ def test_a_ring_sends_each_part_twice_but_for_one() -> None:
         ("400Mbit/s", 50e6, 150e-6),
         ("100Mbit/s,5ms", 12.5e6, 5e-3),
         ("1.5 Gbps, 20us", 187.5e6, 20e-6),
+        ("10GbE,5ms", 9.4e9 / 8, 5e-3),
     ],
 )
 def test_links_by_name_and_by_rate(text: str, rate: float, latency: float) -> None:
@@ -61,7 +62,7 @@ def test_links_by_name_and_by_rate(text: str, rate: float, latency: float) -> No
     assert (link.bytes_per_s, link.latency_s) == pytest.approx((rate, latency))
 
 
-@pytest.mark.parametrize("text", ["", "thunderbold4", "0Mbit/s", "10", "fast", "3GbE"])
+@pytest.mark.parametrize("text", ["", "thunderbold4", "10", "fast", "3GbE"])
 def test_what_is_no_link(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         link_of(text)
@@ -232,13 +233,18 @@ def test_each_way_saves_what_it_divides() -> None:
         "tensors sharded",
         "pipeline of layers",
     }
-    names = {s.name for s in strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False)}
-    assert names == found.keys() - {"optimizer divided"}
+    undivided = list(strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False))
+    simple = {name for name, each in found.items() if not each.combined}
+    assert {s.name for s in undivided if not s.combined} == simple - {"optimizer divided"}
     whole = replace(work, optimizer="muon")
     found_whole = strategies(whole, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False)
     assert "optimizer divided" not in {s.name for s in found_whole}
     small = list(strategies(work, LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
-    assert [s.ranks for s in small] == [1, 1, 1]
+    assert [s.ranks for s in small if not s.combined] == [1, 1, 1]
+    one_row = list(
+        strategies(replace(work, row_tokens=32_768), LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True)
+    )
+    assert [s.name for s in one_row] == ["as it is", "checkpointing"], "no micro-batch is smaller than a row"
 
 
 # --- outlook ------------------------------------------------------------------------------------------

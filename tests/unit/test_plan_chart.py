@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from allhands.errors import ConfigError
+from allhands.pictures import picture_suffix
 from allhands.plan import advice as chart
 from allhands.plan.advice import Situation, advise
 from allhands.plan.chart import arrows_of, draw_chart
+from allhands.plan.links import faster_than, link_of
 
 FINE = Situation(
     again=True,
     alone_s=36_000,
     fits_one=True,
     fits_smaller="--grad-checkpoint",
-    fits_divided=True,
+    fits_divided="--hostfile hosts.json --shard-optimizer on",
     machines=2,
     speed_up=1.9,
     exposed=0.05,
@@ -41,7 +44,7 @@ FINE = Situation(
         ({"fits_one": False}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
         ({"fits_one": False, "alone_s": 60}, "smaller", None),
         ({"fits_one": False, "fits_smaller": ""}, "divide the optimizer", None),
-        ({"fits_one": False, "fits_smaller": "", "fits_divided": False}, "framework", None),
+        ({"fits_one": False, "fits_smaller": "", "fits_divided": ""}, "framework", None),
         ({"fits_one": False, "fits_smaller": "", "machines": 1}, "framework", None),
     ],
 )
@@ -89,3 +92,35 @@ def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
     assert once.path[0].why == "--once; several would save 1d02h"
     assert "does not fit" in advise(replace(FINE, again=False, fits_one=False)).path[0].why
     assert advise(replace(FINE, again=False, alone_s=20_000)).path[0].why == "--once"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/tmp"])
+def test_a_directory_is_no_name_of_a_picture(name: str) -> None:
+    with pytest.raises(ConfigError, match="this is a directory, not a picture's name"):
+        picture_suffix(Path(name))
+
+
+def test_advice_for_a_slow_link_is_of_that_link_and_that_training() -> None:
+    slow = replace(FINE, exposed=0.99, speed_up=0.0027, accumulated_speed_up=0.011)
+    slow = replace(slow, faster=faster_than(link_of("100MbE")))
+    full, lora = advise(slow).reasons, advise(replace(slow, adapters=True)).reasons
+    assert full[0] == "on 2 machines the training would be about 400 times slower: the link eats the rest"
+    assert full[1] == "10GbE or Thunderbolt in place of 100MbE; or LoRA, whose gradients are small"
+    assert lora[1] == "10GbE or Thunderbolt in place of 100MbE"
+    assert advise(slow).path[-1].why == "about 90 times slower with four in one"
+    assert (
+        advise(replace(slow, speed_up=0.6)).reasons[0].startswith("on 2 machines the training would be 0.60 times as")
+    )
+
+
+@pytest.mark.parametrize(
+    ("link", "told"),
+    [
+        ("wifi6", "a cable in place of wifi6: 10GbE, or Thunderbolt"),
+        ("10GbE", "Thunderbolt in place of 10GbE"),
+        ("thunderbolt4", "InfiniBand or NVLink in place of thunderbolt4"),
+        ("nvlink", ""),
+    ],
+)
+def test_what_is_faster_than_a_link(link: str, told: str) -> None:
+    assert faster_than(link_of(link)) == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Everything that is not this command's own is an option of the training that is planned.
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+_FELT = 0.01  # of a training's time
 
 
 def plan(
@@ -38,9 +40,9 @@ def plan(
     machines: Annotated[str | None, typer.Option("--machines", help="How many to look at. [1,2,4,8]")] = None,
     once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
-    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0, help="Of one computer.")] = None,
-    watts: Annotated[float | None, typer.Option("--watts", min=0, help="Of one computer while it trains.")] = None,
-    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", min=0, help="Of its energy.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", help="Of one computer.")] = None,
+    watts: Annotated[float | None, typer.Option("--watts", help="Of one computer while it trains.")] = None,
+    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Of its energy.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
@@ -59,6 +61,9 @@ def plan(
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
+    for flag, price in (("hour", price_per_hour), ("kwh", price_per_kwh)):
+        _require_amount(f"--price-per-{flag}", price, "2.5")
+    _require_amount("--watts", watts, "60")
     if after is not None:
         return show_after(after, as_json=as_json)
     if picture is not None:
@@ -143,6 +148,11 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if found and not 1 <= found[0] <= found[-1] <= 1024:
         raise ConfigError(f"{text!r} is not a list of numbers", where="--machines", hint="give some, as 1,2,4")
     return found
+
+
+def _require_amount(flag: str, value: float | None, example: str) -> None:
+    if value is not None and not 0.0 <= value < math.inf:
+        raise ConfigError(f"{value:g} is no amount", where=flag, hint=f"give a number from 0 on, as {flag} {example}")
 
 
 def show_after(run: Path, *, as_json: bool) -> None:
@@ -239,7 +249,7 @@ def _show_time(console: Any, outlook: Outlook) -> None:
             _milliseconds(found.step_s),
             f"{100 * found.exposed_s / found.step_s:.0f} %",
             format_duration(line.training_s),
-            f"{speed_up:.2f}",
+            f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}",
             f"{100 * speed_up / line.machines:.0f} %",
             f"{laws[0]:.2f}",
             f"{laws[1]:.2f}",
@@ -250,11 +260,27 @@ def _show_time(console: Any, outlook: Outlook) -> None:
         costs += [] if line.money is None else [f"costs {line.money:.2f}"]
         if costs:
             console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
+    _show_validations(console, outlook)
     if len(outlook.lines) > 1:
         another = "process with as many cores" if job.shares else "process" if job.together else "machine"
         console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
         console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
     console.print()
+
+
+def _show_validations(console: Any, outlook: Outlook) -> None:
+    """Where they are felt."""
+    from allhands.formatting import format_duration
+
+    line = max(outlook.lines, key=lambda line: line.validation_s / line.training_s)
+    if line.validation_s < _FELT * line.training_s:
+        return
+    spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in outlook.lines)
+    console.print(
+        f"In all of it are {outlook.job.validations} validations ({spent}), reckoned as forward passes at the speed of "
+        "the steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches",
+        markup=False,
+    )
 
 
 def _unit(job: Job) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,8 +10,9 @@ from typing import Any
 
 from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, seconds_of_step, steps_of, time_to_start
+from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
 from allhands.config import TrainConfig
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
@@ -28,6 +28,7 @@ _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
 _DEFAULT_LINK = "1GbE"
+_MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def facts_of(
     kind = devices[0].kind if devices else _kind_here()
     model = _model(config, kind)
     notes: list[str] = []
+    energy: list[str] = []
+    prices = _prices(asked, devices, energy)  # before anything that takes long
     measured: Calibration | None = None
     if not devices:
         steps = steps_of(config, on_gpu=kind != "cpu")
@@ -90,7 +93,11 @@ def facts_of(
     rows = _rows(config, measured, say, notes)
     step = _step(config, model, kind, measured, devices, rows, notes)
     link = _link(config, asked, len(devices), say, notes)
+    notes += energy
     work = _work(config, model, kind, measured, rows)
+    batches = _batches(config, rows)
+    valid = valid_rows(config, counted=measured is not None or rows.number is not None, say=say, notes=notes)
+    layers = _trained_layers(config, model.blocks) if model.blocks is not None else 0
     together = not devices and config.num_ranks > 1 and not (config.hosts or config.hostfile)
     usable = min((each.usable_bytes for each in devices), default=0) or _usable_here(kind)
     base = devices[0].flops if devices else 1.0
@@ -101,6 +108,8 @@ def facts_of(
         first_s=_first_s(config, kind, measured, rows),
         started=_started(config, asked, say) if together else None,
         step=step,
+        validations=number_of(batches, config.steps_per_eval, config.grad_accumulation_steps) if valid.number else 0,
+        validation_s=seconds_of(valid, step, config, model.blocks, layers),
         link=link,
         speeds=tuple(each.flops / base for each in devices) or (1.0,),
         numbers=asked.machines or _ranks(config),
@@ -114,7 +123,7 @@ def facts_of(
         once=asked.once,
         together=together,
         shares=together and kind != "cuda",
-        prices=_prices(asked, devices),
+        prices=prices,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.accelerator import device_memory
@@ -186,8 +195,12 @@ def _devices(text: str | None) -> list[Device]:
         if not part.strip():
             continue
         number, x, rest = part.strip().partition(" x ")
-        several = bool(x) and number.isdigit()
-        found += [device_of(rest if several else part)] * (int(number) if several else 1)
+        several = bool(x) and number.isdecimal()
+        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
+        found += [device_of(rest if several else part)] * times
+        if len(found) > _MOST_DEVICES:
+            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
+            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
     if text is not None and not found:
         raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
     if len({each.kind for each in found}) > 1:
@@ -219,12 +232,17 @@ def _model(config: TrainConfig, kind: str) -> _Model:
     fresh = pretraining(config)
     if fresh is not None:
         return _fresh(fresh, kind)
+    from allhands.model.load import read_config
     from allhands.model.sources import resolve
 
     place = resolve(config.model)
-    values = _read_config(place)
+    values = read_config(place)
     quantised = values.get("quantization") or values.get("quantization_config") or {}
     bits = int(quantised.get("bits", 0)) if isinstance(quantised, dict) else 0
+    if bits and config.fine_tune_type == "full":
+        from allhands.model.adapters import full_of_quantised
+
+        raise full_of_quantised(f"{bits} bits")
     size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
     half = str(values.get("torch_dtype") or values.get("dtype") or "") in ("bfloat16", "float16")
     # A CPU computes in float32, in which weights are held there.
@@ -251,23 +269,14 @@ def _fresh(fresh: Any, kind: str) -> _Model:
     return _Model({"tie_word_embeddings": shape.tied}, blocks, word * count(shape).total, 0, word)
 
 
-def _read_config(place: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"its config.json cannot be read: {error}", where=str(place)) from None
-    if not isinstance(values, dict):
-        raise ModelError("its config.json is no object", where=str(place))
-    return values
-
-
 # --- a step -------------------------------------------------------------------------------------------
 
 
 def _trained_layers(config: TrainConfig, blocks: Blocks) -> int:
-    full = config.fine_tune_type == "full" and config.num_layers is None
-    asked = config.num_layers if config.num_layers is not None else 16
-    return blocks.layers if full or asked < 0 else min(asked, blocks.layers)
+    from allhands.model.adapters import resolve_layers
+
+    asked = resolve_layers(blocks.layers, config)
+    return blocks.layers if asked < 0 else asked
 
 
 def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -> int:
@@ -359,15 +368,16 @@ def _started(config: TrainConfig, asked: Asked, say: Callable[[str], object]) ->
 
 def _steps(config: TrainConfig, rows: _Rows) -> int:
     """Optimizer updates."""
-    each = config.grad_accumulation_steps
-    if config.iters:
-        return math.ceil(config.iters / each)
-    if config.epochs and rows.number is not None:
-        return math.ceil(config.epochs * math.ceil(rows.number / config.batch_size) / each)
-    if config.epochs:
+    return math.ceil(_batches(config, rows) / config.grad_accumulation_steps)
+
+
+def _batches(config: TrainConfig, rows: _Rows) -> int:
+    if config.epochs and rows.number is None:
         hint = "give --iters: how many rows there are is only known when the data have been read"
         raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
-    return math.ceil(_DEFAULT_ITERS / each)
+    if config.epochs and rows.number is not None:
+        return math.ceil(config.epochs * math.ceil(rows.number / config.batch_size))
+    return config.iters or _DEFAULT_ITERS
 
 
 def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None, rows: _Rows) -> Work | None:
@@ -394,9 +404,11 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         if held_dense(measured.total, device_memory()):
             weights = 2 * measured.total
     masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
+    row = min(config.max_seq_length, share)
     return Work(
         method=config.fine_tune_type,
-        tokens=max(min(config.max_seq_length, share), min(most, share)),
+        tokens=max(row, min(most, share)),
+        row_tokens=row,
         trained_layers=_trained_layers(config, model.blocks),
         weights_bytes=weights + (0 if config.fine_tune_type == "full" else 4 * trained),
         trained_bytes=trained_bytes,
@@ -416,13 +428,15 @@ def _present(blocks: Blocks | None, work: Work | None, measured: Calibration | N
     return max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
 
 
-def _prices(asked: Asked, devices: list[Device]) -> Prices:
-    if asked.prices.watts is None and asked.prices.per_kwh is not None and devices:
-        return replace(asked.prices, watts=sum(each.watts for each in devices) / len(devices))
-    if asked.prices.watts is None and asked.prices.per_kwh is not None:
+def _prices(asked: Asked, devices: list[Device], notes: list[str]) -> Prices:
+    if asked.prices.watts is not None or asked.prices.per_kwh is None:
+        return asked.prices
+    if not devices:
         hint = "say how much a computer takes while it trains: --watts 60"
         raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
-    return asked.prices
+    watts = sum(each.watts for each in devices) / len(devices)
+    notes.append(f"no --watts are given: {watts:g} are taken for each computer, as such ones take while they train")
+    return replace(asked.prices, watts=watts)
 
 
 # --- the link -----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
             quantised weights.
     """
     total = count_parameters(model)
-    num_layers = _resolve_layers(len(model.layers), config)
+    num_layers = resolve_layers(len(model.layers), config)
     model.freeze()
     if config.fine_tune_type == "full":
         _unfreeze(model, num_layers)
@@ -81,7 +81,12 @@ def count_parameters(model: nn.Module) -> int:
     return total
 
 
-def _resolve_layers(available: int, config: TrainConfig) -> int:
+def resolve_layers(available: int, config: TrainConfig) -> int:
+    """Blocks to train of so many, counted from the last; -1 for all.
+
+    Raises:
+        ConfigError: more than there are.
+    """
     if config.num_layers is None:
         return -1 if config.fine_tune_type == "full" else min(DEFAULT_ADAPTER_LAYERS, available)
     if config.num_layers > available:
@@ -93,16 +98,21 @@ def _resolve_layers(available: int, config: TrainConfig) -> int:
     return config.num_layers
 
 
+def full_of_quantised(what: str) -> ConfigError:
+    """That quantised weights, of which ``what`` tells some, are not trained in full."""
+    return ConfigError(
+        f"the model is quantised ({what}): its weights cannot be trained in full",
+        where="--fine-tune-type full",
+        hint="use --fine-tune-type lora, or dequantise: allhands model get MODEL --dequantize --out DIR",
+    )
+
+
 def _unfreeze(model: Any, num_layers: int) -> None:
     parts = [model] if num_layers == -1 else model.layers[-num_layers:]
     for part in parts:
         for name, module in part.named_modules():
             if hasattr(module, "bits") and hasattr(module, "scales"):
-                raise ConfigError(
-                    f"the model is quantised ({name}: {module.bits} bits): its weights cannot be trained in full",
-                    where="--fine-tune-type full",
-                    hint="use --fine-tune-type lora, or dequantise: allhands model get MODEL --dequantize --out DIR",
-                )
+                raise full_of_quantised(f"{name}: {module.bits} bits")
         part.unfreeze()
 
 

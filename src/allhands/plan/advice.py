@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from allhands.formatting import format_duration
+from allhands.plan.strategies import QUANTISE, SHARD
 
 Outcome = Literal[
     "one machine", "data parallel", "accumulate", "faster link", "smaller", "divide the optimizer", "framework"
@@ -27,25 +28,28 @@ class Situation:
         again: whether such a training is needed more than once.
         alone_s: of the whole training on one computer.
         fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
-        fits_divided: whether it fits if the optimizer's state is divided.
+        fits_divided: the flags with which it fits on several, the optimizer's state divided; empty if it never does.
         machines: that there are, or could be.
         speed_up: on all of them; ``exposed`` the part of a step on them that is waiting for the exchange.
         accumulated_speed_up: if four batches' gradients are exchanged as one.
         enough: computers beyond which another saves less than 5 %.
         together: whether the machines are processes of one.
+        faster: what to put in place of the link; ``adapters`` whether only small ones are trained and exchanged.
     """
 
     again: bool
     alone_s: float
     fits_one: bool
     fits_smaller: str
-    fits_divided: bool
+    fits_divided: str
     machines: int
     speed_up: float
     exposed: float
     accumulated_speed_up: float
     enough: int
     together: bool = False
+    faster: str = ""
+    adapters: bool = False
 
     @property
     def several(self) -> str:
@@ -139,20 +143,28 @@ def advise(at: Situation) -> Advice:
             f"{100 * at.exposed:.0f} % of each step is waiting; a faster link would give it back",
             *_beyond(at),
         )
-    if walk.ask(LARGER, at.accumulated_speed_up >= _WORTH, f"{at.accumulated_speed_up:.2f} times with four in one"):
+    if walk.ask(LARGER, at.accumulated_speed_up >= _WORTH, f"{as_fast(at.accumulated_speed_up)} with four in one"):
         return walk.end(
             "accumulate",
             "larger batches, or accumulate gradients over several",
             "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size",
             "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
         )
+    better = "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"]))
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"on {at.several} the training would be {at.speed_up:.2f} times as fast: the link eats the rest",
-        "a cable in place of wifi, Thunderbolt in place of Ethernet; or LoRA, whose gradients are small",
+        f"on {at.several} the training would be {as_fast(at.speed_up)}: the link eats the rest",
+        *([better] if better else []),
         "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
     )
+
+
+def as_fast(times: float) -> str:
+    """A speed-up in words, of which one far below 1 says how many times slower it is."""
+    if times >= 0.1:
+        return f"{times:.2f} times as fast"
+    return f"about {float(f'{1 / max(times, 1e-9):.1g}'):,.0f} times slower"
 
 
 def _why_again(at: Situation, saved_s: float) -> str:
@@ -165,15 +177,12 @@ def _why_again(at: Situation, saved_s: float) -> str:
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
     if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
-        return walk.end("smaller", f"one machine, with {at.fits_smaller}", "it computes the same in less memory")
+        same = "nearly the same (weights in 4 bits are rounded)" if QUANTISE in at.fits_smaller else "the same"
+        return walk.end("smaller", f"one machine, with {at.fits_smaller}", f"it computes {same} in less memory")
     several = at.machines > 1
     over = f"over {at.several}" if several else "there is no other machine"
-    if walk.ask(DIVIDED, several and at.fits_divided, over):
-        return walk.end(
-            "divide the optimizer",
-            "data parallel with the optimizer divided",
-            "each rank keeps a part of the optimizer's state: --shard-optimizer on",
-        )
+    if walk.ask(DIVIDED, several and bool(at.fits_divided), over):
+        return _divided(at, walk)
     return walk.end(
         "framework",
         "a framework that divides the model itself",
@@ -181,6 +190,19 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
         "SageMaker or Vertex AI where you have none of your own",
         "or a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)",
         "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
+    )
+
+
+def _divided(at: Situation, walk: _Walk) -> Advice:
+    before, divided, more = at.fits_divided.partition(SHARD)
+    if not divided:
+        return walk.end(
+            "divide the optimizer", "data parallel, each with its share", f"a share takes less memory: {before}"
+        )
+    return walk.end(
+        "divide the optimizer",
+        f"data parallel with the optimizer divided{f', and{more}' if more else ''}",
+        f"each rank keeps a part of the optimizer's state: {at.fits_divided}",
     )
 
 

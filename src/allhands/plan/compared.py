@@ -21,7 +21,8 @@ _PART = 0.05  # of a step, or of the whole time: less explains nothing
 _TOKENS = 0.10  # of a step's tokens
 # What changes how long all of it takes, but not a step.
 _LENGTH = ("iters", "epochs")
-_OF_LENGTH = (*_LENGTH, "steps")
+_OF_VALIDATIONS = ("steps_per_eval", "val_batches")
+_OF_LENGTH = (*_LENGTH, *_OF_VALIDATIONS, "steps")
 _RESOLVED = ("model", "data", "tokenizer")  # names of directories, which may be written in several ways
 
 
@@ -30,13 +31,14 @@ class Figure:
     """One figure, planned and measured; ``None`` where it is not known.
 
     Attributes:
-        key: ``start``, ``step``, ``steps``, ``memory``; ``expected`` is the memory as the run itself expected it.
+        key: ``start``, ``step``, ``steps``, ``validations``, ``memory``; ``expected`` is the memory as the run itself
+            expected it.
         of: what it is of, in words.
         marked: whether plan and run differ in options that it depends on.
         why: what may explain that it is off, in words; empty if it is not.
     """
 
-    key: Literal["start", "step", "steps", "memory", "expected"]
+    key: Literal["start", "step", "steps", "validations", "memory", "expected"]
     of: str
     planned: float | None
     measured: float | None
@@ -145,7 +147,7 @@ def compare(
     elif not plan.memory:
         notes.append("The plan has no memory: the model is not built of equal blocks.")
     if memory is not None:
-        marked = any(one.option not in (*_OF_LENGTH, same) for one in differences)
+        marked = any(one.option not in (*_OF_LENGTH, *same) for one in differences)
         figures.append(_peak(plan, memory, reports, marked=marked))
     figures += _expected(reports, samples)
     return Comparison(plan.time, ranks, tuple(figures), differences, tuple(notes))
@@ -200,10 +202,16 @@ def _times(
     ran = plan.steps if history.started is None else _updates(history.started, config)
     if ran != plan.steps:
         rest_s, name = rest_s * ran / plan.steps, f"all {ran:,} steps ({plan.steps:,} were planned: their share)"
+    marked |= any(one.option in _OF_VALIDATIONS for one in differences)
+    validations_s = line.validation_s * ran / plan.steps
     figure = Figure("steps", name, rest_s, whole, marked)
     longer = figure.ratio is not None and figure.ratio > 1.0
-    why = [*(_why_whole(history) if longer else []), *(["a step was not as planned"] if one.off else [])]
+    why = [*(_why_whole(history, validations_s) if longer else []), *(["a step was not as planned"] if one.off else [])]
     yield _explained(figure, why)
+    if validations_s > _PART * rest_s:
+        spent = None if whole is None else sum(each.duration_s for each in history.valid)
+        each = Figure("validations", "of that all validations", validations_s, spent, marked)
+        yield _explained(each, ["a forward pass was reckoned by its products and sums, and not measured"])
 
 
 def _one_number(history: RunHistory) -> bool:
@@ -264,15 +272,14 @@ def _why_start(figure: Figure, ranks: int) -> Iterator[str]:
     yield "the model or the data had to be read anew"
 
 
-def _why_whole(history: RunHistory) -> Iterator[str]:
+def _why_whole(history: RunHistory, validations_s: float) -> Iterator[str]:
     total = history.ended.total_time_s if history.ended else 0.0
-    spent = {
-        "validations": sum(one.duration_s for one in history.valid),
-        "pauses for saving": sum(one.pause_s for one in history.saved),
-    }
-    for name, seconds in spent.items():
-        if seconds > _PART * total > 0:
-            yield f"{name} took {_seconds(seconds)}, which no plan has"
+    validated, saved = sum(one.duration_s for one in history.valid), sum(one.pause_s for one in history.saved)
+    if validated - validations_s > _PART * total > 0:
+        planned = f"and {_seconds(validations_s)} were planned" if validations_s else "which the plan has not"
+        yield f"validations took {_seconds(validated)}, {planned}"
+    if saved > _PART * total > 0:
+        yield f"pauses for saving took {_seconds(saved)}, which no plan has"
     if history.restarts:
         yield f"it was started again {len(history.restarts)} time{'s' * (len(history.restarts) > 1)}"
 
@@ -282,25 +289,38 @@ def _why_whole(history: RunHistory) -> Iterator[str]:
 
 def _memory(
     plan: KeptPlan, backend: str, ranks: int, config: Mapping[str, Any]
-) -> tuple[KeptMemory | None, str | None]:
-    """How the run divided its work, as the plan has it, and the option that the plan has shown another way of."""
-    ways = [way for way in plan.memory if way.ranks == ranks and way.built]
-    if ranks == 1:
-        if config.get("grad_checkpoint") and not plan.options.get("grad_checkpoint"):
-            found = next((way for way in ways if way.flags == "--grad-checkpoint"), None)
-            if found is not None:
-                return found, "grad_checkpoint"
-        most = config.get("micro_batch_tokens")
-        if most is not None and most != plan.options.get("micro_batch_tokens"):
-            found = next((way for way in ways if way.flags == f"--micro-batch-tokens {most}"), None)
-            if found is not None:
-                return found, "micro_batch_tokens"
-        return next((way for way in ways if not way.flags), None), None
+) -> tuple[KeptMemory | None, tuple[str, ...]]:
+    """How the run divided its work, as the plan has it, and the options that the plan has shown another way of."""
+    ways = [way for way in plan.memory if way.ranks == ranks and way.built and "--quantize" not in way.flags]
+    # Of the flags that save memory those that the run had, and the plan had not.
+    flags: dict[str, str] = {}
+    if config.get("grad_checkpoint") and not plan.options.get("grad_checkpoint"):
+        flags["grad_checkpoint"] = "--grad-checkpoint"
+    most = config.get("micro_batch_tokens")
+    if most is not None and most != plan.options.get("micro_batch_tokens"):
+        flags["micro_batch_tokens"] = f"--micro-batch-tokens {most}"
+    option = [] if ranks == 1 else ["shard_optimizer"]
+    ways = ways if ranks == 1 else _divided_or_not(plan, ways, backend, config)
+    if not ways:
+        return None, ()
+    for names in (tuple(flags), *((name,) for name in flags)):
+        wanted = " ".join([*filter(None, [ways[0].flags]), *(flags[name] for name in names)])
+        found = next((way for way in ways if way.flags == wanted), ways[0])
+        if found is not ways[0]:
+            return found, (*option, *names)
+    return ways[0], tuple(option)
+
+
+def _divided_or_not(
+    plan: KeptPlan, ways: Sequence[KeptMemory], backend: str, config: Mapping[str, Any]
+) -> list[KeptMemory]:
+    """Of the ways of several ranks those that divide the optimizer's state as the run did, the plain one first."""
     choice = config.get("shard_optimizer", plan.options.get("shard_optimizer"))
     # As auto decides, for trainings that are large enough.
     divided = choice == "on" or (choice == "auto" and backend == "nccl" and bool(config.get("master_weights")))
+    found = [way for way in ways if ("--shard-optimizer" in way.flags or way.name == "optimizer divided") == divided]
     name = "optimizer divided" if divided else "data parallel"
-    return next((way for way in ways if way.name == name), None), "shard_optimizer"
+    return found if found and found[0].name == name else []
 
 
 def _peak(plan: KeptPlan, memory: KeptMemory, reports: Sequence[TrainReport], *, marked: bool) -> Figure:

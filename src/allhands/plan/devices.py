@@ -11,6 +11,8 @@ from allhands.errors import ConfigError
 _USED = {"cuda": 0.45, "metal": 0.35}
 # Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels about a GB.
 _USABLE = {"cuda": 0.94, "metal": 0.75}
+# Of a small memory they take more than that part of it: bytes, at least.
+_SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        return int(_USABLE[self.kind] * self.memory_bytes)
+        """What arrays may take."""
+        return min(int(_USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind])
 
     def seconds(self, flops: float) -> float:
         """A guess of how long so many products and sums take."""
@@ -95,6 +98,11 @@ def device_of(text: str) -> Device:
         if words in table:
             teraflops, usual, watts = table[words]
             gigabytes = float(memory[1]) if memory else float(usual)
+            if not _SYSTEM[kind] < 1e9 * gigabytes < 1e15:
+                small = f"no more memory than the system itself takes, {_SYSTEM[kind] / 1e9:g} GB"
+                what = "more memory than there is" if gigabytes > 1e3 else small
+                hint = f"give all of its memory, as '{words.upper()} {usual}GB'"
+                raise ConfigError(f"{text.strip()!r} has {what}", where="--device", hint=hint)
             return Device(text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts))
     hint = f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'"
     raise ConfigError(f"{text!r} is not a computer that is known", where="--device", hint=hint)

@@ -33,6 +33,7 @@ OPTIONS = (
     *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
     *("bucket_mb", "shard_optimizer", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
     *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
+    *("steps_per_eval", "val_batches"),
 )
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -57,12 +58,13 @@ class KeptPrediction:
 
 @dataclass(frozen=True)
 class KeptLine:
-    """What was predicted for so many computers; ``training_s`` has the time to the start in it."""
+    """What was predicted for so many computers; ``training_s`` has the time to the start and that of validations."""
 
     machines: Annotated[int, Field(ge=1)]
     prediction: KeptPrediction
     training_s: _Seconds
     start_s: _Time | None = None
+    validation_s: _Time = 0.0
 
 
 @dataclass(frozen=True)

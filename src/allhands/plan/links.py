@@ -91,25 +91,34 @@ _LINKS = {
     )
 }
 _ALIASES = {"tb4": "thunderbolt4", "tb5": "thunderbolt5", "thunderbolt": "thunderbolt4", "wi-fi": "wifi"}
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(bit/s|bps|b/s|bit|be)(?:\s*[,+]\s*(\d+(?:\.\d+)?)\s*(ms|us))?", re.I)
+_RATE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([kmg]?)(?:bit/s|bps|b/s|bit)", re.I)
+_DELAY = re.compile(r"(-?\d+(?:\.\d+)?)\s*(s|ms|us)", re.I)
 
 
 def link_of(text: str) -> Link:
-    """The link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``, with a delay: ``100Mbit/s,5ms``).
+    """The link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``), with a delay or not (``100Mbit/s,5ms``).
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or nothing gets through it.
     """
     asked = text.strip()
-    key = _ALIASES.get(asked.lower(), asked).lower()
-    for name, link in _LINKS.items():
-        if name.lower() == key:
-            return link
-    if (match := _RATE.fullmatch(asked)) and match[3].lower() != "be":
+    head, comma, rest = (part.strip() for part in asked.replace("+", ",").partition(","))
+    key = _ALIASES.get(head.lower(), head).lower()
+    found = next((link for name, link in _LINKS.items() if name.lower() == key), None)
+    if found is None and (match := _RATE.fullmatch(head)):
         rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
-        delay = float(match[4]) * (1e-3 if match[5].lower() == "ms" else 1e-6) if match[4] else 150e-6
-        if rate > 0:
-            return Link(asked, rate / 8, delay, "as described")
+        if not 0 < rate < float("inf"):
+            hint = "give a rate above 0, as 400Mbit/s"
+            raise ConfigError(f"nothing gets through a link of {head}", where="--link", hint=hint)
+        found = Link(asked, rate / 8, 150e-6, "as described")
+    if found is not None and comma:
+        delay = _DELAY.fullmatch(rest)
+        if delay is None or delay[1].startswith("-"):
+            raise ConfigError(f"{rest!r} is no delay", where="--link", hint=f"give one from 0 on, as {head},5ms")
+        seconds = float(delay[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[delay[2].lower()]
+        return Link(asked, found.bytes_per_s, seconds, "as described")
+    if found is not None:
+        return found
     near = difflib.get_close_matches(key, [name.lower() for name in _LINKS], n=1, cutoff=0.5)
     known = ", ".join(_LINKS)
     meant = f"did you mean {near[0]}? " if near else ""
@@ -117,4 +126,18 @@ def link_of(text: str) -> Link:
         f"{text!r} is not a link that is known",
         where="--link",
         hint=f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms",
+    )
+
+
+def faster_than(link: Exchange) -> str:
+    """What to put in place of a link that is too slow, in words."""
+    if not isinstance(link, Link):
+        return "a cable in place of wifi, Thunderbolt in place of Ethernet"
+    if link.name.lower().startswith("wifi"):
+        return f"a cable in place of {link.name}: 10GbE, or Thunderbolt"
+    for name in ("10GbE", "thunderbolt4"):
+        if link.bytes_per_s < _LINKS[name].bytes_per_s:
+            return f"{'10GbE or Thunderbolt' if name == '10GbE' else 'Thunderbolt'} in place of {link.name}"
+    return (
+        f"InfiniBand or NVLink in place of {link.name}" if link.bytes_per_s < _LINKS["infiniband"].bytes_per_s else ""
     )

@@ -82,6 +82,7 @@ class Work:
         masters: whether the optimizer has float32 copies of weights in half precision.
         by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
         batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
+        row_tokens: of the longest row, than which no micro-batch can be smaller.
     """
 
     method: Method
@@ -95,6 +96,7 @@ class Work:
     masters: bool = False
     batch_tokens: int = 0
     by_adam_bytes: int = 0
+    row_tokens: int = 1
 
     def divided(self, ranks: int) -> Work:
         """That of each of so many ranks with a share of the batch."""
@@ -103,6 +105,10 @@ class Work:
         # What is summed for another reason than the size of the batch still is.
         summed = self.accumulated and (whole <= self.tokens or part > self.tokens)
         return replace(self, tokens=min(self.tokens, part), batch_tokens=part, accumulated=summed)
+
+    def cut(self, tokens: int) -> Work:
+        """With micro-batches of so many places, whose gradients are summed."""
+        return replace(self, tokens=tokens, accumulated=self.accumulated or tokens < (self.batch_tokens or self.tokens))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from allhands.plan.advice import Advice, Situation, advise
-from allhands.plan.links import Exchange
+from allhands.plan.links import Exchange, faster_than
 from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough, gustafson, predict
-from allhands.plan.strategies import Strategy, strategies
+from allhands.plan.strategies import SHARD, Strategy, strategies, those_told
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _USUAL = (1, 2, 4, 8)
@@ -49,6 +49,7 @@ class Job:
         started: a number of ranks, and the seconds until their first step, where that was measured.
         whole_s: of a step by one process that has all of a computer, where ``step`` is of one of several that share it.
         first_s: by which the first steps take longer than the others, all together.
+        validations: of the whole training, ``validation_s`` of each of them on one computer.
     """
 
     steps: int
@@ -71,6 +72,8 @@ class Job:
     started: tuple[int, float] | None = None
     first_s: float = 0.0
     whole_s: float | None = None
+    validations: int = 0
+    validation_s: float = 0.0
 
     def start_of(self, ranks: int) -> float:
         """Seconds until the first step of so many ranks."""
@@ -82,12 +85,17 @@ class Job:
     @property
     def alone_s(self) -> float:
         """Seconds of the training by one process that has a whole computer."""
-        return self.start_s + self.first_s + self.steps * (self.whole_s or self.step.alone_s)
+        step_s = self.whole_s or self.step.alone_s
+        validations_s = self.validations * self.validation_s * step_s / self.step.alone_s
+        return self.start_s + self.first_s + self.steps * step_s + validations_s
 
 
 @dataclass(frozen=True)
 class Line:
-    """So many computers: a step, the time to the first one, the whole training, and what it costs."""
+    """So many computers: a step, the time to the first one, the whole training, and what it costs.
+
+    ``validation_s`` is of all validations, of which each rank computes its share; ``training_s`` has it.
+    """
 
     machines: int
     prediction: Prediction
@@ -95,6 +103,7 @@ class Line:
     money: float | None
     kwh: float | None
     start_s: float
+    validation_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,8 @@ class Outlook:
             "start_s": self.job.start_s,
             "first_s": self.job.first_s,
             "one_process_s": self.job.whole_s,
+            "validations": self.job.validations,
+            "validation_s": self.job.validation_s,
             "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
             "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
             "usable_bytes": self.job.usable_bytes,
@@ -146,7 +157,9 @@ def look_ahead(job: Job) -> Outlook:
     lines = tuple(_line(job, speeds) for speeds in groups)
     most = lines[-1]
     link = job.link or _Nothing()
-    memory = _memory(job, most.machines)
+    ways = _memory(job, most.machines)
+    told = those_told(ways, [_fits(job, each) for each in ways])
+    memory = tuple(ways[place] for place in told)
     fits = tuple(_fits(job, each) for each in memory)
     laws = {
         len(s): (amdahl(job.step.serial_fraction, len(s)), gustafson(job.step.serial_fraction, len(s))) for s in groups
@@ -157,13 +170,15 @@ def look_ahead(job: Job) -> Outlook:
         alone_s=job.alone_s,
         fits_one=not fits or fits[0] is not False,
         fits_smaller=_first_that_fits(memory, fits),
-        fits_divided=any(fit and each.built and each.ranks > 1 for each, fit in zip(memory, fits, strict=True)),
+        fits_divided=_divided_that_fits(memory, fits),
         machines=there,
         speed_up=job.alone_s / most.training_s,
         exposed=most.prediction.exposed_s / most.prediction.step_s,
         accumulated_speed_up=_accumulated(job, link, groups[-1]),
         enough=enough(job.step, link),
         together=job.together,
+        faster="" if job.link is None else faster_than(job.link),
+        adapters=job.work is not None and job.work.method != "full",
     )
     return Outlook(job, lines, situation.enough, laws, memory, fits, advise(situation))
 
@@ -192,14 +207,15 @@ def _groups(job: Job) -> list[tuple[float, ...]]:
 def _line(job: Job, speeds: tuple[float, ...]) -> Line:
     found = predict(job.step, job.link or _Nothing(), speeds)
     start = job.start_of(len(speeds))
-    training = start + job.first_s + job.steps * found.step_s
+    validations = job.validations * job.validation_s / sum(speeds)
+    training = start + job.first_s + job.steps * found.step_s + validations
     hours, prices = training / 3600 * (1 if job.together else len(speeds)), job.prices
     kwh = None if prices.watts is None else hours * prices.watts / 1000
     costs = [
         *([] if prices.per_hour is None else [hours * prices.per_hour]),
         *([] if prices.per_kwh is None or kwh is None else [kwh * prices.per_kwh]),
     ]
-    return Line(len(speeds), found, training, sum(costs) if costs else None, kwh, start)
+    return Line(len(speeds), found, training, sum(costs) if costs else None, kwh, start, validations)
 
 
 def _accumulated(job: Job, link: Exchange, speeds: Sequence[float]) -> float:
@@ -244,3 +260,9 @@ def _first_that_fits(memory: Sequence[Strategy], fits: Sequence[bool | None]) ->
     """The flags of the first way for one computer that fits, other than the plain one."""
     ones = [each for each, fit in zip(memory, fits, strict=True) if fit and each.ranks == 1 and each.flags]
     return ones[0].flags if ones else ""
+
+
+def _divided_that_fits(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> str:
+    """The flags of the first way for several that fits; with the optimizer divided, where that is possible."""
+    found = [each.flags for each, fit in zip(memory, fits, strict=True) if fit and each.built and each.ranks > 1]
+    return next((flags for flags in found if SHARD in flags), found[0] if found else "")

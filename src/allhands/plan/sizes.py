@@ -66,8 +66,17 @@ def flops_per_token(blocks: Blocks, method: Method, layers: int, *, recomputed: 
         layers: blocks through which gradients go back.
     """
     block, head = block_weights(blocks, blocks.active or 1), blocks.vocabulary * blocks.dims
-    forward = 2.0 * (blocks.layers * block + head)
+    forward = _forward(blocks)
     backward = 2.0 * (layers * block + head)
     if method == "full":
         backward *= 2
     return forward + backward + (2.0 * layers * block if recomputed else 0.0)
+
+
+def forward_share(blocks: Blocks, method: Method, layers: int, *, recomputed: bool) -> float:
+    """The part of :func:`flops_per_token` that a validation has, too."""
+    return _forward(blocks) / flops_per_token(blocks, method, layers, recomputed=recomputed)
+
+
+def _forward(blocks: Blocks) -> float:
+    return 2.0 * (blocks.layers * block_weights(blocks, blocks.active or 1) + blocks.vocabulary * blocks.dims)

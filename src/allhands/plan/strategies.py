@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from allhands.plan.memory import Blocks, Memory, Work
@@ -12,6 +12,10 @@ from allhands.plan.sizes import all_weights, expert_weights
 _QUANTISED = 4.5 / 16
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
+# What switches ways on.
+_CHECKPOINT = "--grad-checkpoint"
+SHARD = "--shard-optimizer on"
+QUANTISE = "allhands model get MODEL --quantize 4"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Strategy:
         rank_bytes: at the peak; less than all parts, which do not come together.
         built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on.
+        combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
     name: str
@@ -32,6 +37,7 @@ class Strategy:
     rank_bytes: int
     built: bool = True
     flags: str = ""
+    combined: bool = False
 
 
 def strategies(
@@ -47,6 +53,8 @@ def strategies(
 ) -> Iterator[Strategy]:
     """All ways that make sense for this work on ``ranks`` computers, the simplest first.
 
+    Those of several flags together are all of them, from the one that costs the least time on: see :func:`those_told`.
+
     Args:
         work: of one computer alone, with the whole batch in micro-batches as it would cut it.
         of: the arrays of a rank's work at its peak.
@@ -55,24 +63,96 @@ def strategies(
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
     """
     yield _of("as it is", 1, work, of(work), 0)
-    one = replace(work, tokens=max(1, work.tokens // 2), accumulated=True)
-    yield _of("half micro-batches", 1, one, of(one), 0, flags=f"--micro-batch-tokens {one.tokens}")
+    half = max(work.row_tokens, work.tokens // 2)
+    if half < work.tokens:
+        one = work.cut(half)
+        yield _of("half micro-batches", 1, one, of(one), 0, flags=_cut(half))
     if not work.recomputed:
         again = replace(work, recomputed=True)
-        yield _of("checkpointing", 1, again, of(again), 0, flags="--grad-checkpoint")
+        yield _of("checkpointing", 1, again, of(again), 0, flags=_CHECKPOINT)
+    for name, flags, less in _less(work):
+        if flags not in (_CHECKPOINT, _cut(half)):
+            yield _of(name, 1, less, of(less), 0, flags=flags, combined=True)
     if not quantised and work.method != "full":
         small = replace(work, weights_bytes=int(work.weights_bytes * _QUANTISED) + work.trained_bytes)
-        yield _of("weights in 4 bits", 1, small, of(small), 0, flags="allhands model get MODEL --quantize 4")
+        yield _of("weights in 4 bits", 1, small, of(small), 0, flags=QUANTISE)
+        for name, flags, less in _less(small):
+            yield _of(f"4 bits, {name}", 1, less, of(less), 0, flags=f"{QUANTISE}, then {flags}", combined=True)
     if ranks < 2:
         return
     share, start = work.divided(ranks), f"-n {ranks}" if together else "--hostfile hosts.json"
     memory = of(share)
     yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=start)
-    if divides and work.optimizer in ELEMENTWISE:
-        update = memory.update - memory.renewed * (ranks - 1) // ranks
-        parted = replace(memory, optimizer=memory.optimizer // ranks, update=update)
-        flags = f"{start} --shard-optimizer on"
-        yield _of("optimizer divided", ranks, share, parted, bucket_bytes, flags=flags)
+    divides = divides and work.optimizer in ELEMENTWISE
+    if divides:
+        flags = f"{start} {SHARD}"
+        yield _of("optimizer divided", ranks, share, _divided(memory, ranks), bucket_bytes, flags=flags)
+    for name, flags, less in _less(share):
+        if divides:
+            flags, name, memory_of = f"{start} {SHARD} {flags}", f"divided, {name}", _divided(of(less), ranks)
+        else:
+            flags, name, memory_of = f"{start} {flags}", f"data parallel, {name}", of(less)
+        yield _of(name, ranks, less, memory_of, bucket_bytes, flags=flags, combined=True)
+    yield from _of_frameworks(work, blocks, ranks, bucket_bytes, of)
+
+
+def _less(work: Work) -> Iterator[tuple[str, str, Work]]:
+    """Name, flags and work of all that saves memory and changes no result, from what costs the least time on.
+
+    Micro-batches are halved as far as one row; then the same with activations that are computed again.
+    """
+    sizes: list[int] = []
+    size = work.tokens
+    while size > work.row_tokens:
+        size = max(work.row_tokens, size // 2)
+        sizes.append(size)
+    cuts = [(f"micro-batches of {size}", _cut(size), work.cut(size)) for size in sizes]
+    yield from cuts
+    if work.recomputed:
+        return
+    yield "checkpointing", _CHECKPOINT, replace(work, recomputed=True)
+    for name, flags, less in cuts:
+        yield f"checkpointing, {name}", f"{_CHECKPOINT} {flags}", replace(less, recomputed=True)
+
+
+def _cut(tokens: int) -> str:
+    return f"--micro-batch-tokens {tokens}"
+
+
+def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
+    """Places of the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
+
+    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much.
+    """
+    chosen: set[int] = set()
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for place, each in enumerate(memory):
+        if each.built:  # 4 bits change the results: they come by themselves, and after the others
+            groups.setdefault((each.ranks > 1, each.flags.startswith(QUANTISE)), []).append(place)
+    found = dict.fromkeys((False, True), False)
+    for (several, _), places in groups.items():
+        more = [place for place in places if memory[place].combined]
+        found[several] |= any(fits[place] is not False for place in places if not memory[place].combined)
+        if more and not found[several]:
+            least = min(reversed(more), key=lambda place: memory[place].rank_bytes)
+            first = next((place for place in more if fits[place]), least)
+            found[several] = bool(fits[first])
+            chosen.add(first)
+    return [place for place, each in enumerate(memory) if not each.combined or place in chosen]
+
+
+def _divided(memory: Memory, ranks: int) -> Memory:
+    """With a part of the optimizer's state, and of what is renewed in the update."""
+    update = memory.update - memory.renewed * (ranks - 1) // ranks
+    return replace(memory, optimizer=memory.optimizer // ranks, update=update)
+
+
+def _of_frameworks(
+    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Callable[[Work], Memory]
+) -> Iterator[Strategy]:
+    """Ways that divide the model itself."""
+    share = work.divided(ranks)
+    memory = of(share)
     if work.method == "full":
         block = work.weights_bytes // max(1, blocks.layers)
         whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)
@@ -115,7 +195,15 @@ def strategies(
 
 
 def _of(
-    name: str, ranks: int, work: Work, memory: Memory, bucket_bytes: int, *, built: bool = True, flags: str = ""
+    name: str,
+    ranks: int,
+    work: Work,
+    memory: Memory,
+    bucket_bytes: int,
+    *,
+    built: bool = True,
+    flags: str = "",
+    combined: bool = False,
 ) -> Strategy:
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
     parts = {
@@ -126,4 +214,4 @@ def _of(
         "logits": memory.logits,
         "buckets": bucket_bytes,
     }
-    return Strategy(name, ranks, parts, memory.arrays + bucket_bytes, built, flags)
+    return Strategy(name, ranks, parts, memory.arrays + bucket_bytes, built, flags, combined)

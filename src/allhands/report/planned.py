@@ -14,8 +14,8 @@ _MARK = " *"
 _MOST = 6  # differences that are told
 PLANNED_TOLD = (
     "What allhands plan predicted before the run, and what then was. A step is the median of the reports without the "
-    "first. All steps: from the first to the end, with validations and saving, which no plan has. As planned is within "
-    "15 % of a time and 10 % of memory; what may explain more stands at the top."
+    "first. All steps: from the first to the end, with validations, and with saving, which no plan has. As planned is "
+    "within 15 % of a time and 10 % of memory; what may explain more stands at the top."
 )
 
 

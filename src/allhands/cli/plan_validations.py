@@ -1,0 +1,108 @@
+"""How long the validations of a planned training take: as many as training makes, of as many rows as it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from allhands.config import TrainConfig
+from allhands.errors import AllhandsError
+from allhands.plan.memory import Blocks
+from allhands.plan.sizes import forward_share
+from allhands.plan.speed import StepModel
+from allhands.pretrain_config import pretraining
+
+
+@dataclass(frozen=True)
+class ValidRows:
+    """What one validation computes.
+
+    Attributes:
+        number: of rows.
+        tokens: of all of them that are computed, without padding.
+    """
+
+    number: int
+    tokens: int
+
+
+def number_of(batches: int, every: int, accumulated: int) -> int:
+    """Validations of so many batches: one before the first, one at each multiple of ``every``, one after the last.
+
+    Args:
+        accumulated: batches of an update, within which none is made.
+    """
+    updates = math.ceil(batches / accumulated)
+    if every <= accumulated:
+        return 1 + updates
+    reached = batches // every
+    return 1 + reached + (math.ceil(reached * every / accumulated) < updates)
+
+
+def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], object], notes: list[str]) -> ValidRows:
+    """The rows of a validation; none if none is asked for, or nothing is there to validate on.
+
+    Args:
+        counted: whether the training's rows were read; else validations are left out where the data cannot be.
+
+    Raises:
+        AllhandsError: the data cannot be read.
+    """
+    nothing = ValidRows(0, 0)
+    if config.val_batches == 0:
+        return nothing
+    local = config.data == "demo" or Path(config.data).expanduser().exists()
+    if not counted and not ("data" in config.model_fields_set and local):
+        notes.append("validations are not in these times: there are no data here to validate on")
+        return nothing
+    try:
+        found = _read(config, say)
+    except AllhandsError as error:
+        if counted:
+            raise
+        notes.append(f"validations are not in these times: {error.message}")
+        return nothing
+    if found is None:
+        notes.append("no validations: the data have no validation set")
+        return nothing
+    return found
+
+
+def _read(config: TrainConfig, say: Callable[[str], object]) -> ValidRows | None:
+    """Tokenised as for the training, which finds the tokens again; the rows that :class:`Evaluator` chooses."""
+    import numpy as np
+
+    from allhands.data.order import Shuffle
+    from allhands.model.load import load_bare_tokenizer, load_tokenizer
+    from allhands.train.datasets import find_splits, open_data
+
+    source = find_splits(config.model_copy(update={"test": False})).get("valid")
+    if source is None:
+        return None
+    say("reading the validation data ...")
+    fresh, trust = pretraining(config), config.trust_remote_code
+    if fresh is None:
+        tokenizer = load_tokenizer(config.model, trust_remote_code=trust)
+    else:
+        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust)
+    rows = open_data(config, {"valid": source}, tokenizer).valid
+    assert rows is not None
+    number = len(rows) if config.val_batches < 0 else min(len(rows), config.val_batches * config.batch_size)
+    return ValidRows(number, int(rows.work[Shuffle(len(rows), 0).at(np.arange(number))].sum()))
+
+
+def seconds_of(rows: ValidRows, step: StepModel, config: TrainConfig, blocks: Blocks | None, layers: int) -> float:
+    """Of one validation on one computer: a forward pass, which is a part of what its tokens would take in training.
+
+    Args:
+        layers: blocks through which gradients go back.
+    """
+    if blocks is None:  # of three passes, or of two where the weights are frozen
+        share = 1 / 3 if config.fine_tune_type == "full" else 1 / 2
+    else:
+        share = forward_share(blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint)
+    # Beside the passes full training has an update, which is nothing for adapters: there each pass has its overhead.
+    token_s = step.token_s if config.fine_tune_type == "full" else step.alone_s / step.tokens
+    return rows.tokens * token_s * share
