@@ -76,8 +76,14 @@ def test_full_training(place: Path, tmp_path: Path) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("head", ["--tied", "--no-tied"])
+@pytest.mark.parametrize(
+    ("optimizer", "head"),
+    [
+        ("muon", "--tied"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [("adamw", "--tied"), ("muon", "--no-tied")]),
+        ("adamw", "--no-tied"),
+    ],
+)
 def test_large_vocabularies(place: Path, tmp_path: Path, optimizer: str, head: str) -> None:
     # Embeddings, and a head of its own, are half of the weights or more; muon leaves them to adamw.
     more = ("--vocabulary", "30000", head, "--optimizer", optimizer)

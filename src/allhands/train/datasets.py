@@ -140,7 +140,7 @@ def open_data(
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
     if packing is not None and "train" in stored:
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
-    elif config.train and (count := len(stored["train"].tokens)) < config.batch_size:
+    elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
         notes.append(f"train: {count} examples are less than a batch of {config.batch_size}: each step trains on all")
     return Datasets(stored, packing, tuple(notes))
 
