@@ -211,7 +211,8 @@ def _times(
     if validations_s > _PART * rest_s:
         spent = None if whole is None else sum(each.duration_s for each in history.valid)
         each = Figure("validations", "of that all validations", validations_s, spent, marked)
-        yield _explained(each, ["a forward pass was reckoned by its products and sums, and not measured"])
+        # Where the run had none, that it was trained with other options says it all.
+        yield _explained(each, ["a forward pass was reckoned by its products and sums, and not measured"] * bool(spent))
 
 
 def _one_number(history: RunHistory) -> bool:
