@@ -120,6 +120,15 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
             {"messages": [{"role": "user", "content": 3}]},
             "messages[0].content must be a text or a list of parts",
         ),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://[::1]:9/"}}]}
+                ]
+            },
+            "messages[0].content has a part of type image_url: only text is read here",
+        ),
         ("chat/completions", {}, "Request did not contain messages"),
         ("chat/completions", {"messages": [], "max_tokens": "many"}, "max_tokens must be of type int"),
         ("completions", {"prompt": 3}, "prompt must be a text"),

@@ -125,6 +125,11 @@ def _wrong_messages(messages: Any) -> str | None:
             return f"messages[{place}] has no role: give user, assistant or system"
         if not isinstance(known.get("content"), str | list | None):
             return f"messages[{place}].content must be a text or a list of parts"
+        # Of an image mlx_lm fetches the address, whichever it is, in this computer's own network, too.
+        for part in known["content"] if isinstance(known.get("content"), list) else ():
+            kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text":
+                return f"messages[{place}].content has a part of type {kind}: only text is read here"
     return None
 
 
