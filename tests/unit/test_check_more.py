@@ -28,7 +28,7 @@ def turns(*roles: str) -> dict[str, Any]:
 
 
 def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(tmp_path: Path, tiny_model: Path) -> None:
-    rows = [*CLEAN, row("Why?", ""), {"text": ""}, turns("user", "assistant", "user", "assistant")]
+    rows = [*CLEAN, row("Why?", ""), {"text": 7}, turns("user", "assistant", "user", "assistant")]
     rows[-1]["messages"][3]["content"] = ""
     _, out = run(write(tmp_path / "data", rows, VALID), "--model", tiny_model, "--mask-prompt", "--json")
     findings = [f for f in json.loads(out)["findings"] if f["severity"] == "ruins"]

@@ -341,7 +341,7 @@ def test_places_and_formats_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         draw_lengths({"a": chats(9)}, 512, "tokens", tmp_path / "file" / "a.png")
     (tmp_path / "directory.png").mkdir()
-    with pytest.raises(StorageError):
+    with pytest.raises(ConfigError, match=r"directory\.png: this is a directory"):
         draw_lengths({"a": chats(9)}, 512, "tokens", tmp_path / "directory.png")
     with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
         draw_lengths({"a": chats(9)}, 512, "tokens", tmp_path / "a.bmp")

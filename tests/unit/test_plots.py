@@ -270,7 +270,7 @@ def test_places_and_formats_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"file: cannot be written: File exists"):
         plot_losses([history()], tmp_path / "file" / "a.png")
     (tmp_path / "directory.png").mkdir()
-    with pytest.raises(StorageError):
+    with pytest.raises(ConfigError, match=r"directory\.png: this is a directory"):
         plot_losses([history()], tmp_path / "directory.png")
     with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
         plot_losses([history()], tmp_path / "a.jpeg2000")

@@ -16,9 +16,9 @@ from allhands.errors import DataError
 DEFAULT = ColumnNames()
 
 
-def example_or_error(row: Any, columns: ColumnNames = DEFAULT) -> Example | DataError:
+def example_or_error(row: Any, columns: ColumnNames = DEFAULT, *, empty_texts: bool = True) -> Example | DataError:
     try:
-        return parse_example(row, columns, source="f", line=7)
+        return parse_example(row, columns, source="f", line=7, empty_texts=empty_texts)
     except DataError as error:
         return error
 
@@ -101,6 +101,9 @@ def test_anything_is_an_example_or_a_data_error(row: Any, columns: ColumnNames) 
     assert again.texts() == example.texts()
     # From there on nothing changes any more.
     assert example_or_error(again.to_json()) == again
+    blank = example.record is not None and example.record.is_blank
+    strict = example_or_error(row, columns, empty_texts=False)
+    assert isinstance(strict, DataError) if blank else strict == example
     if example.record is not None:
         assert parse_record(row, columns, source="f", line=7) == example.record
     else:
