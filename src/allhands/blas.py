@@ -115,6 +115,11 @@ def available_cores() -> int:
     asked = os.environ.get("OPENBLAS_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
+    return allowed_cores()
+
+
+def allowed_cores() -> int:
+    """Processor cores that this process may use by its affinity; all of the machine's where there is none (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -52,13 +52,28 @@ def test_without_a_directory_checkpoints_go_beside_the_logs(tmp_path: Path) -> N
 
 
 def test_without_a_launcher_there_is_a_message_and_no_traceback(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    program = "import allhands\nallhands.last_checkpoint()\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == (
         "allhands: error: ALLHANDS_CHECKPOINT_DIR: there is no directory for checkpoints\n"
         "  what to do: start the program with allhands launch, set ALLHANDS_CHECKPOINT_DIR, or give directory=...\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_example_runs_alone_and_goes_on(tmp_path: Path) -> None:
+    def losses(steps: int) -> list[str]:
+        command = [sys.executable, EXAMPLE, "--steps", str(steps), "--out", "mine"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+    first, rest = losses(40), losses(80)
+    assert [line.split(":")[0] for line in (*first, *rest)] == [f"step {step}" for step in range(20, 81, 20)]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / "mine").rename(tmp_path / "earlier")
+    assert losses(80) == first + rest
 
 
 def test_whose_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,7 +368,7 @@ def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
 def test_more_processes_than_cores_can_carry_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from allhands.cli.netbench import chosen_hosts
 
-    monkeypatch.setattr(launching, "_cores", lambda: 2)
+    monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
     launching.check(Job(Path(), Path(), num_ranks=16, backend="ring"))
     for ask in (
         lambda: launching.check(Job(Path(), Path(), num_ranks=17, backend="ring")),

@@ -82,6 +82,7 @@ def test_numbers_take_the_place_of_a_names() -> None:
         ("llama-16m", {}, "shape", "did you mean llama-15m"),
         ("gpt2", {}, "shape", "llama, qwen3, mixtral"),
         ("llama", {"layers": 2}, "dims", "no number of dims, mlp_dims, heads, vocabulary, block_size"),
+        ("llama", {"layers": 2}, "dims", "block_size is the longest row that the model will read"),
         ("llama-15m", {"depth": 3}, "depth", "a shape has no depth"),
         ("llama-15m", {"heads": 7}, "heads", "take 287 or 294 dims"),
         ("llama-15m", {"heads": 0}, "heads", "whole number from 1"),

@@ -13,6 +13,7 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.checkpoints import checkpoint_path, checkpoints_in, find
 from allhands.config import build_config
 from allhands.errors import ModelError
+from allhands.pretrain_config import PretrainConfig
 from allhands.train.preparing import Surroundings, starting_weights
 from allhands.train.restore import Restored, receive
 from allhands.train.rundir import kept_as, make_room
@@ -202,4 +203,10 @@ def test_a_person_is_told_where_they_are_now(run: Path) -> None:
     missing = config.model_copy(update={"resume_adapter_file": str(run.parent / "nowhere")})
     with pytest.raises(ModelError, match="no such file") as caught:
         starting_weights(missing, run, Surroundings())
-    assert "an earlier run" in (caught.value.hint or "")
+    assert caught.value.hint == "give the adapters.safetensors, or a numbered one, of an earlier run"
+    fresh = PretrainConfig(
+        tokenizer="t", data="d", adapter_path=str(run), resume_adapter_file=str(run.parent / "nowhere")
+    )
+    with pytest.raises(ModelError, match="no such file") as caught:
+        starting_weights(fresh, run, Surroundings())
+    assert caught.value.hint == "give the model.safetensors of an earlier run"

@@ -22,6 +22,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
+from allhands.blas import allowed_cores
 from allhands.cli.container_inputs import as_flags, data_of, hyperparameters, merged, model_of, parse_arguments
 from allhands.cli.container_results import Mirror, publish_model, publish_records, reason_of, tell_failure
 from allhands.cluster.environment import has_cuda, read_text, recognise
@@ -344,7 +345,7 @@ class ContainerRun:
             launch.size * count,
             "nccl" if launch.backend == "nccl" else "ring",
             job.log_dir,
-            cores_per_rank=job.cores_per_rank or max(1, _cores() // count),
+            cores_per_rank=job.cores_per_rank or max(1, allowed_cores() // count),
             start_deadline_s=job.start_deadline_s,
             stop_grace_s=job.stop_grace_s,
             hang_timeout_s=job.hang_timeout_s,
@@ -385,7 +386,3 @@ class ContainerRun:
             step()
         if paths.model is not None and code == 0 and config.train:
             _say(f"the adapter is in {paths.model}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 
+from allhands.blas import allowed_cores
 from allhands.cli.talk import (
     answers,
     compared,
@@ -90,8 +90,7 @@ def _model(console: Console, path: Path) -> Path:
 
 def cores_for_two() -> int:
     """Cores of each "computer", in both runs: half of this machine's, so that two are twice the hardware."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    return max(1, available // 2)
+    return max(1, allowed_cores() // 2)
 
 
 def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed: int) -> TrainConfig:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from allhands.blas import allowed_cores
 from allhands.cli.notices import Notices, say
 from allhands.cluster.addresses import require_distinct
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
@@ -124,7 +125,7 @@ def require_cores(num_ranks: int) -> None:
     Raises:
         ConfigError: there are more than :data:`RANKS_A_CORE` for each core.
     """
-    cores = _cores()
+    cores = allowed_cores()
     if num_ranks > RANKS_A_CORE * cores:
         raise ConfigError(
             f"{num_ranks} processes on {cores} core{'s' * (cores > 1)}: they would only wait for each other",
@@ -133,13 +134,9 @@ def require_cores(num_ranks: int) -> None:
         )
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _check_cores(cores_per_rank: int | None, size: int) -> None:
     require_cores(size)
-    cores = _cores()
+    cores = allowed_cores()
     if cores_per_rank and cores_per_rank * size > cores:
         raise ConfigError(
             f"{size} ranks with {cores_per_rank} cores each, but there are {cores} cores",
@@ -301,7 +298,7 @@ def _resizer(job: Job) -> Callable[[LaunchSpec], LaunchSpec]:
 
 def _fair_share(num_ranks: int) -> int | None:
     """Cores of each local process when the person has not said: all of them, divided."""
-    return max(1, _cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
+    return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
 def _members(job: Job, run_id: str) -> Members:

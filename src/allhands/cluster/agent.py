@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from allhands.blas import allowed_cores
 from allhands.cluster.frames import Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
@@ -177,7 +178,7 @@ class Agent:
         command = [sys.executable if first == hello["python"] else first, *rest]
         log_dir = Path(hello["log_dir"]).absolute()
         weights = None if hello["weights"] is None else tuple(hello["weights"])
-        cores = hello["cores_per_rank"] or max(1, available_cores() // self._count)
+        cores = hello["cores_per_rank"] or max(1, allowed_cores() // self._count)
         return LaunchSpec(
             command,
             hello["num_processes"],
@@ -293,15 +294,10 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
     return {"step": None if source is None else quick_step(Path(source).expanduser()), "own": False}
 
 
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def self_description() -> dict[str, Any]:
     """Return what the supervisor compares among computers: name, cores and versions."""
     versions = {"python": sys.version.split()[0], **versions_of("allhands", "mlx")}
-    return {"hostname": socket.gethostname(), "cores": available_cores(), "versions": versions}
+    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": versions}
 
 
 def serve(link: Link, frames: queue.SimpleQueue[Frame | None]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from allhands.blas import cache_dir
+from allhands.blas import allowed_cores, cache_dir
 from allhands.cluster import ssh
 from allhands.cluster.figures import Figures, Measurement
 from allhands.cluster.hosts import Host
@@ -339,14 +338,17 @@ def _measure_all(rivals: Sequence[str], num_ranks: int, cores_per_rank: int | No
 
 def _key(facts: Facts, cores_per_rank: int | None) -> str:
     """What a measurement depends on: the computer, its ranks, and the versions of what moves the bytes."""
-    parts: list[Any] = [_VERSION, socket.gethostname(), platform.machine(), _cores(), facts.num_ranks, cores_per_rank]
+    parts: list[Any] = [
+        _VERSION,
+        socket.gethostname(),
+        platform.machine(),
+        allowed_cores(),
+        facts.num_ranks,
+        cores_per_rank,
+    ]
     parts += [facts.hosts[0].mpi, facts.hosts[0].gpus]
     parts += versions_of("allhands", "mlx").values()
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _read(path: Path, now: float) -> tuple[dict[str, Figures], float | None]:

@@ -184,6 +184,8 @@ def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
     values = {"family": family, **_FAMILY_DEFAULTS[family], **NAMED.get(name, {}), **given}
     if missing := [key for key in _REQUIRED if key not in values]:
         hint = f"give all of {', '.join(_REQUIRED)}, or take one of {', '.join(NAMED)}"
+        if "block_size" in missing:
+            hint += "; block_size is the longest row that the model will read, and max_seq_length follows it"
         raise ConfigError(f"there is no number of {', '.join(missing)}", where=missing[0], hint=hint)
     return Shape(**_completed(values))
 

@@ -242,7 +242,8 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: Surroun
             return kept  # the first attempt has set it aside, and what is there now is this run's own
         if not resumed.is_file():
             problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
-            hint = "give the adapters.safetensors, or a numbered one, of an earlier run"
+            weights = "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
+            hint = f"give the {weights} of an earlier run"
             if kept:
                 hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
             raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
