@@ -14,7 +14,8 @@ from allhands.plan.kept import read_plan
 pytestmark = pytest.mark.long
 
 SHAPE = ("--shape", "llama", "--layers", "2", "--dims", "64", "--mlp-dims", "128", "--heads", "2")
-TRAINING = (*SHAPE, "--block-size", "64", "--batch-size", "8", "--sample-prompts", "[]", "--iters", "40", "-n", "2")
+ASKED = ("--iters", "40", "--val-batches", "2", "-n", "2")
+TRAINING = (*SHAPE, "--block-size", "64", "--batch-size", "8", "--sample-prompts", "[]", *ASKED)
 
 
 def words_of(place: Path) -> list[str]:
@@ -29,7 +30,7 @@ def test_planned_trained_and_told(tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.splitlines()[-1].startswith("the plan is kept in run/plan.json: ")
     content = (tmp_path / "run" / "plan.json").read_bytes()
-    report_each = ("--steps-per-report", "5", "--val-batches", "2")
+    report_each = ("--steps-per-report", "5")
     trained = run_allhands("pretrain", *words, *report_each, cwd=tmp_path, timeout=200)
     assert trained.returncode == 0, trained.stderr
     # The run takes its directory with the plan in it, and leaves that as it is.
