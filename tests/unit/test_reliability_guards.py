@@ -68,6 +68,8 @@ def on_computers(size: int, flags: dict[str, Any], **given: Callable[[int], Any]
         more = {name: value(rank) for name, value in given.items()}
         try:
             return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator, **more)).adapter_path
+        except Regroup:  # all ranks agreed on it: a rank may not yet have woken from that exchange
+            raise
         except BaseException:
             communicator.table.barrier.abort()
             raise
