@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.blas import native_library
-from allhands.model import native, native_products
+from allhands.model import native, native_arrays, native_products
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import Row, caches_for
 from allhands.model.quantized import UnpackedLinear, prepare_dense
@@ -322,3 +322,39 @@ def test_a_model_in_half_precision_has_its_gradient() -> None:
     grads = [dict(tree_flatten(gradient)) for _, gradient in found]
     for name, one in grads[0].items():
         assert_near(one.astype(mx.float32), grads[1][name].astype(mx.float32), 0.05)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (70_000,), (1, 70_000), (70_000, 1), (300, 256), (4, 70, 300), (0, 5)])
+def test_new_memory_is_filled_through_its_view(shape: tuple[int, ...]) -> None:
+    arrays = [native_arrays.new(*shape) for _ in range(3)]
+    for value, (array, room) in enumerate(arrays):
+        assert (array.shape, array.dtype, room.shape, room.dtype) == (shape, mx.float32, shape, np.float32)
+        room[...] = value
+    for value, (array, _) in enumerate(arrays):
+        assert mx.array_equal(array + 1, mx.full(shape, value + 1.0)).item()
+
+
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[native_arrays.Unwritten]:
+    made = native_arrays.Unwritten()
+    monkeypatch.setattr(native_arrays, "_unwritten", made)
+    yield made
+    library = native_library()
+    assert library is not None
+    library.allhands_leave_out(None)  # the address is free after this
+
+
+def test_only_products_that_ask_for_memory_are_left_out(unwritten: native_arrays.Unwritten) -> None:
+    def product(left: Any) -> set[float]:
+        out = np.full((300, 256), 7.0, np.float32)
+        native_arrays.multiply(left, np.ones((1, 256), np.float32), into=out, add=False)
+        return set(out.flat)
+
+    native_arrays.new(300, 256)
+    factor = np.asarray(unwritten.ones)
+    assert product(factor[:300, None]) == {7.0}
+    assert product(factor[:300, None].copy()) == {1.0}
+    assert product(factor[1:301, None]) == {1.0}
+    native_arrays.new(2000, 256)  # for which there are not enough ones
+    assert product(factor[:300, None]) == {1.0}
+    assert product(np.asarray(unwritten.ones)[:300, None]) == {7.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from allhands.blas import native_library
 
 Array = NDArray[Any]
 FORWARD_ONLY = "_native_forward_only"
+_LARGE = 1 << 16  # values from which on a copy takes longer than MLX's way of giving memory
+_MOST_FACTORS = 512
 
 
 def available() -> bool:
@@ -56,8 +59,50 @@ def new(*shape: int) -> tuple[mx.array, Array]:
 
     It does not come of other arrays, so that MLX, while it differentiates, keeps nothing for its sake.
     """
-    array = mx.array(np.empty(shape, dtype=np.float32))  # a copy: several times faster than zeros of MLX's own
+    size = math.prod(shape)
+    if size < _LARGE or min(shape[-1], size // shape[-1]) < 2:
+        array = mx.array(np.empty(shape, dtype=np.float32))  # a copy
+    else:
+        array = _unwritten(size // shape[-1], shape[-1]).reshape(shape)
     return array, np.asarray(array)
+
+
+class Unwritten:
+    """Makes arrays that nobody has written: products of a factor for which the native code leaves products out.
+
+    A copy or a fill costs a pass over the memory on one thread: of full training 9 % of a step. Should MLX hand over
+    another pointer, or multiply otherwise, the product of ones is there, which is overwritten as well.
+
+    Attributes:
+        ones: the factor; as long as it is known to the native code it must be held.
+    """
+
+    def __init__(self) -> None:
+        self.ones = mx.zeros((0,))
+        self._factors: dict[tuple[int, int], mx.array] = {}
+
+    def __call__(self, height: int, width: int) -> mx.array:
+        if max(height, width) > self.ones.size:
+            self._grow(2 * max(height, width))
+        return self._factor(height, 1) @ self._factor(1, width)
+
+    def _grow(self, size: int) -> None:
+        ones = mx.ones((size,))
+        # The native code must not know an address that is free, and somebody else's soon.
+        native_library().allhands_leave_out(at(np.asarray(ones)))  # type: ignore[union-attr]
+        self.ones, self._factors = ones, {}
+
+    def _factor(self, height: int, width: int) -> mx.array:
+        shape = height, width
+        if shape not in self._factors:
+            if len(self._factors) >= _MOST_FACTORS:
+                self._factors.clear()
+            self._factors[shape] = self.ones[: max(shape)].reshape(shape)
+            mx.eval(self._factors[shape])
+        return self._factors[shape]
+
+
+_unwritten = Unwritten()
 
 
 def at(array: Array | None) -> ctypes.c_void_p:
