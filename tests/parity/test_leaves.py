@@ -23,6 +23,7 @@ from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
 from allhands.model.fused.linear import Product, products_of
 from allhands.train.gradient import make_gradient, make_joined_gradient
+from allhands.train.staging import Staging
 from allhands.train.step import TrainStep
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, unflatten
@@ -37,6 +38,7 @@ SHAPE = {
     "vocab_size": 96,
     "rms_norm_eps": 1e-5,
 }
+BATCHES = 11  # more than there are places for
 LORA = {"rank": 4, "scale": 3.0, "dropout": 0.0}
 
 
@@ -161,12 +163,14 @@ def micro_batch(number: int) -> MicroBatch:
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "lazy"])
 def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*, ahead: bool) -> tuple[list[float], dict[str, np.ndarray[Any, Any]]]:
+    def run(*, ahead: bool, staged: bool = False) -> tuple[list[float], dict[str, np.ndarray[Any, Any]]]:
         model = trained("lora")
         fuse(model, 40)
         model.train()
         step = TrainStep(model, optim.AdamW(1e-2), Alone(), eager=False, compiled=compiled)
-        batches = [micro_batch(number) for number in range(5)]
+        if staged:
+            step._arrays = Staging()
+        batches = [micro_batch(number) for number in range(BATCHES)]
         losses = []
         for here, following in zip(batches, [*batches[1:], None], strict=True):
             coming = [following] if ahead and following is not None else []
@@ -179,10 +183,11 @@ def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: 
 
     prepared: list[bool] = []
     plain, weights = run(ahead=False)
-    assert prepared == [False] * 5
-    prepared.clear()
-    ahead, others = run(ahead=True)
-    assert prepared == [True] * 4 + [False]
-    assert ahead == plain
-    for name, array in weights.items():
-        assert array.tobytes() == others[name].tobytes(), name
+    assert prepared == [False] * BATCHES
+    for staged in (False, True):
+        prepared.clear()
+        ahead, others = run(ahead=True, staged=staged)
+        assert prepared == [True] * (BATCHES - 1) + [False]
+        assert ahead == plain
+        for name, array in weights.items():
+            assert array.tobytes() == others[name].tobytes(), name

@@ -39,7 +39,11 @@ class DropoutKeys:
         self._routed: mx.array | None = None
 
     def of(self, examples: NDArray[Any], width: int, iteration: int) -> mx.array:
-        """(B, width, 2) uint32: the key of each place of a micro-batch.
+        """:meth:`values` as MLX's array."""
+        return mx.array(self.values(examples, width, iteration))
+
+    def values(self, examples: NDArray[Any], width: int, iteration: int) -> NDArray[np.uint32]:
+        """(B, width, 2): the key of each place of a micro-batch.
 
         Args:
             examples: (B,) number of the window in each row.
@@ -49,7 +53,7 @@ class DropoutKeys:
         batch = np.random.SeedSequence([self._seed, iteration]).generate_state(1, np.uint64)
         rows = mix(batch + examples.astype(np.uint64) * _STRIDE)
         places = mix(rows[:, None] + np.arange(1, width + 1, dtype=np.uint64) * _STRIDE)
-        return mx.array(places.astype("<u8").view("<u4").reshape(*places.shape, 2))
+        return places.astype("<u8").view("<u4").reshape(*places.shape, 2)
 
     @contextmanager
     def using(self, keys: mx.array) -> Generator[None]:

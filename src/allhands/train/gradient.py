@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from allhands.data.loader import MicroBatch
 from allhands.model import native
@@ -26,10 +27,20 @@ LossFunction = Callable[..., mx.array]
 GradFunction = Callable[..., tuple[mx.array, Any]]
 
 
-def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
+def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
     """The arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
-    arrays = (batch.inputs, batch.positions, batch.targets)
-    return tuple(map(mx.array, arrays if batch.documents is None else (*arrays, batch.documents)))
+    values = (batch.inputs, batch.positions, batch.targets)
+    return values if batch.documents is None else (*values, batch.documents)
+
+
+def as_arrays(values: Sequence[NDArray[Any]]) -> tuple[mx.array, ...]:
+    """Copies for MLX."""
+    return tuple(map(mx.array, values))
+
+
+def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
+    """:func:`batch_values` as MLX's arrays."""
+    return as_arrays(batch_values(batch))
 
 
 def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:

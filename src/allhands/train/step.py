@@ -22,10 +22,11 @@ from allhands.distributed.shards import Shards
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
-from allhands.train.gradient import batch_arrays, make_gradient, make_joined_gradient
+from allhands.train.gradient import as_arrays, batch_values, make_gradient, make_joined_gradient
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
+from allhands.train.staging import Staging
 from allhands.train.update import GraphUpdate, initialise
 from allhands.trees import flatten, number, numbers, unflatten
 
@@ -151,7 +152,9 @@ class TrainStep:
         if overlap is None:
             overlap = communicator.backend == "nccl"
         self._overlap = overlap and communicator.size > 1 and self._graph is not None
-        self._ahead = RunAhead(device_memory(), exchanging=self._overlap) if kernels.available() else None
+        on_cuda = kernels.available()
+        self._ahead = RunAhead(device_memory(), exchanging=self._overlap) if on_cuda else None
+        self._arrays: Callable[..., tuple[mx.array, ...]] = Staging() if on_cuda else as_arrays
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         self._stream: Any = (own or mx.new_stream(mx.default_device())) if self._overlap else None
@@ -389,10 +392,10 @@ class TrainStep:
 
     def _arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:
         """What the gradient's function is called with."""
-        if self._dropout is None:
-            return batch_arrays(batch)
-        keys = self._dropout.of(batch.examples, batch.inputs.shape[1], batch.iteration)
-        return keys, *batch_arrays(batch)
+        values = batch_values(batch)
+        if self._dropout is not None:
+            values = (self._dropout.values(batch.examples, batch.inputs.shape[1], batch.iteration), *values)
+        return self._arrays(values)
 
     def _reduce(
         self, grads: list[tuple[str, mx.array]], scalars: list[float | mx.array]
