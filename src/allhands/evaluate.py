@@ -17,7 +17,9 @@ from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.faults import fire
-from allhands.train.gradient import batch_arrays, make_loss
+from allhands.model.fused import kernels
+from allhands.train.gradient import as_arrays, batch_values, make_loss
+from allhands.train.staging import Staging
 from allhands.trees import numbers
 
 
@@ -47,6 +49,7 @@ class Evaluator:
         self._communicator = communicator
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
+        self._arrays = Staging() if kernels.available() else as_arrays
         self._stop_requested = stop_requested
         self._beat = beat
         wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)
@@ -75,8 +78,10 @@ class Evaluator:
             batch = collate(self._windows, part, length)
             if stop := bool(self._stop_requested()):
                 break
-            loss = loss + self._loss(*batch_arrays(batch))
-            mx.eval(loss)
+            before, loss = loss, loss + self._loss(*self._arrays(batch_values(batch)))
+            # A device has the next pass in its queue when it has done with one.
+            mx.async_eval(loss)
+            mx.eval(before)
             count += batch.num_targets
         self._model.train()
         self._beat("reduce", step)

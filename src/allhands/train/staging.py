@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-# A step's last micro-batch and the next one's first are on the device at a time; every other is waited for.
+# Two are on the device at a time: a step's last micro-batch and the next one's first, or two passes of a validation.
 _PLACES = 4
 _SHAPES = 64
 
