@@ -11,6 +11,7 @@
 # BUILT         1: all kernels are built side by side before gpu.py measures (first steps are then those of a later process)
 # GPUS          what gpu_many.py measures (of 1,2,4,8 those that are here)
 # MANY_WORKS    and on what (full,smol,lora)
+# MODEL         a model's directory, with a chat template, for startup.py
 # STORIES       a folder with train.jsonl and valid.jsonl: pretrain.py learns from it, on all GPUs
 # RESULTS       where the records go (benchmarks/results)
 # COMMIT        what to call the code, where there is no git
@@ -51,6 +52,8 @@ run() {
 run "$here/ceilings.py" --python "$pythons"
 run "$here/gpu.py" --python "$pythons" --peers "$peers" --steps "${STEPS:-30}" ${WORKS:+--works "$WORKS"} \
   ${BUILT:+--built}
+# mlx_lm builds its kernels in the first start, which does not count.
+run "$here/startup.py" --models tiny ${MODEL:+--model "$MODEL"} --kinds 1,2,3,4,7 --timeout 300
 if [ "$gpus" -gt 1 ]; then
   run "$here/gpu_many.py" --python "$pythons" --peers "$many" --steps "${STEPS:-30}" ${GPUS:+--gpus "$GPUS"} \
     ${MANY_WORKS:+--works "$MANY_WORKS"}

@@ -169,7 +169,8 @@ def versions(python: Path, packages: Sequence[str], **environ: str) -> dict[str,
     """Versions of ``packages``, those that are there, in the environment of ``python``; ``environ`` is added to it."""
     code = (
         "import importlib.metadata as m, json, platform, sys\n"
-        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
+        # What is imported is the first on the path.
+        "found = {d.metadata['Name'].lower(): d.version for d in reversed(list(m.distributions()))}\n"
         "print(json.dumps({'python': platform.python_version(), **{n: found[n] for n in sys.argv[1:] if n in found}}))"
     )
     command = [str(python), "-c", code, *packages]

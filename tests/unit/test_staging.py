@@ -55,6 +55,31 @@ def test_what_is_computed_later_sees_its_own_values() -> None:
     assert [each.item() for each in sums] == [int(values(number)[0].sum()) for number in range(12)]
 
 
+def test_a_busy_device_reads_what_was_written_for_it() -> None:
+    """A step's work is still waiting on the device when the next one's values are written."""
+    generator = np.random.default_rng(3)
+    size, rounds = (4096, 300) if mx.default_device() == mx.gpu else (128, 60)
+    table = mx.random.normal((50_000, 8))
+    busy = mx.eye(size)
+    stage, expected, found = Staging(), list[list[int]](), list[list[mx.array]]()
+    for number in range(rounds):
+        ids = generator.integers(0, 50_000, (3, 16_384), dtype=np.int32)
+        expected.append([int(row.astype(np.int64).sum()) for row in ids])
+        arrays = stage(list(ids))
+        for _ in range(4):
+            busy = busy @ busy
+        # Behind what keeps the device busy, at the front and, as the gradient of an embedding, at the back of a pass.
+        late = [array + (busy[0, 0] * 0).astype(mx.int32) for array in arrays]
+        found.append([each.astype(mx.int64).sum() for each in late])
+        again = table[arrays[0]].sum() * 0
+        found[-1].append((arrays[0] + again.astype(mx.int32)).astype(mx.int64).sum())
+        mx.async_eval(found[-1], busy)
+        if number:
+            mx.eval(found[-2])
+    for sums, those in zip(found, expected, strict=True):
+        assert [each.item() for each in sums] == [*those, those[0]]
+
+
 def test_shapes_have_places_of_their_own_and_old_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_SHAPES", 2)
     stage = Staging()
