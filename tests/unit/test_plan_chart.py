@@ -15,6 +15,7 @@ from allhands.plan import advice as chart
 from allhands.plan.advice import Situation, advise
 from allhands.plan.chart import arrows_of, draw_chart
 from allhands.plan.links import faster_than, link_of
+from allhands.plan.strategies import QUANTISE
 
 FINE = Situation(
     again=True,
@@ -41,7 +42,16 @@ FINE = Situation(
         ({"exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
         ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 1.5}, "accumulate", None),
         ({"exposed": 0.7, "speed_up": 0.6, "accumulated_speed_up": 0.9}, "faster link", None),
-        ({"fits_one": False}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
+        (
+            {"fits_one": False},
+            "data parallel",
+            [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER, chart.MORE, chart.FAST],
+        ),
+        ({"fits_one": False, "exposed": 0.3, "speed_up": 1.4}, "data parallel", None),
+        ({"fits_one": False, "machines": 1}, "smaller", [chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER]),
+        ({"fits_one": False, "together": True}, "smaller", None),
+        ({"fits_one": False, "exposed": 0.7, "speed_up": 0.6}, "smaller", None),
+        ({"fits_one": False, "again": False, "alone_s": 20_000}, "smaller", None),
         ({"fits_one": False, "alone_s": 60}, "smaller", None),
         ({"fits_one": False, "fits_smaller": ""}, "divide the optimizer", None),
         ({"fits_one": False, "fits_smaller": "", "fits_divided": ""}, "framework", None),
@@ -76,6 +86,7 @@ def test_the_chart(changed: dict[str, object], outcome: str, asked: list[str] | 
         ({"again": False, "fits_one": False}, chart.AGAIN, "no, but too large"),
         ({"fits_one": False, "alone_s": 60}, chart.LONG, "no, but too large"),
         ({"exposed": 0.3, "speed_up": 1.4}, chart.FAST, "no, but it pays"),
+        ({"fits_one": False}, chart.SMALLER, "yes, and long"),
         ({"fits_one": False, "fits_smaller": "", "machines": 1}, chart.DIVIDED, "no"),
     ],
 )
@@ -83,6 +94,14 @@ def test_an_exception_says_that_it_is_one(changed: dict[str, object], question: 
     found = advise(replace(FINE, **changed))  # type: ignore[arg-type]
     assert {one.text: one.answer for one in found.path}[question] == answer
     assert [arrow.word for arrow in arrows_of(found) if arrow.taken and arrow.start == question] == [answer]
+
+
+def test_flags_with_which_it_fits_are_for_each_of_several_machines() -> None:
+    found = advise(replace(FINE, fits_one=False, machines=8, speed_up=6.0))
+    assert found.title == "plain data parallel, each with --grad-checkpoint"
+    assert found.reasons == ("it computes the same in less memory", "6.00 times as fast on 8 machines")
+    rounded = advise(replace(FINE, fits_one=False, fits_smaller=QUANTISE))
+    assert "rounded" in rounded.reasons[0]
 
 
 def test_the_chart_says_how_long_and_why_it_goes_on() -> None:

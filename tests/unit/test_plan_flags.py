@@ -64,8 +64,11 @@ def test_smaller_micro_batches_beside_the_divided_optimizer_are_enough() -> None
 
 
 def test_checkpointing_comes_after_smaller_micro_batches_and_with_them() -> None:
-    found = planned(13.0, weights_bytes=1_450_000_000, trained_bytes=1_450_000_000, optimizer="sgd", masters=False)
-    assert found.advice.path[-1].why == "--micro-batch-tokens 4096"
+    half: dict[str, Any] = {"weights_bytes": 1_450_000_000, "trained_bytes": 1_450_000_000, "masters": False}
+    found = planned(13.0, optimizer="sgd", **half)
+    assert found.advice.title == "plain data parallel, each with --micro-batch-tokens 4096"
+    alone = planned(13.0, machines=1, optimizer="sgd", **half)
+    assert alone.advice.title == "one machine, with --micro-batch-tokens 4096"
     tight = planned(6.9, machines=1, weights_bytes=1_450_000_000, trained_bytes=1_450_000_000, optimizer="sgd")
     assert tight.advice.title == "a framework that divides the model itself"
     long = {"tokens": 131_072, "row_tokens": 65_536, "masters": False, "optimizer": "sgd", "accumulated": False}

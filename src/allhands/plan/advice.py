@@ -52,6 +52,11 @@ class Situation:
     adapters: bool = False
 
     @property
+    def saved_s(self) -> float:
+        """Of the whole training by all of them."""
+        return max(0.0, self.alone_s * (1 - 1 / max(self.speed_up, 1e-9)))
+
+    @property
     def several(self) -> str:
         """How many there are, in words."""
         return f"{self.machines} {'processes' if self.together else 'machines'}"
@@ -61,7 +66,7 @@ class Situation:
 class Question:
     """A station of the chart, and what was found there.
 
-    ``answer`` is yes or no, or the exception by which the path goes on all the same ("no, but long").
+    ``answer`` is yes or no, or the exception by which the path goes elsewhere ("no, but long", "yes, and long").
     """
 
     text: str
@@ -99,20 +104,24 @@ class _Walk:
 
     def __init__(self) -> None:
         self._path: list[Question] = []
+        self.flags = ""  # with which alone it fits
 
-    def ask(self, text: str, yes: bool, why: str, but: str = "") -> bool:
-        """Whether it is so; ``but`` is why the path does not go where a "no" usually leads."""
-        self._path.append(Question(text, "yes" if yes else f"no, but {but}" if but else "no", why))
+    def ask(self, text: str, yes: bool, why: str, but: str = "", besides: str = "") -> bool:
+        """Whether it is so; ``but`` or ``besides`` is why the path does not go where a "no" or "yes" usually leads."""
+        answer = f"no{f', but {but}' if but else ''}" if not yes else f"yes{f', and {besides}' if besides else ''}"
+        self._path.append(Question(text, answer, why))
         return yes
 
     def end(self, outcome: Outcome, title: str, *reasons: str) -> Advice:
+        if self.flags:
+            title, reasons = f"{title}, each with {self.flags}", (_same(self.flags), *reasons)
         return Advice(tuple(self._path), outcome, title, reasons)
 
 
 def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
-    saved = max(0.0, at.alone_s * (1 - 1 / max(at.speed_up, 1e-9)))
+    saved = at.saved_s
     large = "" if at.fits_one else "too large"
     again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or ("long" if saved >= _SETUP_S else ""))
     if not again and at.fits_one and saved < _SETUP_S:
@@ -128,11 +137,16 @@ def advise(at: Situation) -> Advice:
             "stay on one machine",
             "it is done within the hour: what several computers would save is not felt, and they must be set up",
         )
+    pays = at.speed_up >= _WORTH and at.exposed < _EATEN
     if not walk.ask(FITS, at.fits_one, "as it is asked for"):
-        return _too_large(at, walk)
+        if not (
+            at.fits_smaller and long and pays and at.machines > 1 and not at.together and (again or saved >= _SETUP_S)
+        ):
+            return _too_large(at, walk)
+        walk.ask(SMALLER, True, at.fits_smaller, besides="long")
+        walk.flags = at.fits_smaller
     if not walk.ask(MORE, at.machines > 1, f"{at.machines}"):
         return walk.end("one machine", "stay on one machine", "there is no other to help")
-    pays = at.speed_up >= _WORTH and at.exposed < _EATEN
     waiting = f"{100 * at.exposed:.0f} % of a step would be waiting for it"
     if walk.ask(FAST, at.exposed < _FELT, waiting, "it pays" if pays else ""):
         return walk.end("data parallel", "plain data parallel", *_beyond(at))
@@ -177,8 +191,7 @@ def _why_again(at: Situation, saved_s: float) -> str:
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
     if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
-        same = "nearly the same (weights in 4 bits are rounded)" if QUANTISE in at.fits_smaller else "the same"
-        return walk.end("smaller", f"one machine, with {at.fits_smaller}", f"it computes {same} in less memory")
+        return walk.end("smaller", f"one machine, with {at.fits_smaller}", _same(at.fits_smaller))
     several = at.machines > 1
     over = f"over {at.several}" if several else "there is no other machine"
     if walk.ask(DIVIDED, several and bool(at.fits_divided), over):
@@ -191,6 +204,11 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
         "or a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)",
         "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
     )
+
+
+def _same(flags: str) -> str:
+    same = "nearly the same (weights in 4 bits are rounded)" if QUANTISE in flags else "the same"
+    return f"it computes {same} in less memory"
 
 
 def _divided(at: Situation, walk: _Walk) -> Advice:

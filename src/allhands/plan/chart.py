@@ -159,6 +159,8 @@ def _draw_arrow(axes: Axes, start: _Station, end: _Station, arrow: Arrow, side: 
     axes.annotate("", xy=(to_x, to_y), xytext=(x, y), arrowprops=look, zorder=5 if taken else 4)
     # Beside the line: above one that lies, or below where another lies above it; to the right of others.
     aside = ((-0.08, 0.17) if side == 1 else (0.0, -0.09)) if lies else (0.05, 0.02)
+    if "\n" in word and not lies and x != to_x:
+        aside = (0.05, 0.12)  # clear of a line that slants
     place = (x + 0.5 * (to_x - x) + aside[0], y + 0.5 * (to_y - y) + aside[1])
     at = "center" if lies else "left"
     axes.text(*place, word, fontsize=9.5, color=colour if taken else GREY, zorder=6, ha=at, va="center")
