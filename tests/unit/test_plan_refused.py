@@ -29,6 +29,11 @@ def test_a_training_that_is_refused_is_not_planned(tmp_path: Path, tiny_model: P
     many = call_allhands(*DEVICE, "--model", str(tiny_model), "--num-layers", "4", cwd=tmp_path)
     assert (many.returncode, many.stdout) == (2, "")
     assert "4 layers asked for, but the model has 3" in many.stderr
+    keys = json.dumps({"keys": ["attn.q", "no.such"], "rank": 8, "scale": 20.0, "dropout": 0.0})
+    none = call_allhands(*DEVICE, "--model", str(tiny_model), "--lora-parameters", keys, cwd=tmp_path)
+    assert (none.returncode, none.stdout) == (2, "")
+    assert "none of the adapter keys ['attn.q', 'no.such'] names a linear layer of this model" in none.stderr
+    assert "linear layers of a block: self_attn.q_proj, " in none.stderr
 
 
 def test_a_directory_that_is_no_model_is_told_as_training_tells_it(tmp_path: Path, tiny_data: Path) -> None:

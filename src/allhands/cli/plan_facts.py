@@ -18,7 +18,7 @@ from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
 from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.outlook import Job, Prices
-from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam
+from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
 from allhands.plan.speed import StepModel, fitted
 from allhands.pretrain_config import pretraining
 
@@ -291,7 +291,14 @@ def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -
         if layers == blocks.layers:
             return all_weights(blocks, tied=bool(model.config.get("tie_word_embeddings", False)))
         return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
-    return adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
+    keys = config.lora_parameters.keys
+    if not (numbers := adapter_weights(blocks, layers, config.lora_parameters.rank, keys)):
+        message, hint = (
+            f"none of the adapter keys {keys} names a linear layer of this model",
+            ", ".join(linears(blocks)),
+        )
+        raise ConfigError(message, where="--lora-parameters", hint=f"linear layers of a block: {hint}")
+    return numbers
 
 
 def _word_of_gradients(config: TrainConfig, model: _Model) -> int:

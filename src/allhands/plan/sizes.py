@@ -48,12 +48,16 @@ def left_to_adam(blocks: Blocks, optimizer: str, trained_bytes: int, word: int) 
     return max(0, trained_bytes - word * hidden) if optimizer == "muon" else 0
 
 
+def linears(blocks: Blocks) -> list[str]:
+    """The linear layers of a block by the names that a key of LoRA has; of a mixture those of all experts."""
+    return [name.replace("mlp.", "switch_mlp.") if blocks.experts else name for name in _LINEARS]
+
+
 def adapter_weights(blocks: Blocks, layers: int, rank: int, keys: Collection[str] | None) -> int:
     """Numbers of LoRA's factors in the last ``layers`` blocks."""
     numbers = (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0  # of the router
-    for name, (a, b) in _LINEARS.items():
+    for (name, (a, b)), inner in zip(_LINEARS.items(), linears(blocks), strict=True):
         of_mlp = name.startswith("mlp.")
-        inner = f"switch_mlp.{name.removeprefix('mlp.')}" if blocks.experts and of_mlp else name
         if keys is None or any(key == name or key.endswith(inner) for key in keys):
             numbers += (blocks.experts or 1 if of_mlp else 1) * (getattr(blocks, a) + getattr(blocks, b))
     return layers * rank * numbers
