@@ -293,11 +293,9 @@ def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -
         return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
     keys = config.lora_parameters.keys
     if not (numbers := adapter_weights(blocks, layers, config.lora_parameters.rank, keys)):
-        message, hint = (
-            f"none of the adapter keys {keys} names a linear layer of this model",
-            ", ".join(linears(blocks)),
-        )
-        raise ConfigError(message, where="--lora-parameters", hint=f"linear layers of a block: {hint}")
+        told = f"none of the adapter keys {keys} names a linear layer of this model"
+        hint = f"linear layers of a block: {', '.join(linears(blocks))}"
+        raise ConfigError(told, where="--lora-parameters", hint=hint)
     return numbers
 
 
