@@ -22,8 +22,8 @@ from allhands.model.dropout import install_dropout
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
 from allhands.model.fused.linear import Product, products_of
+from allhands.train.batch_memory import BatchMemory
 from allhands.train.gradient import make_gradient, make_joined_gradient
-from allhands.train.staging import Staging
 from allhands.train.step import TrainStep
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, unflatten
@@ -169,7 +169,7 @@ def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: 
         model.train()
         step = TrainStep(model, optim.AdamW(1e-2), Alone(), eager=False, compiled=compiled)
         if staged:
-            step._arrays = Staging()
+            step._arrays = BatchMemory()
         batches = [micro_batch(number) for number in range(BATCHES)]
         losses = []
         for here, following in zip(batches, [*batches[1:], None], strict=True):

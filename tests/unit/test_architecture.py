@@ -61,7 +61,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.step": 3,
     "allhands.train.optim": 3,
     "allhands.train.runahead": 3,
-    "allhands.train.staging": 3,
+    "allhands.train.batch_memory": 3,
     "allhands.train.update": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,

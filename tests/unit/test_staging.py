@@ -1,92 +1,168 @@
-"""Arrays of the same memory again and again hold what was given, for as long as they must."""
+"""Directories that are exchanged whole: whatever interrupts it, what stood there is not lost."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import allhands  # noqa: F401 - before MLX, for its BLAS
-
-# isort: split
-import mlx.core as mx
-import numpy as np
 import pytest
 
-from allhands.train import staging
-from allhands.train.staging import Staging
+from allhands.errors import StorageError
+from allhands.staging import locked, locked_now, publish, staging
+
+# Killed between the two renames of an exchange.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from allhands.staging import publish, staging
+with staging(Path(sys.argv[1])) as staged:
+    (staged / "new").touch()
+    real = Path.rename
+    def rename(self, target):
+        if self == staged:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, target)
+    Path.rename = rename
+    publish(staged, Path(sys.argv[1]))
+"""
 
 
-def values(number: int, rows: int = 2) -> list[np.ndarray[Any, Any]]:
-    return [
-        np.arange(rows * 40, dtype=np.int32).reshape(rows, 40) * number,
-        np.arange(rows * 7, dtype=np.int64)[::-1] + number,
-        np.full((rows, 40, 2), 2**32 - 1 - number, dtype=np.uint32),
-        np.zeros((0,), dtype=np.int32),
-    ]
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def place(array: mx.array) -> int:
-    return np.asarray(array).ctypes.data
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").touch()
+    return path
 
 
-def assert_holds(arrays: tuple[mx.array, ...], expected: list[np.ndarray[Any, Any]]) -> None:
-    for array, each in zip(arrays, expected, strict=True):
-        found = np.array(array)
-        assert (found.shape, found.dtype) == (each.shape, each.dtype)
-        assert np.array_equal(found, each)
+def fail(staged: Path) -> None:
+    raise OSError(5, "Input/output error", str(staged))
 
 
-def test_the_last_calls_hold_and_their_places_come_again() -> None:
-    stage, given = Staging(), list[tuple[mx.array, ...]]()
-    for number in range(10):
-        given.append(stage(values(number)))
-        for back in range(min(number + 1, staging._PLACES)):
-            assert_holds(given[number - back], values(number - back))
-    places = [place(arrays[0]) for arrays in given]
-    assert len(set(places)) == staging._PLACES
-    assert places == [places[number % staging._PLACES] for number in range(10)]
+def stage(out: Path, use: Callable[[Path], None]) -> None:
+    with staging(out) as staged:
+        assert names(out) == ["old"]
+        (staged / "new").touch()
+        use(staged)
 
 
-def test_what_is_computed_later_sees_its_own_values() -> None:
-    stage, sums = Staging(), list[mx.array]()
-    for number in range(12):
-        sums.append(stage(values(number))[0].sum())
-        if number:
-            mx.eval(sums[number - 1])  # as a step waits for the one before
-    assert [each.item() for each in sums] == [int(values(number)[0].sum()) for number in range(12)]
+def test_an_exchange_that_is_killed_is_undone_by_the_next_run(out: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False)
+    assert not out.exists()
+    # Put back before anything else happens, so that a failure of the next run loses nothing either.
+    with pytest.raises(StorageError):
+        stage(out, fail)
+    assert names(out.parent) == ["out"]
+    assert names(out) == ["old"]
 
 
-def test_a_busy_device_reads_what_was_written_for_it() -> None:
-    """A step's work is still waiting on the device when the next one's values are written."""
-    generator = np.random.default_rng(3)
-    size, rounds = (4096, 300) if mx.default_device() == mx.gpu else (128, 60)
-    table = mx.random.normal((50_000, 8))
-    busy = mx.eye(size)
-    stage, expected, found = Staging(), list[list[int]](), list[list[mx.array]]()
-    for number in range(rounds):
-        ids = generator.integers(0, 50_000, (3, 16_384), dtype=np.int32)
-        expected.append([int(row.astype(np.int64).sum()) for row in ids])
-        arrays = stage(list(ids))
-        for _ in range(4):
-            busy = busy @ busy
-        # Behind what keeps the device busy, at the front and, as the gradient of an embedding, at the back of a pass.
-        late = [array + (busy[0, 0] * 0).astype(mx.int32) for array in arrays]
-        found.append([each.astype(mx.int64).sum() for each in late])
-        again = table[arrays[0]].sum() * 0
-        found[-1].append((arrays[0] + again.astype(mx.int32)).astype(mx.int64).sum())
-        mx.async_eval(found[-1], busy)
-        if number:
-            mx.eval(found[-2])
-    for sums, those in zip(found, expected, strict=True):
-        assert [each.item() for each in sums] == [*those, those[0]]
+def test_an_exchange_that_fails_is_undone(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if (self / "new").exists():
+            fail(self)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageError):
+        stage(out, lambda staged: publish(staged, out))
+    assert names(out) == ["old"]
+    assert names(out.parent) == ["out"]
 
 
-def test_shapes_have_places_of_their_own_and_old_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_SHAPES", 2)
-    stage = Staging()
-    one, two = stage(values(1, rows=1)), stage(values(2, rows=2))
-    stage(values(3, rows=1))
-    stage(values(4, rows=3))  # in place of two rows, which were not asked for again
-    assert len(stage._places) == 2
-    assert_holds(one, values(1, rows=1))
-    assert_holds(two, values(2, rows=2))
-    assert place(stage(values(5, rows=1))[0]) not in (place(one[0]), place(two[0]))
+def test_a_link_to_a_directory_stays_one(out: Path) -> None:
+    link = out.parent / "link"
+    link.symlink_to(out)
+    with staging(link) as staged:
+        (staged / "new").touch()
+        publish(staged, link)
+    assert os.readlink(link) == str(out)
+    assert names(out) == ["new"]
+    assert names(out.parent) == ["link", "out"]
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+
+
+@pytest.fixture(params=[0o000, 0o027, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def fill(staged: Path) -> None:
+    (staged / "inner").mkdir()
+    (staged / "inner" / "file").touch()
+
+
+def test_the_umask_gives_the_modes_of_what_is_not_private(tmp_path: Path, umask: int) -> None:
+    target = tmp_path / "made" / "target"
+    with staging(target) as staged:
+        fill(staged)
+        publish(staged, target)
+    directory = 0o777 & ~umask
+    assert modes(target) == {".": directory, "inner": directory, "inner/file": 0o666 & ~umask}
+    assert modes(tmp_path / "made")["."] == directory
+
+
+def test_what_is_private_is_for_its_owner_alone_at_every_moment(tmp_path: Path, umask: int) -> None:
+    target = tmp_path / "made" / "target"
+    with staging(target, private=True) as staged:
+        assert modes(staged) == {".": 0o700}
+        fill(staged)
+        (tmp_path / "elsewhere").touch(0o644)
+        (staged / "link").symlink_to(tmp_path / "elsewhere")
+        elsewhere = modes(tmp_path)["elsewhere"]
+        publish(staged, target, private=True)
+    assert modes(tmp_path)["elsewhere"] == elsewhere
+    (target / "link").unlink()
+    assert modes(tmp_path / "made") == {
+        **{".": 0o700, "target": 0o700, "target/inner": 0o700},
+        "target/inner/file": 0o600,
+    }
+    with locked(tmp_path / "locks" / "lock", private=True), locked_now(tmp_path / "locks" / "now", private=True):
+        assert modes(tmp_path / "locks") == {".": 0o700, "lock": 0o600, "now": 0o600}
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_directory_that_is_replaced_hands_on_its_mode(out: Path, private: bool) -> None:
+    out.chmod(0o750)
+    with staging(out, private=private) as staged:
+        (staged / "new").touch()
+        publish(staged, out, private=private)
+    assert modes(out)["."] == 0o750
+    assert names(out) == ["new"]
+
+
+def test_the_new_name_is_on_the_disk_before_anybody_is_told(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return real(self, target)
+
+    def sync(path: Path) -> None:
+        done.append("parent" if path == out.parent else "staged")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr("allhands.staging.sync", sync)
+    stage(out, lambda staged: publish(staged, out))
+    assert done == ["staged", "staged", "rename", "rename", "parent"]
+
+
+def test_a_lock_is_had_at_once_or_not(tmp_path: Path) -> None:
+    with locked_now(tmp_path / "lock") as first, locked_now(tmp_path / "lock") as second:
+        assert (first, second) == (True, False)
+    with locked_now(tmp_path / "lock") as third:
+        assert third

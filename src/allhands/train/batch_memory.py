@@ -22,7 +22,7 @@ _PLACES = 4
 _SHAPES = 64
 
 
-class Staging:
+class BatchMemory:
     """Arrays of the same memory again and again, for each set of shapes.
 
     What a call returns holds until :data:`_PLACES` more calls with the same shapes; by then it must have been computed
