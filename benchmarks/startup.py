@@ -62,7 +62,7 @@ models = {"tiny": lambda: tiny.write_model(work / "tiny"), "demo": lambda: resol
 print(json.dumps({name: str(models[name]()) for name in sys.argv[3:]}))
 """
 
-# As a command does it.
+# As a command does it; see allhands.__main__.
 _IMPORT = """
 from allhands.without_torch import leave_torch_out
 leave_torch_out()
@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     """Every kind once, then again: what else the computer does hits all of them alike."""
     models = prepare(work, options.models) | {path.resolve().name: str(path.resolve()) for path in options.model}
     jobs = {
-        **{f"{READ}, {name}": reading(Path(path)) for name, path in models.items()},
+        **{f"{READ}, {name}": reading(Path(path), options) for name, path in models.items()},
         **{kind: bare(kind, options) for kind in (HELP, TRAIN_HELP, IMPORTS) if kind in options.kinds},
         **{
             f"{kind}, {name}": training(kind, Path(path), work, options)
@@ -150,45 +150,44 @@ def environment() -> dict[str, str]:
 Job = Callable[[], dict[str, float]]
 
 
+def finished(kind: str, arguments: Sequence[str], options: argparse.Namespace) -> str:
+    """Run Python with ``arguments`` to its end; what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=options.timeout,
+        check=False,
+    )
+    if done.returncode:
+        raise BenchmarkError(f"{kind} ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
 def bare(kind: str, options: argparse.Namespace) -> Job:
     """A command that ends by itself."""
     arguments = {
         HELP: ["-m", "allhands", "--help"],
         TRAIN_HELP: ["-m", "allhands", "train", "--help"],
-        # As a command does it; see allhands.__main__.
         IMPORTS: ["-c", _IMPORT],
     }[kind]
 
     def job() -> dict[str, float]:
         begun = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=options.timeout,
-            check=False,
-        )
-        if done.returncode:
-            raise BenchmarkError(f"{kind} ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        finished(kind, arguments, options)
         return {"whole": time.perf_counter() - begun}
 
     return job
 
 
-def reading(model: Path) -> Job:
+def reading(model: Path, options: argparse.Namespace) -> Job:
     """The weights alone into MLX's arrays, in a process of its own, from the page cache but for the first time."""
 
     def job() -> dict[str, float]:
-        done = subprocess.run(
-            [sys.executable, "-c", _READ, *map(str, sorted(model.glob("*.safetensors")))],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return {"whole": float(done.stdout)}
+        files = map(str, sorted(model.glob("*.safetensors")))
+        return {"whole": float(finished(READ, ["-c", _READ, *files], options))}
 
     return job
 

@@ -17,9 +17,8 @@ from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.faults import fire
-from allhands.model.fused import kernels
-from allhands.train.batch_memory import BatchMemory
-from allhands.train.gradient import as_arrays, batch_values, make_loss
+from allhands.train.batch_memory import arrays_of_batches
+from allhands.train.gradient import batch_values, make_loss
 from allhands.trees import numbers
 
 
@@ -49,7 +48,7 @@ class Evaluator:
         self._communicator = communicator
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
-        self._arrays = BatchMemory() if kernels.available() else as_arrays
+        self._arrays = arrays_of_batches()
         self._stop_requested = stop_requested
         self._beat = beat
         wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)

@@ -291,11 +291,11 @@ def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -
         if layers == blocks.layers:
             return all_weights(blocks, tied=bool(model.config.get("tie_word_embeddings", False)))
         return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
-    keys = config.lora_parameters.keys
-    if not (numbers := adapter_weights(blocks, layers, config.lora_parameters.rank, keys)):
-        told = f"none of the adapter keys {keys} names a linear layer of this model"
-        hint = f"linear layers of a block: {', '.join(linears(blocks))}"
-        raise ConfigError(told, where="--lora-parameters", hint=hint)
+    from allhands.model.adapters import no_such_keys
+
+    numbers = adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
+    if not numbers:
+        raise no_such_keys(config, linears(blocks))
     return numbers
 
 

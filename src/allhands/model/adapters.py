@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,18 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
             raise ConfigError(str(error), where="--lora-parameters", hint="choose other keys") from None
     trained = sum(value.size for _, value in flatten(model.trainable_parameters()))
     if trained == 0:
-        keys = config.lora_parameters.keys
-        raise ConfigError(
-            f"none of the adapter keys {keys} names a linear layer of this model",
-            where="--lora-parameters",
-            hint=f"linear layers of a block: {', '.join(_linear_names(model))}",
-        )
+        raise no_such_keys(config, _linear_names(model))
     mx.eval(model.parameters())
     return Trainable(num_layers, trained, total)
+
+
+def no_such_keys(config: TrainConfig, names: Iterable[str]) -> ConfigError:
+    """What to raise where none of the adapter keys is among ``names``, a block's linear layers."""
+    return ConfigError(
+        f"none of the adapter keys {config.lora_parameters.keys} names a linear layer of this model",
+        where="--lora-parameters",
+        hint=f"linear layers of a block: {', '.join(names)}",
+    )
 
 
 def count_parameters(model: nn.Module) -> int:

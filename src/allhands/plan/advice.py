@@ -52,11 +52,6 @@ class Situation:
     adapters: bool = False
 
     @property
-    def saved_s(self) -> float:
-        """Of the whole training by all of them."""
-        return max(0.0, self.alone_s * (1 - 1 / max(self.speed_up, 1e-9)))
-
-    @property
     def several(self) -> str:
         """How many there are, in words."""
         return f"{self.machines} {'processes' if self.together else 'machines'}"
@@ -121,7 +116,7 @@ class _Walk:
 def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
-    saved = at.saved_s
+    saved = max(0.0, at.alone_s * (1 - 1 / max(at.speed_up, 1e-9)))
     large = "" if at.fits_one else "too large"
     again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or ("long" if saved >= _SETUP_S else ""))
     if not again and at.fits_one and saved < _SETUP_S:

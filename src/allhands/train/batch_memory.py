@@ -9,7 +9,7 @@ one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -17,9 +17,23 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.model.fused import kernels
+
+ToArrays = Callable[[Sequence[NDArray[Any]]], tuple[mx.array, ...]]
+
 # Two are on the device at a time: a step's last micro-batch and the next one's first, or two passes of a validation.
 _PLACES = 4
 _SHAPES = 64
+
+
+def as_arrays(values: Sequence[NDArray[Any]]) -> tuple[mx.array, ...]:
+    """Copies for MLX."""
+    return tuple(map(mx.array, values))
+
+
+def arrays_of_batches() -> ToArrays:
+    """What makes arrays of micro-batches here, one after the other."""
+    return BatchMemory() if kernels.available() else as_arrays
 
 
 class BatchMemory:
@@ -38,7 +52,7 @@ class BatchMemory:
         if kind not in self._places:
             if len(self._places) >= _SHAPES:
                 self._places.popitem(last=False)
-            self._places[kind] = cycle([tuple(map(mx.array, values)) for _ in range(_PLACES)])
+            self._places[kind] = cycle([as_arrays(values) for _ in range(_PLACES)])
         self._places.move_to_end(kind)
         arrays = next(self._places[kind])
         for array, each in zip(arrays, values, strict=True):

@@ -17,6 +17,7 @@ from allhands.model.documents import caches_for
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused.ops import rows_at
 from allhands.model.split import SplitModel, split
+from allhands.train.batch_memory import as_arrays
 from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, eager_loss, linear_cross_entropy
 from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, unflatten
@@ -31,11 +32,6 @@ def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
     """The arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
     values = (batch.inputs, batch.positions, batch.targets)
     return values if batch.documents is None else (*values, batch.documents)
-
-
-def as_arrays(values: Sequence[NDArray[Any]]) -> tuple[mx.array, ...]:
-    """Copies for MLX."""
-    return tuple(map(mx.array, values))
 
 
 def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:

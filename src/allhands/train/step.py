@@ -22,8 +22,8 @@ from allhands.distributed.shards import Shards
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
-from allhands.train.batch_memory import BatchMemory
-from allhands.train.gradient import as_arrays, batch_values, make_gradient, make_joined_gradient
+from allhands.train.batch_memory import arrays_of_batches
+from allhands.train.gradient import batch_values, make_gradient, make_joined_gradient
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
@@ -152,9 +152,8 @@ class TrainStep:
         if overlap is None:
             overlap = communicator.backend == "nccl"
         self._overlap = overlap and communicator.size > 1 and self._graph is not None
-        on_cuda = kernels.available()
-        self._ahead = RunAhead(device_memory(), exchanging=self._overlap) if on_cuda else None
-        self._arrays: Callable[..., tuple[mx.array, ...]] = BatchMemory() if on_cuda else as_arrays
+        self._ahead = RunAhead(device_memory(), exchanging=self._overlap) if kernels.available() else None
+        self._arrays = arrays_of_batches()
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         self._stream: Any = (own or mx.new_stream(mx.default_device())) if self._overlap else None
