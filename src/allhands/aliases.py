@@ -29,6 +29,7 @@ ALIASES: dict[str, str] = {
     "sample_packing": "packing",
     "resume_from_checkpoint": "resume",
     "save_total_limit": "keep_last",
+    "full_determinism": "deterministic",
 }
 # Names that cannot be taken over because they mean something else; each with what to do.
 ELSEWHERE: dict[str, str] = {

@@ -205,6 +205,9 @@ class TrainConfig(_Strict):
     compile: Literal["auto", "on", "off"] = Field(
         "auto", description="Compile the step; auto: on GPUs, for runs long enough to earn it back."
     )
+    deterministic: bool = Field(
+        False, description="The same bits every time on NVIDIA GPUs, too: attention without cuDNN, which is slower."
+    )
     clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
     hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")
     prompt_feature: str | None = Field(None, description="Column with the prompt.")

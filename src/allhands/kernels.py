@@ -387,14 +387,20 @@ def _trim(root: Path) -> None:
         count, size = count - 1, size - length
 
 
-def launch_directly(environ: MutableMapping[str, str]) -> None:
+def launch_directly(environ: MutableMapping[str, str], *, deterministic: bool = False) -> None:
     """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said otherwise.
 
     To be called before anything is computed: MLX asks once. Elsewhere it would change how Metal's commands are cut.
+
+    Args:
+        deterministic: whether all sums are to be made in the same order every time. cuDNN adds up the gradient of
+            attention as its parts come; everything else that training uses has an order.
     """
     if sys.platform == "linux":
         for name, value in _DIRECTLY.items():
             environ.setdefault(name, value)
+        if deterministic:
+            environ["MLX_CUDA_USE_CUDNN_SDPA"] = "0"
 
 
 def launches_directly(environ: Mapping[str, str]) -> bool:

@@ -217,6 +217,21 @@ def test_in_half_precision_with_copies_the_curve_is_that_of_float32(place: Path,
     assert json.loads((rough / "model" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.gpu, reason="a CPU computes the same bits anyway")
+def test_a_deterministic_run_has_the_same_bits_each_time(place: Path, tmp_path: Path) -> None:
+    """In processes of their own: MLX asks once whether attention goes to cuDNN."""
+    values = flags(place, Path(), dims=256, block_size=256, iters=60, val_batches=0, save_every=60)
+    for name in ("one", "two"):
+        given = {**values, "adapter_path": tmp_path / name, "deterministic": True}
+        del given["train"]
+        done = run_allhands("pretrain", *(f"--{key.replace('_', '-')}={value}" for key, value in given.items()))
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    one, two = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
 def test_files_of_other_kinds_and_in_parts(place: Path, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     (folder / "train").mkdir(parents=True)

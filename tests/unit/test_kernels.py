@@ -333,6 +333,10 @@ def test_a_person_s_own_launching_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert kernels.launches_directly(environ)
     assert not kernels.launches_directly({})
     assert not kernels.launches_directly({"MLX_USE_CUDA_GRAPHS": "1"})
+    assert "MLX_CUDA_USE_CUDNN_SDPA" not in environ
+    asked = {"MLX_CUDA_USE_CUDNN_SDPA": "1"}  # the option says more clearly what is wanted
+    kernels.launch_directly(asked, deterministic=True)
+    assert asked["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
     # Metal would cut its commands by one of them.
     monkeypatch.setattr(sys, "platform", "darwin")
     elsewhere: dict[str, str] = {}

@@ -122,7 +122,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
     if mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
-        launch_directly(os.environ)
+        launch_directly(os.environ, deterministic=config.deterministic)
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")

@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from allhands.monitor.process import MLX_PEAK
 
-# More is of no use: on an H200 QLoRA of 7 billion parameters, LoRA and full training of 1.2 billion and full training of
-# 135 million lose 1 % or less by it.
+# More is of no use: on an H200, QLoRA of 7 billion parameters, LoRA and full training of 1.2 billion and full training
+# of 135 million lose 1 % or less by it.
 _ENOUGH = 17_500_000_000
-# What is ahead while the host waits comes on top of a limit: at less than what is needed the host waits again and again.
+# What is ahead while the host waits comes on top of a limit.
 _BELOW = 0.93
-# For what needs more; cards of 24 GB hold what is below it.
+# What fits a card of 24 GB is kept within that; for what does not, or nearly.
 _CARD, _MORE = 24_000_000_000, 1.2
 # Where ranks exchange while they compute: a host at its limit waits for everything that was handed out, and with it
 # for what other ranks have not sent yet, which makes those wait in turn.
