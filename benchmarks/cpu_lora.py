@@ -3,7 +3,7 @@
     python benchmarks/cpu_lora.py
 
 Every peer trains the same model (the demo model: SmolLM2-135M-Instruct, 4 bits) on the same batches in the
-same order, from the same adapter, with the same optimizer, one after the other, each in a process and an
+same order, from the same adapter, with the same optimizer, one after the other and again, each in a process and an
 environment of its own with all cores of the machine. See README.md in this directory.
 """
 
@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,18 +74,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """One peer's run. The first ``warmup`` steps are not in any figure of speed."""
+    """One peer's runs. The first ``warmup`` steps of each are not in any figure of speed.
+
+    Attributes:
+        rounds: the steps of each run.
+        measured: the largest figures of all runs.
+    """
 
     peer: str
     command: list[str]
     versions: dict[str, str]
     warmup: int
-    steps: list[Step]
+    rounds: list[list[Step]]
     measured: Measured
 
     @property
     def counted(self) -> list[Step]:
-        return self.steps[self.warmup :]
+        return [step for steps in self.rounds for step in steps[self.warmup :]]
 
     def speeds(self) -> list[float]:
         """Tokens/s of each step that counts."""
@@ -125,6 +130,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--mlx-lm-steps", type=positive, default=2, help="of mlx_lm as installed: it takes a minute a step"
     )
     parser.add_argument("--mlx-lm-warmup", type=count, default=1)
+    parser.add_argument("--rounds", type=positive, default=3, help="runs in turn, but for mlx_lm (%(default)s)")
     parser.add_argument(
         "--peers", type=partial(peer_list, PEERS), default=DEFAULT_PEERS, help=f"comma-separated: {','.join(PEERS)}"
     )
@@ -164,11 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything, one peer after the other."""
+    """Everything, one peer after the other, and those that are not too slow for it again and again in turn."""
     plan = prepare(options, work)
     # Environments first: pip's work must not be near a measurement.
     pythons = {peer: plan.python(peer) for peer in options.peers}
-    results = [run_peer(plan, peer, python) for peer, python in pythons.items()]
+    runs: dict[str, list[Result]] = {peer: [] for peer in pythons}
+    for number in range(options.rounds):
+        for peer, python in pythons.items():
+            if number == 0 or peer != "mlx_lm":
+                runs[peer].append(run_peer(plan, peer, python))
+    results = [together(each) for each in runs.values()]
     expected = expect(plan, pythons["peft"]) if "peft" in pythons else None
     record = make_record(options, datetime.date.today().isoformat(), facts, results, expected)
     return {**record, "work": work_of(plan)}
@@ -207,13 +218,20 @@ def run_peer(plan: Plan, peer: str, python: Path) -> Result:
     warmup, counted = plan.num_steps(peer)
     say(f"{TITLES[peer]}: {warmup} + {counted} steps")
     record = plan.run / f"{peer}.jsonl"
+    record.unlink(missing_ok=True)  # of the round before
     command, environ, read = COMMANDS[peer](plan, python, record, warmup + counted)
     measured = run_measured(command, plan.run / f"{peer}.log", environ, plan.options.timeout)
     steps = read(plan, record)
     if len(steps) != warmup + counted:
         raise BenchmarkError(f"{peer} reported {len(steps)} steps, not {warmup + counted}")
     shown = [shorten(argument, plan) for argument in command]
-    return Result(peer, shown, versions(python, PACKAGES), warmup, steps, measured)
+    return Result(peer, shown, versions(python, PACKAGES), warmup, [steps], measured)
+
+
+def together(runs: Sequence[Result]) -> Result:
+    """Of one peer."""
+    largest = [max(values) for values in zip(*(astuple(run.measured) for run in runs), strict=True)]
+    return replace(runs[0], rounds=[steps for run in runs for steps in run.rounds], measured=Measured(*largest))
 
 
 def shorten(argument: str, plan: Plan) -> str:
@@ -404,8 +422,8 @@ def rows(record: dict[str, Any]) -> list[Row]:
 
 def _read_result(values: dict[str, Any]) -> Result:
     kept = {name: values[name] for name in ("peer", "command", "versions", "warmup")}
-    steps = [Step(**step) for step in values["steps"]]
-    return Result(**kept, steps=steps, measured=Measured(**values["measured"]))
+    rounds = [[Step(**step) for step in steps] for steps in values["rounds"]]
+    return Result(**kept, rounds=rounds, measured=Measured(**values["measured"]))
 
 
 def report(record: dict[str, Any]) -> str:
@@ -443,7 +461,7 @@ def table(results: Sequence[Result]) -> list[str]:
             f"{figures['places_per_s']:.1f}",
             times,
             f"{figures['peak_rss_mib']:.0f} MiB",
-            f"{len(result.counted)} after {result.warmup}",
+            f"{len(result.rounds)} x {len(result.rounds[0]) - result.warmup} after {result.warmup}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -452,7 +470,7 @@ def table(results: Sequence[Result]) -> list[str]:
 def losses(results: Sequence[Result], expected: dict[str, float] | None) -> list[str]:
     """Losses of the first steps, which show that all compute the same thing."""
     lines = ["", "loss of steps 1, 2, 3:"]
-    lines += [f"  {TITLES[r.peer]}: " + ", ".join(f"{step.loss:.4f}" for step in r.steps[:3]) for r in results]
+    lines += [f"  {TITLES[r.peer]}: " + ", ".join(f"{step.loss:.4f}" for step in r.rounds[0][:3]) for r in results]
     if expected:
         lines.append(
             f"  step 1 by PyTorch's forward pass: {expected['exact']:.4f}; "

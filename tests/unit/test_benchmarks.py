@@ -155,18 +155,41 @@ def test_mlx_lm_reports_pass_through_the_recorder(
 
 def result(bench: Any, harness: Any, peer: str, times: list[float], mib: int) -> Any:
     steps = [bench.Step(2.0, time, 100, 120) for time in times]
-    return bench.Result(peer, ["python"], {"python": "3.12"}, 1, steps, harness.Measured(9.0, 8.0, mib << 20))
+    return bench.Result(peer, ["python"], {"python": "3.12"}, 1, [steps], harness.Measured(9.0, 8.0, mib << 20))
 
 
 def test_table(bench: Any, harness: Any) -> None:
     theirs = result(bench, harness, "mlx_lm", [99.0, 25.0, 25.0], 700)
     ours = result(bench, harness, "allhands", [99.0, 0.8, 1.0, 0.5], 701)
     lines = bench.table([theirs, ours])
-    assert lines[2] == "| mlx_lm.lora as pip installs it | 4.0 (4.0 to 4.0) | 4.8 | 1.0 | 700 MiB | 2 after 1 |"
-    assert lines[3] == "| allhands | 125.0 (100.0 to 200.0) | 150.0 | 31.2 | 701 MiB | 3 after 1 |"
+    assert lines[2] == "| mlx_lm.lora as pip installs it | 4.0 (4.0 to 4.0) | 4.8 | 1.0 | 700 MiB | 1 x 2 after 1 |"
+    assert lines[3] == "| allhands | 125.0 (100.0 to 200.0) | 150.0 | 31.2 | 701 MiB | 1 x 3 after 1 |"
     verdict = "\n".join(bench.verdict([theirs, ours]))
     assert "31.2 times mlx_lm (the mark is 25): met" in verdict
     assert "701 against 700 MiB (no higher is the mark): MISSED" in verdict
+
+
+def test_runs_in_turn_are_one_result(bench: Any, harness: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is half as fast in the second round, for everybody; of each run the first step warms up."""
+    seen: list[str] = []
+
+    def run_peer(_plan: Any, peer: str, _python: Path) -> Any:
+        slow = 1 + seen.count("peft")
+        seen.append(peer)
+        return result(bench, harness, peer, [9.0, slow * 1.0, slow * 0.5], 100 * slow)
+
+    monkeypatch.setattr(bench, "prepare", lambda options, _work: plan)
+    monkeypatch.setattr(bench, "run_peer", run_peer)
+    monkeypatch.setattr(bench, "expect", lambda *_: None)
+    monkeypatch.setattr(bench, "work_of", lambda _: {})
+    monkeypatch.setattr(type(plan), "python", lambda _self, peer: Path(peer))
+    options = bench.parse(["--rounds", "2", "--peers", "mlx_lm,peft,allhands"])
+    record = bench.measure(options, Path(), {})
+    assert seen == ["mlx_lm", "peft", "allhands", "peft", "allhands"]
+    counts = {peer: [len(steps) for steps in found["rounds"]] for peer, found in record["peers"].items()}
+    assert counts == {"mlx_lm": [3], "peft": [3, 3], "allhands": [3, 3]}
+    assert record["peers"]["peft"]["tokens_per_s"] == 100.0  # the middle of 100, 200, 50 and 100
+    assert record["peers"]["peft"]["peak_rss_mib"] == 200.0
 
 
 def test_table_without_mlx_lm_compares_nothing(bench: Any, harness: Any) -> None:
