@@ -33,6 +33,7 @@ from harness import (
     say,
     versions,
 )
+from records import read_records, results_directory, same
 from rounds import ROUND
 
 HERE = Path(__file__).resolve().parent
@@ -117,17 +118,30 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer at one work")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all of it; default: none")
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="take over the works that are complete in the last record of this code on such a machine",
+    )
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-DATE.json")
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """All works by all peers."""
-    found: dict[str, dict[str, Any]] = {}
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "commit": git_commit(),
+        "machine": {**facts, "gpu": gpu()},
+        "settings": {"built": options.built},
+        "steps": options.steps,
+    }
+    found: dict[str, dict[str, Any]] = taken_over(options, record) if options.add else {}
     began = time.monotonic()
+    works = [work for work in options.works if work not in found]
     if options.built:
-        build_all(options, directory)
-    for work in options.works:
+        build_all(options, works, directory)
+    for work in works:
         for peer in options.peers:
             say(f"{work}: {TITLES[peer]}")
             log = directory / f"{work}-{peer}.log"
@@ -150,18 +164,27 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             if options.profile:
                 say(log.read_text())
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(),
-        "machine": {**facts, "gpu": gpu()},
+        **record,
         "versions": {
             kind: versions(Path(options.python.get(kind, sys.executable)), PACKAGES, PYTHONPATH=python_path())
             for kind in ("mlx", "torch")
         },
-        "steps": options.steps,
-        "settings": {"built": options.built},
-        "works": {work: WORKS[work] for work in options.works},
-        "results": found,
+        "works": {work: WORKS[work] for work in WORKS if work in found},
+        "results": {work: found[work] for work in WORKS if work in found},
     }
+
+
+def taken_over(options: argparse.Namespace, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Results by work and peer, of works that all peers in ``options`` have done, in the last record like ``now``."""
+    told = {**now, "environment": {"machine": now["machine"]}}
+    for record in reversed(read_records(results_directory())):
+        if record["name"] == "gpu" and same(record, told) and record["details"]["steps"] == now["steps"]:
+            results = record["details"]["results"]
+            failed = {work for work in results for peer in options.peers if "error" in results[work].get(peer, "error")}
+            whole = {work: of for work, of in results.items() if work not in failed}
+            say(f"taken over: {', '.join(whole) or 'nothing'} ({record['date']} {record['time']})")
+            return whole
+    return {}
 
 
 def command(options: argparse.Namespace, work: str, peer: str, steps: int) -> list[str]:
@@ -171,7 +194,7 @@ def command(options: argparse.Namespace, work: str, peer: str, steps: int) -> li
     return [options.python.get(kind, sys.executable), str(HERE / f"gpu_{kind}.py"), json.dumps(asked)]
 
 
-def build_all(options: argparse.Namespace, directory: Path) -> None:
+def build_all(options: argparse.Namespace, works: list[str], directory: Path) -> None:
     """Let every process build its kernels, a few at once; what fails does so again when it is measured."""
     say("building kernels")
     environ = clean_environ(PYTHONPATH=python_path())
@@ -180,7 +203,7 @@ def build_all(options: argparse.Namespace, directory: Path) -> None:
         with suppress(BenchmarkError):
             run_measured(command(options, *job, 1), directory / f"build-{'-'.join(job)}.log", environ, options.timeout)
 
-    jobs = [(work, peer) for work in options.works for peer in options.peers]
+    jobs = [(work, peer) for work in works for peer in options.peers]
     # No more at once than a large GPU's memory holds.
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(build, jobs))

@@ -196,7 +196,8 @@ def write_record(record: Mapping[str, Any]) -> Path:
     """
     directory = results_directory()
     directory.mkdir(parents=True, exist_ok=True)
-    out = next(path for path in _places(directory, record) if not path.exists() or _same(path, record))
+    places = ((path, path.exists()) for path in _places(directory, record))
+    out = next(path for path, used in places if not used or same(json.loads(path.read_text("utf-8")), record))
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return out
 
@@ -208,8 +209,8 @@ def _places(directory: Path, record: Mapping[str, Any]) -> Iterator[Path]:
         yield directory / f"{stem}-{number}.json"
 
 
-def _same(path: Path, record: Mapping[str, Any]) -> bool:
-    other = json.loads(path.read_text(encoding="utf-8"))
+def same(other: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether two records are of the same code, with the same settings, on such a machine."""
     told = [[machine_of(one), one["commit"], one["settings"]] for one in (other, record)]
     # What is not committed may differ.
     return told[0] == told[1] and not record["commit"].endswith("+")
