@@ -19,8 +19,8 @@ OURS = "allhands"
 RESULTS = Path(__file__).resolve().parent / "results"
 Better = Literal["higher", "lower"]
 # How often something was measured, and beside whom, does not change what was measured.
-EFFORT = ("peers", "repeat", "steps", "warmup", "mlx_lm_steps", "mlx_lm_warmup", "works", "methods", "kinds")
-EFFORT += ("rounds", "gpus", "scaling", "bucket_mb")  # the rows' names say these
+EFFORT = ("peers", "repeat", "rounds", "steps", "warmup", "mlx_lm_steps", "mlx_lm_warmup")
+EFFORT += ("works", "methods", "kinds", "gpus", "scaling", "bucket_mb")  # the rows' names say these
 _OWN = ("benchmark", "name", "date", "time", "commit", "machine", "versions", "settings", "rows")
 
 

@@ -394,7 +394,7 @@ def launch_directly(environ: MutableMapping[str, str], *, deterministic: bool = 
 
     Args:
         deterministic: whether all sums are to be made in the same order every time. cuDNN adds up the gradient of
-            attention as its parts come; everything else that training uses has an order.
+            attention as its parts come; everything else in the training of dense models has an order.
     """
     if sys.platform == "linux":
         for name, value in _DIRECTLY.items():
