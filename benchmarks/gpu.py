@@ -33,7 +33,7 @@ from harness import (
     say,
     versions,
 )
-from records import read_records, results_directory, same
+from records import make_record, read_records, results_directory, same
 from rounds import ROUND
 
 HERE = Path(__file__).resolve().parent
@@ -176,12 +176,11 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
 
 def taken_over(options: argparse.Namespace, now: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Results by work and peer, of works that all peers in ``options`` have done, in the last record like ``now``."""
-    told = {**now, "environment": {"machine": now["machine"]}}
+    told = make_record("gpu", now, ())
     for record in reversed(read_records(results_directory())):
         if record["name"] == "gpu" and same(record, told) and record["details"]["steps"] == now["steps"]:
-            results = record["details"]["results"]
-            failed = {work for work in results for peer in options.peers if "error" in results[work].get(peer, "error")}
-            whole = {work: of for work, of in results.items() if work not in failed}
+            results = record["details"]["results"].items()
+            whole = {w: by for w, by in results if all(p in by and "error" not in by[p] for p in options.peers)}
             say(f"taken over: {', '.join(whole) or 'nothing'} ({record['date']} {record['time']})")
             return whole
     return {}

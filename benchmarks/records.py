@@ -196,8 +196,7 @@ def write_record(record: Mapping[str, Any]) -> Path:
     """
     directory = results_directory()
     directory.mkdir(parents=True, exist_ok=True)
-    places = ((path, path.exists()) for path in _places(directory, record))
-    out = next(path for path, used in places if not used or same(json.loads(path.read_text("utf-8")), record))
+    out = next(path for path in _places(directory, record) if not path.exists() or same(_read(path), record))
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return out
 
@@ -209,6 +208,10 @@ def _places(directory: Path, record: Mapping[str, Any]) -> Iterator[Path]:
         yield directory / f"{stem}-{number}.json"
 
 
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def same(other: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
     """Whether two records are of the same code, with the same settings, on such a machine."""
     told = [[machine_of(one), one["commit"], one["settings"]] for one in (other, record)]
@@ -218,5 +221,5 @@ def same(other: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
     """All records in a directory, the oldest first."""
-    every = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
+    every = [_read(path) for path in sorted(directory.glob("*.json"))]
     return sorted(every, key=lambda record: (record["date"], record["time"]))
