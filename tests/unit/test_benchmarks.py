@@ -15,18 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmark_scripts import BENCHMARKS, scripts_on_the_path
 
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
     """Import by name as the scripts do; their directory is on the path for as long as that takes."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield {name: importlib.import_module(name) for name in ("harness", "cpu_lora", "cpu_lora_prepare")}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
@@ -256,12 +252,9 @@ def test_peers_are_shielded_from_the_persons_settings(harness: Any, monkeypatch:
 
 @pytest.fixture(scope="module")
 def data_bench() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         names = ("data", "data_memory", "data_padding", "data_text", "data_worker")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def test_generated_text(data_bench: Any, tmp_path: Path) -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_scripts import scripts_on_the_path
 
 from allhands.config import build_config
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield importlib.import_module("cpu_scaling")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def test_the_kinds_differ_in_processes_and_cores_alone(bench: Any, tmp_path: Path) -> None:

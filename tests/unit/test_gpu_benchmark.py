@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_scripts import scripts_on_the_path
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MACHINE = {"cpu": "c", "cores": 4, "system": "Linux", "gpus": ["H, 700 W"], "gpu": "H, 700 W"}
 DONE = {"tokens_per_s": 8.0, "step_s": {"median": 1.0, "best": 0.5, "worst": 2.0}, "losses": [2.0, 1.0]}
 LEFT_OUT = {"error": "left out: the time of --limit is over"}
@@ -19,11 +19,8 @@ LEFT_OUT = {"error": "left out: the time of --limit is over"}
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield importlib.import_module("gpu")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture

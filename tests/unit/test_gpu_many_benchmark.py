@@ -6,7 +6,6 @@ import importlib
 import json
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_scripts import BENCHMARKS, scripts_on_the_path
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[Any]:
     """Import by name as the scripts do."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("gpu_many", "records", "harness")})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark_scripts import scripts_on_the_path
 
 
 @pytest.fixture(scope="module")
 def backends() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield importlib.import_module("backends")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def timings(*seconds: float) -> list[dict[str, Any]]:

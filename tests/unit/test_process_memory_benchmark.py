@@ -13,18 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_scripts import scripts_on_the_path
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MIB = 2**20
 
 
 @pytest.fixture(scope="module", autouse=True)
 def path() -> Iterator[None]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture

@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark_scripts import scripts_on_the_path
 
 
 @pytest.fixture(scope="module")
 def startup() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with scripts_on_the_path():
         yield importlib.import_module("startup")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def printing(*lines: str, pause_s: float = 0.0) -> list[str]:
