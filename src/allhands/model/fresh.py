@@ -39,6 +39,9 @@ class FreshModel(LoadedModel):
         """SHA-256 over what its first weights follow from."""
         return hashlib.sha256(json.dumps([self.config, self.seed], sort_keys=True).encode()).hexdigest()
 
+    def _earlier_fingerprint(self) -> str:
+        return self.fingerprint
+
 
 def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig:
     """``config`` with the length of its rows, if it was not given: the shape's block size, at most :data:`_ROW`.
@@ -69,7 +72,7 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
     values = model_config(shape, ids=ids, dtype=dtype)
     model = build_model(values, config.seed, dtype=getattr(mx, dtype))
     balance_experts(model, config.router_aux_loss)
-    return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, config.seed)
+    return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, seed=config.seed)
 
 
 def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:

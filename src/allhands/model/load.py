@@ -7,12 +7,12 @@ written is whole or absent.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
 from allhands.files import write_error
+from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
+from allhands.model.reading import classes_that_read, worth_threads
 from allhands.model.sources import Report, first_line, is_path, resolve, silent
 from allhands.staging import publish, same_files, staging
 
@@ -62,20 +64,19 @@ class LoadedModel:
     config: Json
     path: Path
 
+    hashing: Future[str] | None = None  # the fingerprint, where it was begun while the weights were read
+
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over names, sizes and contents of the weight files; read once, when first asked for."""
-        return fingerprint(self.path)
+        """Of the weight files, see :func:`fingerprint`; read once, when first asked for."""
+        return self.hashing.result() if self.hashing is not None else fingerprint(self.path)
 
+    def is_recorded(self, recorded: str) -> bool:
+        """Whether ``recorded`` is this model's fingerprint, or the one that an earlier version gave it."""
+        return recorded == self.fingerprint or recorded == self._earlier_fingerprint()
 
-def fingerprint(path: Path) -> str:
-    """SHA-256 over names, sizes and contents of the weight files in the directory ``path``."""
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("model*.safetensors")):
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
-    return digest.hexdigest()
+    def _earlier_fingerprint(self) -> str:
+        return earlier_fingerprint(self.path)
 
 
 # --- loading ----------------------------------------------------------------------------------------
@@ -137,6 +138,7 @@ def load_model(
     trust_remote_code: bool = False,
     dtype: str | None = None,
     tokenizer: TokenizerWrapper | None = None,
+    hashed: bool = False,
 ) -> LoadedModel:
     """Load a model and its tokenizer, the parameters evaluated, in evaluation mode.
 
@@ -145,6 +147,7 @@ def load_model(
         trust_remote_code: let the model run the Python files that it carries.
         dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
         tokenizer: the model's, if it has been loaded already.
+        hashed: begin with the fingerprint meanwhile, because it will be asked for at once.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
@@ -152,19 +155,21 @@ def load_model(
     """
     check_dtype(dtype)
     path = resolve(path_or_repo)
-    model, config = build(path, trust_remote_code)
+    hashing = begin_fingerprint(path) if hashed else None
+    model, config = build(path, trust_remote_code, wanted=True)
     if dtype is not None:
         cast_parameters(model, dtype, path)
     mx.eval(model.parameters())
-    return LoadedModel(model, tokenizer or _tokenizer(path, config, trust_remote_code), config, path)
+    return LoadedModel(model, tokenizer or _tokenizer(path, config, trust_remote_code), config, path, hashing)
 
 
-def build(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Json]:
-    """The model of a directory, parameters not yet read, and its config."""
+def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple[nn.Module, Json]:
+    """The model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``."""
     read_config(path)
-    _check_weights(path)
+    files = _check_weights(path)
+    made: Json = {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
     try:
-        return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
     except Exception as error:  # a config that no class can be built from fails in any of its lines
         hint = "check config.json against the weights, or fetch the model again"
         if "trust_remote_code" in str(error):
@@ -198,8 +203,8 @@ def read_config(path: Path) -> Json:
     return config
 
 
-def _check_weights(path: Path) -> None:
-    """Every file of weights that there should be is there, and as long as its header says."""
+def _check_weights(path: Path) -> list[Path]:
+    """The files of weights: each that there should be is there, and as long as its header says."""
     files = sorted(path.glob("model*.safetensors"))
     present = {file.name for file in files}
     missing = sorted(_indexed_files(path) - present)
@@ -218,6 +223,7 @@ def _check_weights(path: Path) -> None:
                 where=str(file),
                 hint="fetch the model again",
             ) from error
+    return files
 
 
 def _indexed_files(path: Path) -> set[str]:

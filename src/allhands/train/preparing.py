@@ -144,9 +144,10 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
             path, trust = str(tokenizer.path), config.trust_remote_code
-            loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer)
-        if checkpoint is not None or mesh.size > 1:
-            _ = loaded.fingerprint  # reads all weights
+            compared = checkpoint is not None or mesh.size > 1
+            loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer, hashed=compared)
+            if compared:
+                _ = loaded.fingerprint  # reads all weights
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
     mx.random.seed(config.seed)
@@ -167,7 +168,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.fingerprint, data.fingerprints())
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints())
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
