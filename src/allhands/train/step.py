@@ -381,9 +381,15 @@ class TrainStep:
             loss, new = self._gradient_of(batch)
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
             new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
-            total, grads = total + loss, new
-            if not (lazy_end and number_of == len(micro_batches)):
+            before, total, grads = total, total + loss, new
+            if lazy_end and number_of == len(micro_batches):
+                continue
+            if self._ahead is None:
                 mx.eval(total, grads)
+            else:
+                # The device works on this one while the host hands out the next; no further, see BatchMemory.
+                mx.async_eval(total, grads)
+                mx.eval(before)
         if grads is None:
             joined = None if self._graph is None or self._graph.leaves is None else self._graph.weights()
             grads = tree_map(mx.zeros_like, self._model.trainable_parameters() if joined is None else joined)
