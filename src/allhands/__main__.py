@@ -7,6 +7,7 @@ import sys
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from allhands.cli.main import main  # noqa: E402
+from allhands.import_structures import keep_import_structures  # noqa: E402
 from allhands.without_torch import leave_torch_out  # noqa: E402
 
 
@@ -18,6 +19,7 @@ def run() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if sys.argv[1:2] != ["eval"]:  # lm-evaluation-harness needs it
         leave_torch_out()
+    keep_import_structures()
     main()
 
 

@@ -30,6 +30,8 @@ LAYERS: dict[str, int] = {
     "allhands.files": 0,
     "allhands.staging": 0,
     "allhands.without_torch": 0,
+    "allhands.importing": 0,
+    "allhands.import_structures": 0,
     "allhands.formatting": 0,
     "allhands.gpus": 0,
     "allhands.faults": 0,
