@@ -64,8 +64,10 @@ print(json.dumps({name: str(models[name]()) for name in sys.argv[3:]}))
 
 # As a command does it; see allhands.__main__.
 _IMPORT = """
+from allhands.import_structures import keep_import_structures
 from allhands.without_torch import leave_torch_out
 leave_torch_out()
+keep_import_structures()
 import allhands.cli.train, allhands.train.recipes
 """
 

@@ -39,6 +39,13 @@ def test_the_first_step_is_told_from_what_comes_before_and_after(startup: Any) -
     assert startup.wait_for(printing("run out", "step 1/3  loss 5"), startup.FIRST[startup.ONE], 20.0) > seen
 
 
+def test_what_comes_after_the_first_step_need_not_be_waited_for(startup: Any) -> None:
+    before = time.time()
+    command = [sys.executable, "-c", "import time; print('step 1/3  loss 5', flush=True); time.sleep(60)"]
+    seen = startup.wait_for(command, startup.FIRST[startup.ONE], 20.0, to_its_end=False)
+    assert before < seen <= time.time() < before + 20.0
+
+
 def test_a_run_without_a_first_step_is_an_error(startup: Any) -> None:
     with pytest.raises(startup.BenchmarkError, match="ended with code 0") as caught:
         startup.wait_for(printing("step 10/30"), startup.FIRST[startup.ONE], 20.0)
