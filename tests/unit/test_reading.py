@@ -1,187 +1,483 @@
-"""Weights read by several threads, and hashed side by side, are those that one thread reads and hashes."""
+"""Files of every type: what was written is read, and whatever is broken is one Problem with its place."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import threading
-from collections.abc import Sequence
+import csv
+import gzip
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import mlx.core as mx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import tiny
-from mlx.utils import tree_flatten
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from allhands.errors import ModelError
-from allhands.model import fingerprints, load, reading
-from allhands.model.fingerprints import begin_fingerprint, fingerprint
-from allhands.model.load import load_model
-from allhands.model.reading import read_arrays, worth_threads
+from allhands.data import jsontext
+from allhands.data.reading import file_type, read_rows
+from allhands.data.rows import Problem, ReadOptions, Row
+from allhands.errors import ConfigError, DataError
 
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    """Arrays of many sizes and types, one name in both files."""
-    mx.random.seed(3)
-    sizes = [1, 5, 70_000, 3, 900, 120_000]
-    arrays = {f"a{size}": mx.random.normal((size,)).astype(mx.bfloat16 if size % 2 else mx.float32) for size in sizes}
-    mx.save_safetensors(str(tmp_path / "model-1.safetensors"), {**arrays, "both": mx.array([1])})
-    mx.save_safetensors(
-        str(tmp_path / "model-2.safetensors"), {"both": mx.array([2]), "packed": mx.arange(64, dtype=mx.uint32)}
-    )
-    return sorted(tmp_path.glob("*.safetensors"))
+SUFFIXES = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.lists(st.dictionaries(WORDS, VALUES, max_size=4), min_size=1, max_size=5)
 
 
-def by_mlx(files: Sequence[Path]) -> dict[str, mx.array]:
-    arrays: dict[str, mx.array] = {}
-    for file in files:
-        arrays.update(mx.load(str(file)))  # type: ignore[arg-type]
-    return arrays
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reading")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_several_threads_read_what_mlx_reads(files: list[Path], threads: int) -> None:
-    wanted, read = by_mlx(files), read_arrays(files, threads)
-    assert sorted(read) == sorted(wanted)
-    for name, array in wanted.items():
-        assert read[name].dtype == array.dtype
-        assert bytes(memoryview(read[name].view(mx.uint8))) == bytes(memoryview(array.view(mx.uint8))), name
-    assert read["both"].item() == 2  # the last file's, as in mlx_lm
+def read(folder: Path, content: bytes | str, name: str = "f.jsonl", **options: Any) -> list[Row | Problem]:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    items = list(read_rows(path, ReadOptions(**options)))
+    for item in items:
+        assert isinstance(item, Row | Problem)
+        if isinstance(item, Problem):
+            assert item.message
+            assert isinstance(item.error(), DataError)
+    return items
 
 
-def test_each_thread_has_about_as_much(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two large arrays must not be one thread's."""
-    of: dict[int, int] = {}
-    evaluate = mx.eval
-
-    def count(arrays: Any) -> None:
-        of[threading.get_ident()] = sum(array.nbytes for array in arrays.values())
-        evaluate(arrays)
-
-    monkeypatch.setattr(reading, "available_cores", lambda: 2)
-    monkeypatch.setattr(mx, "eval", count)
-    total = sum(array.nbytes for array in by_mlx(files).values())
-    read_arrays(files)
-    assert sum(of.values()) == pytest.approx(total, abs=16)  # a name in both files is read once
-    assert max(of.values()) < 0.65 * total
+def values(items: list[Row | Problem]) -> list[Any]:
+    assert [item for item in items if isinstance(item, Problem)] == []
+    return rows_of(items)
 
 
-def test_what_cannot_be_read_is_said_and_nothing_hangs(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = reading._lazy  # pyright: ignore[reportPrivateUsage]
-
-    def torn(file: Path, stream: mx.Stream | None = None) -> dict[str, mx.array]:
-        if stream is not None and file.name == "model-2.safetensors":
-            raise RuntimeError("the disk is gone")
-        return whole(file, stream)
-
-    monkeypatch.setattr(reading, "_lazy", torn)
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        read_arrays(files)
+def rows_of(items: list[Row | Problem]) -> list[Any]:
+    return [item.value for item in items if isinstance(item, Row)]
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_model_of_arrays_read_by_threads_is_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None
+def outline(items: list[Row | Problem]) -> list[Any]:
+    """Values of rows, and (line, first words) of problems."""
+    return [item.value if isinstance(item, Row) else (item.line, item.message.partition(":")[0]) for item in items]
+
+
+def parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, **options)
+    return sink.getvalue()
+
+
+def table(rows: list[list[str]], delimiter: str = ",", end: str = "\r\n") -> str:
+    sink = io.StringIO()
+    csv.writer(sink, delimiter=delimiter, lineterminator=end).writerows(rows)
+    return sink.getvalue()
+
+
+# What was written is read
+
+
+@given(OBJECTS, st.booleans(), st.sampled_from([None, 0, 2]), st.integers(1, 40))
+@settings(max_examples=50, deadline=None)
+def test_json_of_any_layout(folder: Path, rows: list[Any], ascii_only: bool, indent: int | None, piece: int) -> None:
+    lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
+    assert values(read(folder, "\n".join(lines))) == rows
+    assert values(read(folder, "\r\n\r\n".join(["\ufeff", *lines]))) == rows
+    with mock.patch.object(jsontext, "PIECE", piece):
+        array = json.dumps(rows, ensure_ascii=ascii_only, indent=indent)
+        assert values(read(folder, array, "f.json")) == rows
+        assert values(read(folder, "\ufeff" + array, "f.json")) == rows
+        assert values(read(folder, " ".join(json.dumps(row, indent=indent) for row in rows), "f.json")) == rows
+    assert values(read(folder, array)) == rows
+
+
+@given(st.lists(VALUES, min_size=1, max_size=5), st.integers(1, 10))
+@settings(max_examples=50, deadline=None)
+def test_json_values_that_are_no_objects(folder: Path, rows: list[Any], piece: int) -> None:
+    with mock.patch.object(jsontext, "PIECE", piece):
+        assert values(read(folder, json.dumps(rows), "f.json")) == rows
+
+
+def test_line_numbers_of_json(tmp_path: Path) -> None:
+    text = '[\n {"a": 1},\n\n {"b":\n 2}, {"c": 3}\n]\n'
+    for piece in range(1, len(text)):
+        with mock.patch.object(jsontext, "PIECE", piece):
+            items = read(tmp_path, text, "f.json")
+            assert [(item.source, item.line) for item in items] == [("f.json", 2), ("f.json", 4), ("f.json", 5)]
+
+
+@given(st.lists(st.lists(WORDS, min_size=2, max_size=2), min_size=1, max_size=5), st.booleans(), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_tables(folder: Path, cells: list[list[str]], tabs: bool, crlf: bool) -> None:
+    # The writer quotes a lone CR only if lines end in CRLF.
+    cells = [[re.sub("\0" if crlf else "[\0\r]", "", cell) for cell in row] for row in cells]
+    content = table([["prompt", "completion"], *cells], "\t" if tabs else ",", "\r\n" if crlf else "\n")
+    rows = values(read(folder, "\ufeff" + content, "f.tsv" if tabs else "f.csv"))
+    assert rows == [{"prompt": prompt, "completion": completion} for prompt, completion in cells]
+
+
+def test_tables_keep_strings_lines_and_long_fields(tmp_path: Path) -> None:
+    long = "x" * 300_000
+    rows = [['{"a": 1}', "two\nlines"], ["1", "NA"], [long, ""]]
+    items = read(tmp_path, table([["", "text "], *rows], end="\n"), "f.csv")
+    assert values(items) == [{"column 1": first, "text": second} for first, second in rows]
+    assert [item.line for item in items] == [2, 4, 5]
+
+
+@given(st.lists(st.fixed_dictionaries({"text": WORDS, "n": st.none() | st.integers(-9, 9)}), min_size=1, max_size=9))
+@settings(max_examples=30, deadline=None)
+def test_parquet(folder: Path, rows: list[dict[str, Any]]) -> None:
+    items = read(folder, parquet(rows, row_group_size=2), "f.parquet")
+    assert values(items) == rows
+    assert [item.line for item in items] == list(range(1, len(rows) + 1))
+
+
+def test_parquet_with_nested_nulls(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": None}, {"role": None, "content": "b"}, None], "meta": {"a": None}},
+        {"messages": None, "meta": None},
+        {"messages": [], "meta": {"a": [1, None]}},
+    ]
+    assert values(read(tmp_path, parquet(rows), "f.parquet")) == rows
+    assert values(read(tmp_path, gzip.compress(parquet(rows)), "f.parquet.gz")) == rows
+
+
+def test_gz_of_every_type(tmp_path: Path) -> None:
+    row = {"text": "Ahoy"}
+    contents = {"jsonl": b'{"text": "Ahoy"}', "json": b'[{"text": "Ahoy"}]', "csv": b"text\nAhoy\n", "txt": b"Ahoy"}
+    for suffix, content in (contents | {"tsv": contents["csv"], "parquet": parquet([row])}).items():
+        assert values(read(tmp_path, gzip.compress(content), f"f.{suffix}.gz")) == [row]
+        assert values(read(tmp_path, gzip.compress(content), f"F.{suffix.upper()}.GZ")) == [row]
+
+
+def test_nan_infinity_and_floats(tmp_path: Path) -> None:
+    row = values(read(tmp_path, '{"a": NaN, "b": -Infinity, "c": 1e999, "d": null}'))[0]
+    assert math.isnan(row["a"])
+    assert (row["b"], row["c"], row["d"]) == (-math.inf, math.inf, None)
+
+
+# What is broken
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("f.jsonl", b'1\n{"a": "caf\xe9"}\n{bad}\n\n{"a": 2}', [1, (2, "not UTF-8"), (3, "not JSON"), {"a": 2}]),
+        ("f.jsonl", b"1\n" + b"[" * 9999 + b"\n2", [1, (2, "not usable JSON"), 2]),
+        ("f.jsonl", b"1\n" + b"9" * 5000 + b"\n2", [1, (2, "not usable JSON"), 2]),
+        ("f.jsonl", b"0\n" + b'{"a":' * 201 + b"1" + b"}" * 201 + b"\n1", [0, (2, "not usable JSON"), 1]),
+        ("f.jsonl", b"0\n" + b"[" * 99 + b"]" * 99 + b"\n1", [0, json.loads("[" * 99 + "]" * 99), 1]),
+        ("f.json", b'[{"a": 1},\n {"a": 2 3},\n {"a": 4}]', [{"a": 1}, (2, "not JSON"), {"a": 4}]),
+        ("f.json", b'[\n{"a": "caf\xe9"},\n{"a": 1}]', [(2, "not UTF-8"), {"a": 1}]),
+        ("f.json", b'[\n{"a": 1}\n{"a": 2},\n{"a": 3}]', [{"a": 1}, (3, "not JSON"), {"a": 3}]),
+        ("f.json", b'{"a": 1}\n{"a": "2}\n{"a": 3}\n', [{"a": 1}, (2, "not JSON"), {"a": 3}]),
+        ("f.csv", b"a,b\n1\n1,2,3\n\n3,4\n", [(2, "ragged row"), (3, "ragged row"), {"a": "3", "b": "4"}]),
+        ("f.csv", b'a,b\n1,"x "y" z"\n3,4\n', [(2, "not a row of a table"), {"a": "3", "b": "4"}]),
+        ("f.csv", b"a\ncaf\xe9\nx\0y\nok\n", [(2, "not UTF-8"), (3, "the row has a NUL byte"), {"a": "ok"}]),
+        ("f.txt", b"caf\xc3\xa9\ncaf\xe9\nx\0y\n", [{"text": "café"}, (2, "not UTF-8"), (3, "a NUL byte in the text")]),
+    ],
+)  # fmt: skip
+def test_the_rest_goes_on(tmp_path: Path, name: str, content: bytes, expected: list[Any]) -> None:
+    items = read(tmp_path, content, name, documents="line")
+    assert outline(items) == expected
+    assert not any("the rest" in item.message for item in items if isinstance(item, Problem))
+    assert all(item.hint for item in items if isinstance(item, Problem))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("f.json", '[{"a": 1}, {"a": 2 3}, {"a": 4}]', [{"a": 1}, (1, "not JSON")]),
+        ("f.json", '[\n{"a": 1},\n{\n"a": 2 3\n},\n{"b": 2}]', [{"a": 1}, (4, "not JSON")]),
+        ("f.json", '[\n{"m": [{"r": "u" 2},\n{"r": "a"}]},\n{"m": []}]', [(2, "not JSON")]),
+        ("f.json", '[1, 2]\n[3]', [1, 2, (1, "not JSON")]),
+        ("f.csv", 'a,b\n1,"x\n3,"4"\n5,6\n', [(2, "not a row of a table")]),
+        ("f.csv", 'a,b\n1,2\n3,"4\n5,6\n', [{"a": "1", "b": "2"}, (3, "not a row of a table")]),
+        ("f.csv", "a,b,a\n1,2,3\n", [(1, "unusable columns")]),
+    ],
+)  # fmt: skip
+def test_the_rest_is_not_read_where_its_rows_are_uncertain(
+    tmp_path: Path, name: str, content: str, expected: list[Any]
 ) -> None:
-    path = tiny.write_model(tmp_path / "model", hidden=64, bits=bits)
-    usual = load_model(str(path))
-    calls: list[int] = []
-
-    def count(files: Sequence[Path], threads: int = 3) -> dict[str, mx.array]:
-        calls.append(len(files))
-        return read_arrays(files, threads)
-
-    monkeypatch.setattr(load, "worth_threads", lambda files: True)
-    monkeypatch.setattr(reading, "read_arrays", count)
-    read = load_model(str(path))
-    assert calls == [1]
-    assert type(read.model) is type(usual.model)
-    assert "sanitize" not in vars(read.model)
-    wanted: dict[str, mx.array] = dict(tree_flatten(usual.model.parameters()))
-    got: dict[str, mx.array] = dict(tree_flatten(read.model.parameters()))
-    assert sorted(got) == sorted(wanted)
-    for name, array in wanted.items():
-        assert mx.array_equal(got[name], array), name
-    tokens = mx.array([[5, 6, 7]])
-    assert mx.array_equal(read.model(tokens), usual.model(tokens))
+    items = read(tmp_path, content, name)
+    assert [
+        item.value if isinstance(item, Row) else (item.line, item.message.partition(",")[0]) for item in items
+    ] == expected
+    last = items[-1]
+    assert isinstance(last, Problem)
+    assert "the rest of the file from here was not read" in last.message
 
 
-def test_threads_are_for_nvidia_gpus_and_large_files(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gpu:
-        type = mx.DeviceType.gpu
+@given(st.lists(st.dictionaries(WORDS, VALUES, min_size=1, max_size=3), min_size=2, max_size=6), st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_broken_element_costs_no_other(folder: Path, rows: list[Any], data: st.DataObject) -> None:
+    """In an indented array: whatever one character less breaks, rows that are whole are read as they were."""
+    lines = json.dumps(rows, indent=1).split("\n")
+    starts = [number for number, line in enumerate(lines) if line == " {"]
+    broken = data.draw(st.integers(0, len(rows) - 1))
+    end = [*starts, len(lines) - 1][broken + 1]
+    number = data.draw(st.integers(starts[broken], end - 1))
+    line = lines[number]
+    # Any character but the comma behind the element: without that, the element after it is left out.
+    cut = data.draw(st.integers(0, len(line.removesuffix(",") if number == end - 1 else line) - 1))
+    lines[number] = line[:cut] + line[cut + 1 :]
+    items = read(folder, "\n".join(lines), "f.json")
+    got = rows_of(items)
+    assert len([value for value in got if value not in rows]) <= 1
+    is_stopped = any("the rest" in item.message for item in items if isinstance(item, Problem))
+    following = iter(got)
+    for row in rows[:broken] + ([] if is_stopped else rows[broken + 1 :]):
+        assert any(value == row for value in following)
 
-    assert not worth_threads(files)
-    monkeypatch.setattr(mx, "default_device", Gpu)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert not worth_threads(files)
-    monkeypatch.setattr(reading, "SMALL_BYTES", 1000)
-    assert worth_threads(files)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert not worth_threads(files)
+
+def test_gigantic_lines(tmp_path: Path) -> None:
+    long = b'{"a": "' + b"x" * 3_000_000 + b'"}'
+    items = read(tmp_path, b"1\n" + long + b"\n2\n" + long, max_row_bytes=2_000_000)
+    assert outline(items) == [1, (2, "the line is too long to be read"), 2, (4, "the line is too long to be read")]
+    assert f"{len(long) + 1:,} bytes" in items[1].message  # type: ignore[union-attr]
+    rows = b"a,b\n1,2\n" + b'"' + b"x" * 3_000_000 + b'",3\n4,5\n'
+    items = read(tmp_path, rows, "f.csv", max_row_bytes=2_000_000)
+    assert outline(items) == [{"a": "1", "b": "2"}, (3, "not a row of a table"), {"a": "4", "b": "5"}]
+    array = b"[\n1,\n" + long + b",\n2]"
+    items = read(tmp_path, array, "f.json", max_row_bytes=2_000_000)
+    assert isinstance(items[1], Problem)
+    assert (items[1].line, "too long" in items[1].message) == (3, True)
+    parts = values(read(tmp_path, b"x" * 3_000_000, "f.txt"))
+    assert "".join(part["text"] for part in parts) == "x" * 3_000_000
 
 
-# --- fingerprints -----------------------------------------------------------------------------------
+def test_a_damaged_parquet_file(tmp_path: Path) -> None:
+    whole = parquet([{"text": f"row {n}"} for n in range(20)], row_group_size=5)
+    assert outline(read(tmp_path, whole[:-1], "f.parquet"))[0][0] == 0
+    twice = io.BytesIO()
+    pq.write_table(pa.table([[1], [2]], names=["a", "a"]), twice)
+    assert "two are called 'a'" in read(tmp_path, twice.getvalue(), "f.parquet")[0].message  # type: ignore[union-attr]
+    late = pa.table({"t": pa.array([0, 2**62, 1], pa.timestamp("us"))})
+    pq.write_table(late, tmp_path / "late.parquet")
+    items = list(read_rows(tmp_path / "late.parquet"))
+    assert [(type(item), item.line) for item in items] == [(Row, 1), (Problem, 2), (Row, 3)]
+    with mock.patch.dict(sys.modules, {"pyarrow.parquet": None, "pyarrow": None}):
+        assert "need pyarrow" in read(tmp_path, whole, "f.parquet")[0].message  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_a_fingerprint_is_of_names_sizes_and_all_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
-) -> None:
-    """By its definition: each file's name and size, and the SHA-256 of each block on a line."""
-    monkeypatch.setattr(fingerprints, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(fingerprints, "_PIECE_BYTES", 300)
-    monkeypatch.setattr(fingerprints, "available_cores", lambda: cores)
-    contents = {
-        "model-2.safetensors": bytes(range(250)) * 9,
-        "model-1.safetensors": b"x" * 1000,
-        "model.safetensors": b"",
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_empty_files_and_wrong_ones(tmp_path: Path, suffix: str) -> None:
+    name = f"f.{suffix}"
+    assert outline(read(tmp_path, b"", name))[0][0] == 0
+    path = tmp_path / "none" / name
+    for bad in (path, tmp_path):
+        found = list(read_rows(bad if bad is path else tmp_path.rename(tmp_path.with_suffix(f".{suffix}"))))
+        assert [(type(item), item.line, item.source) for item in found] == [(Problem, 0, str(found[0].source))]
+        assert found[0].message.startswith("cannot read the file")  # type: ignore[union-attr]
+
+
+def test_compressed_and_foreign_content(tmp_path: Path) -> None:
+    packed = gzip.compress(b'{"a": 1}')
+    for name in ("f.jsonl", "f.json", "f.csv", "f.txt"):
+        for content, words in ((packed, "gzip"), (b"PK\x03\x04", "zip"), ("a".encode("utf-16"), "UTF-16")):
+            (item,) = read(tmp_path, content, name)
+            assert isinstance(item, Problem)
+            assert words in item.message
+            assert item.where == name
+    (item,) = read(tmp_path, b'{"a": 1}', "f.jsonl.gz")
+    assert isinstance(item, Problem)
+    assert "not gzip" in item.message
+    assert outline(read(tmp_path, b"", "f.pdf")) == [(0, "files of this type cannot be read")]
+
+
+def test_a_torn_gzip_gives_the_rows_before_the_tear(tmp_path: Path) -> None:
+    rows = [{"n": n, "text": f"{n * 7919 % 1000003}"} for n in range(200)]
+    for name, content in (
+        ("f.jsonl.gz", "\n".join(json.dumps(row) for row in rows)),
+        ("f.json.gz", json.dumps(rows)),
+    ):
+        packed = gzip.compress(content.encode())
+        counts: list[int] = []
+        for size in range(20, len(packed), 37):
+            items = read(tmp_path, packed[:size], name)
+            whole = rows_of(items)
+            assert whole == rows[: len(whole)]
+            assert isinstance(items[-1], Problem)
+            assert "to its end" in items[-1].message
+            counts.append(len(whole))
+        assert counts == sorted(counts)
+        assert counts[-1] > 150
+
+
+def test_options() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ReadOptions(documents="")
+    assert caught.value.where == "--documents"
+    assert Problem("f", 3, "m").where == "f:3"
+    assert Problem("f", 0, "m").where == "f"
+    assert [file_type(Path(name)) for name in ("a.JSONL.gz", "a.pq", "a.tar.gz", "jsonl", "a.md")] == [
+        "jsonl", "parquet", None, None, "text",
+    ]  # fmt: skip
+
+
+# Fuzzing
+
+
+def blank(line: bytes) -> bool:
+    line = line.removeprefix(b"\xef\xbb\xbf")
+    return line.decode("utf-8", "replace").strip() == ""
+
+
+@given(
+    st.binary(max_size=60) | st.lists(st.sampled_from([b'{"a": 1}', b"\n", b"\r\n", b"\xff", b'"', b" "])).map(b"".join)
+)
+@example(b"\xef\xbb\xbf\n1")
+@settings(deadline=None)
+def test_jsonl_rows_and_problems_are_the_lines_that_are_not_blank(folder: Path, content: bytes) -> None:
+    items = read(folder, b"0\n" + content)
+    lines = [line for line in content.split(b"\n") if not blank(line)]
+    assert len(items) == 1 + len(lines)
+    assert len({item.line for item in items}) == len(items)
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, bytes]:
+    rows = [{"prompt": f"p{n}", "completion": 'é, "quoted"\nand more'} for n in range(3)]
+    cells = [["prompt", "completion"], *([row["prompt"], row["completion"]] for row in rows)]
+    return {
+        "jsonl": "\n".join(json.dumps(row) for row in rows).encode(),
+        "json": json.dumps(rows, indent=1, ensure_ascii=False).encode(),
+        "csv": table(cells).encode(),
+        "tsv": table(cells, "\t").encode(),
+        "txt": "one\n\ntwo é<|endoftext|>\nthree".encode(),
+        "parquet": parquet(rows, compression="none"),
     }
-    lines = ""
-    for name, content in sorted(contents.items()):
-        (tmp_path / name).write_bytes(content)
-        lines += f"{name} {len(content)}\n"
-        for start in range(0, max(len(content), 1), 1000):
-            lines += hashlib.sha256(content[start : start + 1000]).hexdigest() + "\n"
-    (tmp_path / "config.json").write_text("{}")
-    assert fingerprint(tmp_path) == hashlib.sha256(lines.encode()).hexdigest() == begin_fingerprint(tmp_path).result()
 
 
-def test_a_bit_anywhere_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "BLOCK_BYTES", 64)
-    file = tmp_path / "model.safetensors"
-    content = bytearray(200)
-    seen: set[str] = set()
-    for place in (None, 0, 63, 64, 130, 199):
-        changed = bytearray(content)
-        if place is not None:
-            changed[place] ^= 1
-        file.write_bytes(changed)
-        seen.add(fingerprint(tmp_path))
-    file.write_bytes(content[:-1])
-    seen.add(fingerprint(tmp_path))
-    assert len(seen) == 7
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_files_cut_anywhere(tmp_path: Path, samples: dict[str, bytes], suffix: str) -> None:
+    whole = samples[suffix]
+    rows = values(read(tmp_path, whole, f"f.{suffix}"))
+    for size in range(0, len(whole), 7 if suffix == "parquet" else 1):
+        items = read(tmp_path, whole[:size], f"f.{suffix}")
+        # A cut within the last field of a table, if it has no quotes, cannot be seen.
+        got = rows_of(items)[: -1 if suffix in ("csv", "tsv") else None]
+        assert got == rows[: len(got)]
+        if suffix == "jsonl":
+            assert len(items) == max(1, len(whole[:size].splitlines()))
+        elif suffix in ("json", "parquet"):
+            assert isinstance(items[-1], Problem)
 
 
-def test_a_checkpoint_of_an_earlier_version_knows_its_model(tmp_path: Path) -> None:
-    """Until 0.1 a fingerprint was one hash over each whole file."""
-    path = tiny.write_model(tmp_path / "model")
-    loaded = load_model(str(path))
-    file = path / "model.safetensors"
-    line = f"{file.name} {file.stat().st_size} {hashlib.sha256(file.read_bytes()).hexdigest()}\n"
-    assert loaded.is_recorded(hashlib.sha256(line.encode()).hexdigest())
-    assert loaded.is_recorded(loaded.fingerprint)
-    assert not loaded.is_recorded("0" * 64)
-    assert load_model(str(path), hashed=True).fingerprint == loaded.fingerprint
+@given(st.sampled_from(SUFFIXES), st.binary(max_size=300), st.booleans())
+@settings(deadline=None)
+def test_any_bytes(folder: Path, suffix: str, content: bytes, packed: bool) -> None:
+    items = read(folder, content, f"f.{suffix}" + (".gz" if packed else ""))
+    assert items
 
 
-def test_weights_that_are_gone_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny.write_model(tmp_path / "model")
-    listed = fingerprints._files(path)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(fingerprints, "_files", lambda path: listed)
-    shutil.rmtree(path)
-    for ask in (lambda: fingerprint(path), begin_fingerprint(path).result):
-        with pytest.raises(ModelError, match="the weights cannot be read: No such file") as caught:
-            ask()
-        assert caught.value.where == str(listed[0])
+@given(st.data(), st.sampled_from(SUFFIXES))
+@settings(max_examples=200, deadline=None)
+def test_any_damage(folder: Path, samples: dict[str, bytes], data: st.DataObject, suffix: str) -> None:
+    content = bytearray(samples[suffix])
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(content)))
+        stop = start + data.draw(st.integers(0, 5))
+        content[start:stop] = data.draw(st.binary(max_size=4) | st.sampled_from([b'"', b"{", b"]", b"\n", b",", b"\0"]))
+    items = read(folder, bytes(content), f"f.{suffix}")
+    assert items
+    if suffix == "json":
+        with mock.patch.object(jsontext, "PIECE", data.draw(st.integers(4, 50))):
+            assert outline(read(folder, bytes(content), "f.json")) == outline(items)
+
+
+# Real files
+
+
+def expected_of(path: Path) -> list[Any]:
+    text = path.read_text("utf-8-sig")
+    try:
+        whole = json.loads(text)
+        return whole if isinstance(whole, list) else [whole]
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def test_real_files_of_other_projects(shared_data: Path) -> None:
+    paths = sorted((shared_data / "formats").glob("*.json*"))
+    assert len(paths) >= 10
+    for path in paths:
+        assert values(list(read_rows(path))) == expected_of(path), path.name
+
+
+def test_bad_inputs(shared_data: Path) -> None:
+    problems = {
+        "empty.jsonl": [(0, "the file is empty")],
+        "latin1.jsonl": [(1, "not UTF-8")],
+        "truncated-last-line.jsonl": [(3, "the file ends in the middle of a record")],
+    }
+    paths = sorted((shared_data / "bad-inputs").iterdir())
+    assert len(paths) >= 13
+    for path in paths:
+        if path.name == "real-malformed-json-missing-comma.json":
+            continue
+        items = list(read_rows(path))
+        assert [(i.line, re.split("[:,]", i.message)[0]) for i in items if isinstance(i, Problem)] == problems.pop(
+            path.name, []
+        )
+        if len(rows_of(items)) == len(items):
+            assert rows_of(items) == expected_of(path), path.name
+    assert problems == {}
+
+
+def test_of_a_real_malformed_file_only_the_broken_elements_are_missing(shared_data: Path) -> None:
+    path = shared_data / "bad-inputs" / "real-malformed-json-missing-comma.json"
+    items = list(read_rows(path))
+    problems = [item for item in items if isinstance(item, Problem)]
+    whole = path.read_text().count('"en":')
+    assert 0 < len(problems) < 10
+    assert not any("the rest" in problem.message for problem in problems)
+    assert len(items) == whole
+
+
+# Memory
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from allhands.data.reading import read_rows
+import pyarrow.parquet
+list(read_rows(Path(sys.argv[2])))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+count = sum(1 for _ in read_rows(Path(sys.argv[1])))
+print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def write_big(path: Path) -> Iterator[int]:
+    """A file of about 100 MB; gives its number of rows."""
+    row = {"text": "yo ho ho and a bottle " * 400}
+    if path.suffix == ".parquet":
+        batch = pa.Table.from_pylist([{"text": f"{n} {row['text']}"} for n in range(1000)])
+        with pq.ParquetWriter(path, batch.schema, compression="none", use_dictionary=False) as writer:
+            writer.write_table(pa.concat_tables([batch] * 11), row_group_size=11_000)
+        yield 11_000
+    elif path.suffix == ".json":
+        element = json.dumps(row)
+        path.write_text("[" + ", ".join([element] * 11_000) + "]")
+        yield 11_000
+    else:
+        path.write_bytes(b"y" * 100_000_000)
+        yield 1 if path.suffix == ".jsonl" else -1
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet", "txt", "jsonl"])
+def test_big_files_take_little_memory(tmp_path: Path, suffix: str) -> None:
+    big, small = tmp_path / f"big.{suffix}", tmp_path / f"small.{suffix}"
+    (expected,) = write_big(big)
+    small.write_bytes(parquet([{"text": "a"}]) if suffix == "parquet" else b'[{"text": "a"}]')
+    command = [sys.executable, "-c", MEASURE, str(big), str(small)]
+    count, kib = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert count == expected or expected < 0 < count
+    # One line of 100 MB is given up after the 64 MiB that a row may have.
+    assert kib < (170 if suffix == "jsonl" else 60) * 1024
