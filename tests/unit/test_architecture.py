@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
     "allhands.staging": 0,
     "allhands.without_torch": 0,
     "allhands.importing": 0,
+    "allhands.threads": 0,
     "allhands.import_structures": 0,
     "allhands.formatting": 0,
     "allhands.gpus": 0,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 from allhands.blas import available_cores
 from allhands.errors import ModelError
+from allhands.threads import side_by_side
 
 BLOCK_BYTES = 64 << 20  # hashed in one piece, by one core
 _PIECE_BYTES = 4 << 20
@@ -30,7 +30,8 @@ def fingerprint(path: Path) -> str:
     files = _files(path)
     try:
         blocks = [(file, start) for file in files for start in range(0, max(file.stat().st_size, 1), BLOCK_BYTES)]
-        digests = dict(zip(blocks, _side_by_side(_digest, blocks), strict=True))
+        threads = min(_MOST_THREADS, available_cores())
+        digests = dict(zip(blocks, side_by_side(_digest, blocks, threads), strict=True))
         whole = hashlib.sha256()
         for file in files:
             whole.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -82,35 +83,3 @@ def _digest(block: Block) -> str:
             digest.update(piece[:count])
             left -= count
     return digest.hexdigest()
-
-
-def _side_by_side(work: Callable[[Block], str], blocks: list[Block]) -> list[str]:
-    """``work`` of every block, in order, by as many threads as help.
-
-    They are daemons, which the pools of the standard library are not: who stops a program does not wait for them.
-    """
-    results: dict[Block, str] = {}
-    errors: list[BaseException] = []
-    waiting: Iterator[Block] = iter(blocks)
-    lock = threading.Lock()
-
-    def loop() -> None:
-        try:
-            while not errors:
-                with lock:
-                    block = next(waiting, None)
-                if block is None:
-                    return
-                results[block] = work(block)
-        except BaseException as error:
-            errors.append(error)
-
-    count = min(_MOST_THREADS, available_cores(), len(blocks))
-    threads = [threading.Thread(target=loop, name=f"allhands-hash-{number}", daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[block] for block in blocks]

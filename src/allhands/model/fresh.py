@@ -39,8 +39,9 @@ class FreshModel(LoadedModel):
         """SHA-256 over what its first weights follow from."""
         return hashlib.sha256(json.dumps([self.config, self.seed], sort_keys=True).encode()).hexdigest()
 
-    def _earlier_fingerprint(self) -> str:
-        return self.fingerprint
+    def is_recorded(self, recorded: str) -> bool:
+        """Whether ``recorded`` is :attr:`fingerprint`."""
+        return recorded == self.fingerprint
 
 
 def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig:

@@ -73,10 +73,7 @@ class LoadedModel:
 
     def is_recorded(self, recorded: str) -> bool:
         """Whether ``recorded`` is this model's fingerprint, or the one that an earlier version gave it."""
-        return recorded == self.fingerprint or recorded == self._earlier_fingerprint()
-
-    def _earlier_fingerprint(self) -> str:
-        return earlier_fingerprint(self.path)
+        return recorded == self.fingerprint or recorded == earlier_fingerprint(self.path)
 
 
 # --- loading ----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ second on a host whose memory gives 30. Elsewhere MLX's own threads do it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
@@ -16,6 +15,7 @@ import mlx.core as mx
 import mlx_lm.utils as mlx_lm
 
 from allhands.blas import available_cores
+from allhands.threads import side_by_side
 
 THREADS = 8
 SMALL_BYTES = 64 << 20  # below that, threads cost more than they save
@@ -45,28 +45,16 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
         least = held.index(min(held))
         shares[least].append(name)
         held[least] += sizes[name][1]
-    read: list[Arrays] = []
-    errors: list[BaseException] = []
 
-    def work(names: list[str]) -> None:
-        try:
-            stream = mx.new_stream(mx.default_device())
-            opened = {file: _lazy(file, stream) for file in {sizes[name][0] for name in names}}
-            arrays = {name: opened[sizes[name][0]][name] for name in names}
-            mx.eval(arrays)
-            mx.synchronize(stream)
-            read.append(arrays)
-        except BaseException as error:
-            errors.append(error)
+    def read(names: list[str]) -> Arrays:
+        stream = mx.new_stream(mx.default_device())
+        opened = {file: _lazy(file, stream) for file in {sizes[name][0] for name in names}}
+        arrays = {name: opened[sizes[name][0]][name] for name in names}
+        mx.eval(arrays)
+        mx.synchronize(stream)
+        return arrays
 
-    workers = [threading.Thread(target=work, args=(names,), daemon=True) for names in shares]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if errors:
-        raise errors[0]
-    return {name: array for arrays in read for name, array in arrays.items()}
+    return {name: array for arrays in side_by_side(read, shares) for name, array in arrays.items()}
 
 
 def classes_that_read(files: Sequence[Path]) -> Callable[[Json], tuple[Any, Any]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from allhands.cluster.setup import hostfile, network, plan, thunderbolt
 from allhands.cluster.setup.execute import Failed, Runner
@@ -18,12 +16,11 @@ from allhands.cluster.setup.source import find_source
 from allhands.cluster.setup.state import Access, CannotSetUp, HostState, Installed, Source
 from allhands.cluster.setup.survey import facts_of, installed_in
 from allhands.errors import AllhandsError, ConfigError
+from allhands.threads import side_by_side
 
 _CONNECT_S = 10.0
 _ROUNDS = 3  # an unknown key, then a refused one, then the last look
 _PACK_S = 600.0
-
-T = TypeVar("T")
 
 
 class SetUp:
@@ -74,7 +71,7 @@ class SetUp:
         self._person.looks("which computers can be reached")
         waiting = [outcome for outcome in self.report.outcomes if outcome.host.ssh is not None]
         for _ in range(_ROUNDS):
-            found = dict(zip([o.name for o in waiting], _at_once(self._access, waiting), strict=True))
+            found = dict(zip([o.name for o in waiting], side_by_side(self._access, waiting), strict=True))
             waiting = [outcome for outcome in waiting if found[outcome.name].kind != "ok"]
             tried = self._meet(waiting, found) | self._install_keys(waiting, found)
             for outcome in waiting:
@@ -139,7 +136,7 @@ class SetUp:
             except (CannotSetUp, AllhandsError) as error:
                 outcome.fail(error.message, error.hint or "")
 
-        _at_once(ask, self._usable())
+        side_by_side(ask, self._usable())
         seen: dict[tuple[str, ...], str] = {}
         for outcome in self._usable():
             if outcome.facts is not None:
@@ -206,7 +203,7 @@ class SetUp:
         lacking = [outcome for outcome in self._usable() if plans[outcome.name]]
         count = f"{len(lacking)} computer{'s' if len(lacking) > 1 else ''}"
         if self._agreed(f"To be done on {count}:", steps, f"do this on {count}?"):
-            _at_once(lambda outcome: self._equip_one(outcome, plans[outcome.name]), lacking)
+            side_by_side(lambda outcome: self._equip_one(outcome, plans[outcome.name]), lacking)
         elif not self._only_shows:
             for outcome in lacking:
                 self._refuse(outcome, "it lacks what was not to be installed", "run this again, and agree")
@@ -323,27 +320,3 @@ def _entry(outcome: Outcome) -> hostfile.Entry:
     gpus = [gpu for gpu in state.facts.gpus if gpu.kind == "cuda"]
     ips = (outcome.choice.ip,) if outcome.choice else outcome.host.ips
     return hostfile.Entry(outcome.name, ips, max(1, len(gpus)), outcome.python, state.cwd)
-
-
-def _at_once(function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-    """The results of all items, worked on at the same time.
-
-    Its threads do not outlive Ctrl-C for long: whoever catches that ends the commands for which they wait.
-    """
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def work(number: int, item: Any) -> None:
-        try:
-            results[number] = function(item)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(items)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(items))]
