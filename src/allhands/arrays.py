@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,36 @@ def tensors_of(tree: Any) -> list[Tensor]:
     arrays = flatten(tree)
     mx.eval([array for _, array in arrays])
     return [Tensor(name, _CODES[array.dtype], tuple(array.shape), _bytes(array).data) for name, array in arrays]
+
+
+def hold(tree: Any) -> Callable[[], list[Tensor]]:
+    """Keep the arrays of a tree as they are; what is returned gives :func:`tensors_of` them, once, in any thread.
+
+    A GPU with memory of its own copies them there, behind the work that it has been given already, and whoever asks
+    waits until they have come from it. Were the arrays themselves read, MLX would move them to memory that both can
+    use, and the next step would wait until they are back.
+    """
+    if not _has_memory_of_its_own():
+        tensors = tensors_of(tree)
+        return lambda: tensors
+    arrays = [(name, _CODES[array.dtype], tuple(array.shape), _copied(array)) for name, array in flatten(tree)]
+    mx.async_eval([copy for *_, copy in arrays])
+
+    def get() -> list[Tensor]:
+        mx.eval([copy for *_, copy in arrays])
+        return [Tensor(name, code, shape, _bytes(copy).data) for name, code, shape, copy in arrays]
+
+    return get
+
+
+def _has_memory_of_its_own() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
+
+
+def _copied(array: mx.array) -> mx.array:
+    """The bits of ``array`` in memory of their own: integers, to which nothing is added."""
+    words = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
+    return array.view(words) + mx.array(0, dtype=words)
 
 
 def _bytes(array: mx.array) -> NDArray[np.uint8]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from twins import ThreadCommunicator, run_ranks
 
 from allhands import arrays as arrays_module
-from allhands.arrays import hand_out, hand_out_json, load_arrays, load_tree, tensors_of
+from allhands.arrays import hand_out, hand_out_json, hold, load_arrays, load_tree, tensors_of
 from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.distributed.backend import Alone
 
@@ -61,14 +62,28 @@ def test_through_a_file(tmp_path: Path) -> None:
     assert sorted(load_arrays(file)) == sorted(t.name for t in tensors_of(tree))
 
 
-def test_what_is_held_stays_while_training_goes_on() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_held_stays_while_training_goes_on(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for in another thread, as it is when it is written."""
+    monkeypatch.setattr(arrays_module, "_has_memory_of_its_own", lambda: own)
     weight = mx.ones((1000,))
-    held = tensors_of({"weight": weight})[0]
+    get = hold({"weight": weight})
     for _ in range(5):
         weight = weight * 2
         mx.eval(weight)
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(get).result()[0]
     assert np.frombuffer(held.data, dtype=np.float32).tolist() == [1.0] * 1000
     assert weight[0].item() == 32
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_held_is_the_same_bit_for_bit(own: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(arrays_module, "_has_memory_of_its_own", lambda: own)
+    tree = every_type()
+    with (tmp_path / "tree").open("wb") as stream:
+        stream.writelines(safetensors_pieces(hold(tree)()))
+    assert same(load_arrays(tmp_path / "tree"), tree)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -26,7 +26,7 @@ class JustDone(Future[SavedReport]):
 
 def test_a_save_that_ends_while_it_is_asked_for_is_told_the_next_time(tmp_path: Path) -> None:
     plan = SavePlan(tmp_path, "run", 0, 1, None, True, {}, dict)
-    saver = Saver(plan, dict, lambda state: {})
+    saver = Saver(plan, lambda: dict, lambda state: {})
     failed = JustDone()
     error = StorageError("the disk is full")
     failed.set_exception(error)
@@ -45,7 +45,7 @@ def tensors(first: int) -> dict[str, list[Tensor]]:
 def save(directory: Path, kind: SaveKind, first: int = 0, keep_last: int = 2) -> list[SavedReport]:
     """What one save of batch 5 says it has written."""
     plan = SavePlan(directory, "run", 0, keep_last, None, True, {"rank": 8}, dict)
-    saver = Saver(plan, lambda: tensors(first), lambda state: {"iteration": state.iteration})
+    saver = Saver(plan, lambda: lambda: tensors(first), lambda state: {"iteration": state.iteration})
     saver.save(LoopState(iteration=5), kind)
     reports = saver.saved(True)
     saver.close()

@@ -65,7 +65,7 @@ class _Request:
     iteration: int
     best_iteration: int | None
     state: dict[str, Any]
-    tensors: dict[str, list[Tensor]]
+    tensors: Callable[[], dict[str, list[Tensor]]]
     pause_s: float
 
 
@@ -74,14 +74,15 @@ class Saver:
 
     Args:
         plan: what goes where.
-        hold: the arrays to write by file, which stay as they are while training goes on.
+        hold: keeps the arrays as they are while training goes on; called again in the writing thread, what it gives are
+            those to write, by file.
         describe: the state of the run as JSON values.
     """
 
     def __init__(
         self,
         plan: SavePlan,
-        hold: Callable[[], dict[str, list[Tensor]]],
+        hold: Callable[[], Callable[[], dict[str, list[Tensor]]]],
         describe: Callable[[LoopState], dict[str, Any]],
     ) -> None:
         self._plan = plan
@@ -151,7 +152,7 @@ class Saver:
     def _there(self, request: _Request) -> frozenset[Path]:
         """What of it lies in its place already, whole, with these weights."""
         digest = hashlib.sha256()
-        for piece in safetensors_pieces(request.tensors[WEIGHTS_FILE]):
+        for piece in safetensors_pieces(request.tensors()[WEIGHTS_FILE]):
             digest.update(piece)
         weights = digest.hexdigest()
 
@@ -170,7 +171,7 @@ class Saver:
         target = self._plan.directory / BEST
         self._checkpoint(target, request)
         if self._plan.model is not None:
-            self._plan.model.write(self._plan.directory / BEST_MODEL, request.tensors[WEIGHTS_FILE])
+            self._plan.model.write(self._plan.directory / BEST_MODEL, request.tensors()[WEIGHTS_FILE])
             return self._plan.directory / BEST_MODEL
         return target / WEIGHTS_FILE
 
@@ -197,7 +198,7 @@ class Saver:
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
         """The weights under their batch's number and, unless they are suspect, as the adapter to use."""
-        plan, weights = self._plan, request.tensors[WEIGHTS_FILE]
+        plan, weights = self._plan, request.tensors()[WEIGHTS_FILE]
         numbered = self._numbered(request)
         if request.kind == "suspect" or (plan.numbered and numbered not in there):
             write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
@@ -232,7 +233,7 @@ class Saver:
             step=request.iteration,
             run_id=self._plan.run_id,
             state={**request.state, **self._plan.constants()},
-            tensors=request.tensors,
+            tensors=request.tensors(),
             texts=texts,
             progress=self._plan.busy,
         )

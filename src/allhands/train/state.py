@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from allhands.arrays import tensors_of
+from allhands.arrays import hold
 from allhands.checkpoints import Tensor
 from allhands.errors import CheckpointError
 from allhands.model.adapters import trained_weights
@@ -109,9 +111,10 @@ class LoopState:
             ) from None
 
 
-def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Trained weights and optimizer state by file name, unmoved by the training that goes on."""
-    return {WEIGHTS_FILE: tensors_of(model.trainable_parameters()), OPTIMIZER_FILE: tensors_of(optimizer.state)}
+def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], dict[str, list[Tensor]]]:
+    """Hold trained weights and optimizer state as they are now, see :func:`hold`; call the result for them, by file."""
+    held = {WEIGHTS_FILE: hold(model.trainable_parameters()), OPTIMIZER_FILE: hold(optimizer.state)}
+    return cache(lambda: {name: get() for name, get in held.items()})
 
 
 def restore_weights(model: nn.Module, weights: dict[str, mx.array], place: str) -> None:
