@@ -24,6 +24,7 @@ from harness import (
     git_commit,
     num_cores,
     positive,
+    python_path,
     pythons,
     run_benchmark,
     run_measured,
@@ -73,7 +74,9 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
         "machine": facts,
-        "versions": {library: versions(places[library], PACKAGES) for library in ("mlx", "torch")},
+        "versions": {
+            library: versions(places[library], PACKAGES, PYTHONPATH=python_path()) for library in ("mlx", "torch")
+        },
         "settings": {"sizes": options.sizes, "copy_mib": options.copy_mib},
         "parts": parts,
         "exchange": [] if options.no_exchange else exchange(options),
@@ -95,7 +98,7 @@ def one_part(
     say(f"{TITLES[library]}, threads: {threads}")
     asked = {"threads": threads, "sizes": options.sizes, "repeat": options.repeat, "copy_bytes": options.copy_mib << 20}
     log = work / f"{library}-{threads}.log"
-    environ = clean_environ(OPENBLAS_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads))
+    environ = clean_environ(PYTHONPATH=python_path(), OPENBLAS_NUM_THREADS=str(threads), OMP_NUM_THREADS=str(threads))
     command = [str(python), str(HERE / "ceilings_worker.py"), library, json.dumps(asked)]
     try:
         run_measured(command, log, environ, options.timeout)
