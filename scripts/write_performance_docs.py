@@ -253,6 +253,12 @@ def gpu_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def devices_of(record: Record) -> str:
+    """The device that computes, and how many of them the machine has."""
+    count = len(gpus_of(record["environment"]["machine"]))
+    return f"{count} x {device_of(record)}" if count > 1 else device_of(record)
+
+
 def limit(records: Sequence[Record]) -> list[str]:
     """Ceilings, and what part of them training reaches."""
     ceilings = [record for record in records if record["name"] == "ceilings"]
@@ -264,7 +270,7 @@ def limit(records: Sequence[Record]) -> list[str]:
         for row, rate, part in utilisation(record, records):
             work = f"{record['name']}, {row.name.removesuffix('speed').rstrip(': ')}".rstrip(", ")
             flops = f"{rate / 1e12:,.0f} T" if rate >= 1e13 else f"{rate / 1e9:,.0f} G"
-            lines.append(f"| {device_of(record)} | {work} | {row.who} | {flops} | {100 * part:.0f} % |")
+            lines.append(f"| {devices_of(record)} | {work} | {row.who} | {flops} | {100 * part:.0f} % |")
     if len(lines) > 2:
         parts += [UTILISATION, "\n".join(lines) + "\n", LEFT]
     return parts
@@ -275,7 +281,8 @@ def behind(records: Sequence[Record]) -> str:
     far: list[tuple[float, str]] = []
     close: dict[str, list[str]] = {}
     for record in records:
-        place = f"{TABLES.get(record['name'], (record['name'],))[0]} ({device_of(record)})"
+        heading = "The limit" if record["name"] == "ceilings" else TABLES[record["name"]][0]
+        place = f"{heading} ({devices_of(record)})"
         for row in rows_in(record):
             for who, ratio in row.ratios.items():
                 if ratio < 1 - CLOSE:
