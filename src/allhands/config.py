@@ -31,7 +31,8 @@ TRACKERS: dict[str, str] = {
     "trackio": "trackio",
     "swanlab": "swanlab",
 }
-# Compiling costs 10 to 40 s at the start on a GPU and saves about a sixth of each step.
+# Compiling a step of SmolLM-135M for an H200 costs 19 s where its kernels were never built, less than one where they are
+# in the cache, and saves 10 to 14 ms of 62 a step: it pays from 1,500 batches the first time, and from 100 afterwards.
 COMPILE_FROM_BATCHES = 400
 
 
