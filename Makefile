@@ -28,13 +28,12 @@ install: $(STAMP) ## allhands and what it needs, into .venv
 demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one process and on two (about 6 minutes)
 	$(BIN)/allhands demo
 
-# Tests of several processes at a time, and of their seconds, have the computer to themselves: all of two directories but
-# these, in which nothing hangs on the clock.
-UNHURRIED := $(addprefix tests/distributed/test_,dashboard_stop.py examples.py launchers.py monitor_runs.py) \
-  $(addprefix tests/fault/test_,checkpoint_torn.py data_commands.py kernels_torn.py shipping_storage.py wrong_input.py)
-test: $(STAMP) ## the whole test suite (about 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit tests/parity $(UNHURRIED)
-	$(BIN)/python -m pytest tests/distributed tests/fault $(addprefix --ignore=,$(UNHURRIED))
+# These measure seconds in which processes die or stand still, and have the computer to themselves.
+TIMED := $(addprefix tests/distributed/test_,launch_script.py netbench_groups.py remote.py) \
+  $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
+test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
+	$(BIN)/python -m pytest $(TIMED)
 
 test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 25 minutes)
 	$(BIN)/python -m pytest -m long

@@ -31,8 +31,8 @@ TRACKERS: dict[str, str] = {
     "trackio": "trackio",
     "swanlab": "swanlab",
 }
-# Compiling a step of SmolLM-135M for an H200 costs 19 s where its kernels were never built, less than one where they are
-# in the cache, and saves 10 to 14 ms of 62 a step: it pays from 1,500 batches the first time, and from 100 afterwards.
+# Compiling a step of SmolLM-135M for an H200 costs 19 s where its kernels were never built, less than one where they
+# are in the cache, and saves 10 to 14 ms of 62 a step: it pays from 1,500 batches the first time, and from 100 later.
 COMPILE_FROM_BATCHES = 400
 
 
