@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # How many test files run at once.
-JOBS ?= 2
+JOBS ?= 3
 
 # The MLX that fits this machine: its own on macOS, CUDA where an NVIDIA driver answers, CPU elsewhere.
 EXTRA := $(shell sh scripts/choose_extra.sh)
