@@ -47,14 +47,15 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [Tensor(name, _CODES[array.dtype], tuple(array.shape), _bytes(array).data) for name, array in arrays]
 
 
-def hold(tree: Any) -> Callable[[], list[Tensor]]:
+def hold(tree: Any, *, on_device: bool) -> Callable[[], list[Tensor]]:
     """Keep the arrays of a tree as they are; what is returned gives :func:`tensors_of` them, once, in any thread.
 
-    A GPU with memory of its own copies them there, behind the work that it has been given already, and whoever asks
-    waits until they have come from it. Were the arrays themselves read, MLX would move them to memory that both can
-    use, and the next step would wait until they are back.
+    Args:
+        on_device: copy them in a GPU's own memory, behind the work that it has been given already; whoever asks waits
+            until they have come from it. Were the arrays themselves read, MLX would move them to memory that both can
+            use, and the next step would wait until they are back.
     """
-    if not _has_memory_of_its_own():
+    if not on_device:
         tensors = tensors_of(tree)
         return lambda: tensors
     arrays = [(name, _CODES[array.dtype], tuple(array.shape), _copied(array)) for name, array in flatten(tree)]
@@ -65,10 +66,6 @@ def hold(tree: Any) -> Callable[[], list[Tensor]]:
         return [Tensor(name, code, shape, _bytes(copy).data) for name, code, shape, copy in arrays]
 
     return get
-
-
-def _has_memory_of_its_own() -> bool:
-    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 
 
 def _copied(array: mx.array) -> mx.array:

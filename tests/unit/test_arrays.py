@@ -63,11 +63,10 @@ def test_through_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_what_is_held_stays_while_training_goes_on(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_stays_while_training_goes_on(own: bool) -> None:
     """Asked for in another thread, as it is when it is written."""
-    monkeypatch.setattr(arrays_module, "_has_memory_of_its_own", lambda: own)
     weight = mx.ones((1000,))
-    get = hold({"weight": weight})
+    get = hold({"weight": weight}, on_device=own)
     for _ in range(5):
         weight = weight * 2
         mx.eval(weight)
@@ -78,11 +77,10 @@ def test_what_is_held_stays_while_training_goes_on(own: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_what_is_held_is_the_same_bit_for_bit(own: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(arrays_module, "_has_memory_of_its_own", lambda: own)
+def test_what_is_held_is_the_same_bit_for_bit(own: bool, tmp_path: Path) -> None:
     tree = every_type()
     with (tmp_path / "tree").open("wb") as stream:
-        stream.writelines(safetensors_pieces(hold(tree)()))
+        stream.writelines(safetensors_pieces(hold(tree, on_device=own)()))
     assert same(load_arrays(tmp_path / "tree"), tree)
 
 

@@ -99,3 +99,15 @@ def test_the_limit_for_a_need(need: float, device: int, limit: float) -> None:
 def test_where_ranks_exchange_there_is_room_for_twice_the_need(need: float, memory: float, limit: float) -> None:
     assert limit_for(int(need * GB), int(memory * GB), exchanging=True) == pytest.approx(limit * GB, abs=2)
     assert limit_for(int(need * GB), int(memory * GB)) <= limit * GB
+
+
+def test_what_is_spare_beside_a_step() -> None:
+    device, ahead = made(memory=1000)
+    assert ahead.spare() == 0  # nothing is known yet
+    device.run(ahead, 10)
+    assert ahead.spare() == 900 - 200
+    ahead.before(20)
+    assert ahead.spare() == 0  # it may need more
+    ahead.after()
+    device.run(ahead, 200)
+    assert ahead.spare() == 0  # more than there is

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -96,3 +99,28 @@ def test_other_weights_are_written_everywhere(tmp_path: Path) -> None:
     assert len(save(tmp_path, "same", first=9)) == 1
     assert all(stamp != before[name] for name, stamp in stamps(tmp_path).items())
     assert (tmp_path / WEIGHTS_FILE).read_bytes()[-3:] == bytes([9, 1, 2])
+
+
+def test_what_is_written_of_one_batch_is_held_once_and_not_for_longer(tmp_path: Path) -> None:
+    held: list[weakref.ref[Callable[[], dict[str, list[Tensor]]]]] = []
+    go_on = threading.Event()
+
+    def hold() -> Callable[[], dict[str, list[Tensor]]]:
+        def get() -> dict[str, list[Tensor]]:
+            go_on.wait(60)
+            return tensors(0)
+
+        held.append(weakref.ref(get))
+        return get
+
+    saver = Saver(SavePlan(tmp_path, "run", 0, 2, None, True, {}, dict), hold, lambda state: {})
+    saver.save(LoopState(iteration=5), "best")
+    saver.save(LoopState(iteration=5), "last")
+    assert len(held) == 1
+    go_on.set()
+    saver.save(LoopState(iteration=6), "last")  # waits for the others
+    assert len(held) == 2
+    reports = saver.saved(True)
+    saver.close()  # the thread has let go of the last one, too
+    assert [each() for each in held] == [None, None]
+    assert [report.step for report in reports if isinstance(report, SavedReport)] == [5, 5, 6]

@@ -200,7 +200,11 @@ class _Run:
         def waits(seconds: float) -> None:
             self.surroundings.waits(state.iteration, seconds)
 
-        with closing(step), Prefetcher(load, end=total, waits=waits) as prefetcher, self._saver(optimizer) as saver:
+        with (
+            closing(step),
+            Prefetcher(load, end=total, waits=waits) as prefetcher,
+            self._saver(optimizer, step) as saver,
+        ):
             parts = LoopParts(
                 config=config,
                 order=order,
@@ -348,7 +352,7 @@ class _Run:
         self._say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
     @contextmanager
-    def _saver(self, optimizer: Any) -> Generator[Saver | None, None, None]:
+    def _saver(self, optimizer: Any, step: TrainStep) -> Generator[Saver | None, None, None]:
         """Who writes on this rank, if it keeps files."""
         if not self.ready.keeps_files:
             yield None
@@ -367,7 +371,8 @@ class _Run:
             constants=cache(self._constants),
             model=self._model_files(),
         )
-        saver = Saver(plan, lambda: snapshot(self.ready.loaded.model, optimizer), self._described)
+        model = self.ready.loaded.model
+        saver = Saver(plan, lambda: snapshot(model, optimizer, step.spare_bytes), self._described)
         try:
             yield saver
         finally:

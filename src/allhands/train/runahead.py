@@ -25,6 +25,8 @@ _CARD, _MORE = 24_000_000_000, 1.2
 _EXCHANGING, _EXCHANGING_MOST = 2.0, 0.85
 # Of the device's memory; the rest is others'.
 _MOST = 0.6
+# The same, for all that a process holds at any time.
+_FULL = 0.9
 
 
 def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
@@ -80,6 +82,10 @@ class RunAhead:
             self._measured = True
             self.need = max(self.need, self.peak())
             self.set_limit(self._limit())
+
+    def spare(self) -> int:
+        """Bytes of the device that can be held beside a step: then less runs ahead. 0 before one was measured."""
+        return max(0, int(_FULL * self.device_bytes) - self.need) if self._measured else 0
 
     def close(self) -> None:
         """Give MLX its own limit back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from allhands.train.state import WEIGHTS_FILE, LoopState
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
 SaveKind = Literal["last", "best", "suspect", "same"]
+_Tensors = Callable[[], dict[str, list[Tensor]]]
 
 
 class CopyError(StorageError):
@@ -65,7 +67,7 @@ class _Request:
     iteration: int
     best_iteration: int | None
     state: dict[str, Any]
-    tensors: Callable[[], dict[str, list[Tensor]]]
+    tensors: _Tensors
     pause_s: float
 
 
@@ -82,7 +84,7 @@ class Saver:
     def __init__(
         self,
         plan: SavePlan,
-        hold: Callable[[], Callable[[], dict[str, list[Tensor]]]],
+        hold: Callable[[], _Tensors],
         describe: Callable[[LoopState], dict[str, Any]],
     ) -> None:
         self._plan = plan
@@ -91,6 +93,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-save")
         self._pending: list[tuple[int, Future[SavedReport | None]]] = []
         self._troubles: deque[Warned] = deque()
+        self._held: tuple[int, weakref.ref[_Tensors]] | None = None
 
     def save(self, state: LoopState, kind: SaveKind) -> None:
         """Begin to write what the run is now.
@@ -99,10 +102,18 @@ class Saver:
         """
         begun = time.perf_counter()
         wait([future for iteration, future in self._pending if iteration < state.iteration])
-        tensors, described = self._hold(), self._describe(state)
+        tensors, described = self._tensors(state.iteration), self._describe(state)
         pause_s = time.perf_counter() - begun
         request = _Request(kind, state.iteration, state.best_iteration, described, tensors, pause_s)
         self._pending.append((state.iteration, self._thread.submit(self._write, request)))
+
+    def _tensors(self, iteration: int) -> _Tensors:
+        """Those of a batch, once for everything that is still to be written of them."""
+        held = self._held[1]() if self._held is not None and self._held[0] == iteration else None
+        if held is None:
+            held = self._hold()
+            self._held = (iteration, weakref.ref(held))
+        return held
 
     def saved(self, wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
         """What has been written, or could not be, since the last call."""

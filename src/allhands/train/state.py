@@ -18,7 +18,7 @@ from allhands.checkpoints import Tensor
 from allhands.errors import CheckpointError
 from allhands.model.adapters import trained_weights
 from allhands.train.step import StepResult
-from allhands.trees import unflatten
+from allhands.trees import flatten, unflatten
 
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -111,9 +111,16 @@ class LoopState:
             ) from None
 
 
-def snapshot(model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], dict[str, list[Tensor]]]:
-    """Hold trained weights and optimizer state as they are now, see :func:`hold`; call the result for them, by file."""
-    held = {WEIGHTS_FILE: hold(model.trainable_parameters()), OPTIMIZER_FILE: hold(optimizer.state)}
+def snapshot(model: nn.Module, optimizer: optim.Optimizer, spare_bytes: int) -> Callable[[], dict[str, list[Tensor]]]:
+    """Hold trained weights and optimizer state as they are now, see :func:`hold`; call the result for them, by file.
+
+    Args:
+        spare_bytes: what a GPU's own memory has beside a step. Copies are made there only where it has twice their
+            room: parts of the optimizer that other ranks keep have come for the occasion, too.
+    """
+    trees = {WEIGHTS_FILE: model.trainable_parameters(), OPTIMIZER_FILE: optimizer.state}
+    size = sum(array.nbytes for tree in trees.values() for _, array in flatten(tree))
+    held = {name: hold(tree, on_device=2 * size < spare_bytes) for name, tree in trees.items()}
     return cache(lambda: {name: get() for name, get in held.items()})
 
 

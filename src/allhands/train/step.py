@@ -177,6 +177,11 @@ class TrainStep:
         """What the largest step so far held with nothing ahead; 0 where nothing ever is."""
         return 0 if self._ahead is None else self._ahead.need
 
+    @property
+    def spare_bytes(self) -> int:
+        """What else a GPU's own memory can hold meanwhile; 0 where that is not known."""
+        return 0 if self._ahead is None else self._ahead.spare()
+
     def gather(self, *, keep: bool) -> None:
         """Let the optimizer's state be read where ``keep`` is; called by all ranks together. See :attr:`shards`."""
         if self._graph is not None:
