@@ -200,11 +200,8 @@ class _Run:
         def waits(seconds: float) -> None:
             self.surroundings.waits(state.iteration, seconds)
 
-        with (
-            closing(step),
-            Prefetcher(load, end=total, waits=waits) as prefetcher,
-            self._saver(optimizer, step) as saver,
-        ):
+        prefetched = Prefetcher(load, end=total, waits=waits)
+        with closing(step), prefetched as prefetcher, self._saver(optimizer, step) as saver:
             parts = LoopParts(
                 config=config,
                 order=order,

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from allhands.errors import AllhandsError
 
 _CONNECT_S = 4.0  # for a connection between two computers
 _LOGIN_S = 8.0  # for an ssh between them
+_LOOK_S = 0.05  # between two looks whether all have ended
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,17 @@ def _phases(patients: list[Patient], options: CheckOptions) -> None:
 def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> None:
     """Do something with all of them at the same time."""
     pool = ThreadPoolExecutor(max(1, len(patients)))
+    asked: list[Future[Any]] = []
     try:
-        list(pool.map(function, patients))
+        asked.extend(pool.submit(function, patient) for patient in patients)
+        for future in asked:
+            future.result()
     except BaseException:
-        for patient in patients:
-            if patient.session is not None:
-                patient.session.kill()
+        # Again and again: a session that was about to begin is known a moment later.
+        while wait(asked, timeout=_LOOK_S).not_done:
+            for patient in patients:
+                if patient.session is not None:
+                    patient.session.kill()
         raise
     finally:
         pool.shutdown()
