@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -138,6 +139,55 @@ def test_a_biased_or_adapted_head_is_refused() -> None:
     assert split(BiasedHead()) is None
     model = llama(tied=False)
     model.lm_head = importlib.import_module("mlx_lm.tuner.lora").LoRALinear.from_base(model.lm_head)
+    assert split(model) is None
+
+
+class Around(nn.Module):
+    """A model that asks its body in a way of its own."""
+
+    def __init__(self, ask: Callable[[Any, mx.array], mx.array]) -> None:
+        super().__init__()
+        inner = llama(tied=False)
+        self.model, self.lm_head, self._ask = inner.model, inner.lm_head, ask
+
+    def __call__(self, inputs: mx.array) -> mx.array:
+        return self.lm_head(self._ask(self.model, inputs))
+
+
+@pytest.mark.parametrize(
+    ("ask", "accepted", "passes"),
+    [
+        # The tokens and nothing else: the blocks need not be computed.
+        (lambda body, inputs: body(inputs), True, 0),
+        (lambda body, inputs: body(inputs, cache=None, input_embeddings=None), True, 0),
+        # Something else, the same in the end.
+        (lambda body, inputs: body(inputs, [None, None]), True, 2),
+        (lambda body, inputs: body(inputs=inputs), True, 0),
+        (lambda body, inputs: body(mx.array(inputs)), True, 2),
+        # Something else.
+        (lambda body, inputs: body(inputs + 1), False, 2),
+        (lambda body, inputs: body(inputs) + body(inputs + 1), False, 3),
+        (lambda body, inputs: body.norm(body.embed_tokens(inputs)), False, 1),
+        (lambda body, inputs: 2 * body(inputs), False, 0),
+    ],
+)
+def test_a_model_must_ask_its_body_what_we_ask_it(ask: Any, accepted: bool, passes: int) -> None:
+    model: Any = Around(ask)
+    first, seen = model.model.layers[0], list[int]()
+
+    class Counting(type(first)):
+        def __call__(self, *arguments: Any, **named: Any) -> mx.array:
+            seen.append(1)
+            return super().__call__(*arguments, **named)
+
+    first.__class__ = Counting
+    assert (split(model) is not None) == accepted
+    assert len(seen) == passes
+
+
+def test_a_head_that_is_a_bare_array_is_refused() -> None:
+    model = llama(tied=False)
+    model.lm_head = model.lm_head.weight
     assert split(model) is None
 
 

@@ -61,7 +61,8 @@ def split(model: nn.Module) -> SplitModel | None:
     taken by their usual names and accepted only if they reproduce the model's logits on a probe.
     """
     body: Any = getattr(model, "model", None)
-    head = getattr(model, "lm_head", None) or getattr(body, "embed_tokens", None)
+    head = getattr(model, "lm_head", None)
+    head = getattr(body, "embed_tokens", None) if head is None else head
     # Exact types: a head with a bias of its own or an adapter around it is not a plain product.
     plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, *_OURS)
     if not callable(body) or type(head) not in plain or (head is not None and "bias" in head):
@@ -79,16 +80,38 @@ def split(model: nn.Module) -> SplitModel | None:
 def _reproduces(parts: SplitModel, model: Any) -> bool:
     probe = mx.array([[1, 2, 3, 5, 8, 13]])
     try:
-        hidden = parts.body(probe)
-        logits = hidden @ parts.head_weight().T
-        if not _close(model(probe), logits):
+        weight = parts.head_weight()
+        hidden = _made_up(probe, weight)
+        calls: list[tuple[Any, ...]] = []
+        with _giving(parts.body, hidden, calls):
+            actual = model(probe)
+        if not _hands_on(calls, probe):
+            # Then it takes the blocks themselves to tell.
+            hidden = parts.body(probe)
+            actual = model(probe)
+        logits = hidden @ weight.T
+        if not _close(actual, logits):
             return False
         # Once more with large logits, as training makes them: a cap is hardly seen in small ones.
         factor = (_LARGE / mx.maximum(mx.abs(logits).max(), 1e-6)).astype(hidden.dtype)
-        with _giving(parts.body, hidden * factor):
+        with _giving(parts.body, hidden * factor, []):
             return _close(model(probe), logits * factor)
     except (TypeError, ValueError, AttributeError):
         return False
+
+
+def _made_up(probe: mx.array, weight: mx.array) -> mx.array:
+    """(B, T, D) hidden states of no model."""
+    shape = *probe.shape, weight.shape[1]
+    return mx.sin(mx.arange(probe.size * shape[-1], dtype=mx.float32)).reshape(shape).astype(weight.dtype)
+
+
+def _hands_on(calls: list[tuple[Any, ...]], probe: mx.array) -> bool:
+    """Whether the body was asked once, of the very tokens and nothing beside: so it is what the model asks it."""
+    if len(calls) != 1 or not calls[0]:
+        return False
+    first, *others = calls[0]
+    return first is probe and all(each is None for each in others)
 
 
 def _close(expected: mx.array, actual: mx.array) -> bool:
@@ -97,10 +120,15 @@ def _close(expected: mx.array, actual: mx.array) -> bool:
 
 
 @contextmanager
-def _giving(module: Any, output: mx.array) -> Generator[None]:
-    """Let this one module give ``output``, whatever it is asked, inside of the block."""
+def _giving(module: Any, output: mx.array, calls: list[tuple[Any, ...]]) -> Generator[None]:
+    """Let this one module give ``output``, whatever it is asked, inside of the block; what it is asked is added."""
     kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": lambda *_, **__: output})
+
+    def call(_: Any, *arguments: Any, **named: Any) -> mx.array:
+        calls.append((*arguments, *named.values()))
+        return output
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
     try:
         yield
     finally:
