@@ -244,6 +244,35 @@ def test_a_model_computes_the_same(changes: dict[str, Any]) -> None:
         assert_near(one[1], other[1], 1e-4)
 
 
+def test_layers_are_tried_once_for_each_kind_and_judged_by_their_own() -> None:
+    tokens = mx.random.randint(0, 101, (2, 40))
+    plain, ours = llama(num_hidden_layers=5), llama(num_hidden_layers=5)
+    passes = list[int]()
+
+    class Counting(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            passes.append(1)
+            return super().__call__(x)
+
+    for model in (plain, ours):
+        model.freeze()
+        prepare_dense(model)
+        layers = [layer.self_attn for layer in model.layers]
+        layers[1].rope.base = 500.0  # turns otherwise
+        layers[3].rope.traditional = True  # not in a way that is known
+        for layer in layers:
+            layer.o_proj.__class__ = Counting
+    assert native.use_native(ours) > 0
+    # Two kinds on two inputs in both forms; the third ends with the first that disagrees.
+    assert len(passes) == 2 * 2 * 2 + 3
+    native_ones = [type(layer.self_attn) is not type(plain.layers[0].self_attn) for layer in ours.layers]
+    assert native_ones == [True, True, True, False, True]
+    assert_near(ours(tokens), plain(tokens), 1e-5)
+    shared = [ours.layers[i].self_attn._native_turns for i in (0, 1, 2, 4)]
+    assert shared[0] is shared[2] is shared[3] is not shared[1]
+    assert len(shared[0]["turns"][0]) >= 40
+
+
 def gradient_and_peak(fine_tune: str, *, checkpointed: bool) -> tuple[dict[str, mx.array], float]:
     """Of a Llama of six layers; the peak in floats for each token and layer beyond what is there before."""
     model = llama(num_hidden_layers=6, hidden_size=128, intermediate_size=256)

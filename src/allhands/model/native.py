@@ -21,10 +21,12 @@ from allhands.model.choices import PLAIN, chosen
 from allhands.model.documents import Row
 from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
 from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
+from allhands.model.traits import traits_of
 from allhands.trees import flatten
 
 _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_ATTENTION = _PROJECTIONS | {"rope"}
 _NORMS = {"q_norm", "k_norm"}  # of Qwen 3, OLMo 2 and others
 _PROBE_TOKENS = 24
 _CLOSE = 1e-4  # of the largest value
@@ -45,6 +47,7 @@ def use_native(model: nn.Module) -> int:
     for module in model.modules():
         if (multiply := getattr(module, "multiply_at_once", None)) is not None:
             multiply()
+    forms: _Forms = {}
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = _Norm
@@ -53,7 +56,7 @@ def use_native(model: nn.Module) -> int:
             module.__class__ = type(type(module).__name__, (_Mlp, type(module)), {})
             changed += 1
         elif module.children().keys() - _NORMS == _ATTENTION:
-            changed += _substitute_attention(module)
+            changed += _substitute_attention(module, forms)
         else:
             changed += native_experts.substitute(module)
     blocks: list[nn.Module] = list(getattr(model, "layers", ()))
@@ -250,43 +253,61 @@ def _heads(module: Any) -> tuple[int, int]:
 
 
 def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
-    """(length, width / 2) cosines and sines, asked of the model: whatever its base and scaling are."""
-    known = module.__dict__.get("_native_turns")
-    if known is None or len(known[0]) < length:
+    """(length, width / 2) cosines and sines, asked of the model: whatever its base and scaling are.
+
+    Layers that turn alike share them.
+    """
+    known: dict[str, tuple[Array, Array]] = module._native_turns
+    if not known or len(known["turns"][0]) < length:
         ones = mx.concatenate([mx.ones((width // 2,)), mx.zeros((width // 2,))])
         turned = module.rope(mx.contiguous(mx.broadcast_to(ones, (1, 1, 2 * length, width))))
         cosines, sines = mx.split(turned[0, 0].astype(mx.float32), 2, axis=-1)
-        known = floats(cosines), floats(sines)
-        object.__setattr__(module, "_native_turns", known)
-    return known
+        known["turns"] = floats(cosines), floats(sines)
+    return known["turns"]
 
 
-def _substitute_attention(module: Any) -> bool:
-    """Give ``module`` the native form if it then computes the same, also of large inputs."""
-    kind = type(module)
-    substitute = type(kind.__name__, (_Attention, kind), {})
+# For each kind of attention its native class, and what its instances share; None where it has none.
+_Forms = dict[tuple[Any, ...], tuple[type, dict[str, Any]] | None]
+
+
+def _substitute_attention(module: Any, forms: _Forms) -> bool:
+    """Give ``module`` the native form if it then computes the same, also of large inputs; whether it has it."""
+    kind = traits_of(module, opaque=_PROJECTIONS)
+    if kind not in forms:
+        forms[kind] = _native_form(module)
+    form = forms[kind]
+    if form is None:
+        return False
+    _take_form(module, *form)
+    return True
+
+
+def _take_form(module: Any, substitute: type, shared: dict[str, Any]) -> None:
+    for name, value in shared.items():
+        object.__setattr__(module, name, value)
+    module.__class__ = substitute
+
+
+def _native_form(module: Any) -> tuple[type, dict[str, Any]] | None:
+    kind, training = type(module), module.training
+    substitute: Any = type(kind.__name__, (_Attention, kind), {})
+    module.eval()  # dropout would make two passes differ
     try:
         heads, key_heads = _heads(module)
         width = module.k_proj(probe := _probe(module)).shape[-1] // key_heads
         if width % 2 or heads % key_heads:
-            return False
-        object.__setattr__(module, "_native_width", width)
-        object.__setattr__(module, "_native_heads", (heads, key_heads))
-        training = module.training
-        module.eval()  # dropout would make two passes differ
-        try:
-            same = all(_agree(module, substitute, factor * probe) for factor in (1.0, 10.0))
-        finally:
-            module.train(training)
+            return None
+        shared = {"_native_width": width, "_native_heads": (heads, key_heads), "_native_turns": {}}
+        inputs = [factor * probe for factor in (1.0, 10.0)]
+        expected = [module(x, "causal") for x in inputs]
+        _take_form(module, substitute, shared)
+        same = all(near(y, module(x, "causal"), _CLOSE) for x, y in zip(inputs, expected, strict=True))
     except (TypeError, ValueError, AttributeError):
-        return False
-    if same:
-        module.__class__ = substitute
-    return same
-
-
-def _agree(module: Any, substitute: Any, x: mx.array) -> bool:
-    return near(module(x, "causal"), substitute.__call__(module, x, "causal"), _CLOSE)
+        return None
+    finally:
+        module.__class__ = kind
+        module.train(training)
+    return (substitute, shared) if same else None
 
 
 def _probe(module: Any) -> mx.array:
