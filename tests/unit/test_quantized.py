@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,33 @@ def test_unpacked_layer_has_the_weight_of_the_quantised_one(bits: int, group_siz
     x = mx.random.normal((7, 128))
     expected = np.array(x) @ numpy_weight(layer).T + np.array(layer.bias)
     np.testing.assert_allclose(np.array(UnpackedLinear(layer)(x)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("native", [True, False])
+def test_dense_layers_on_a_cpu_have_the_quantised_weights(
+    bits: int, dtype: mx.Dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr("allhands.model.quantized.available", lambda: False)
+    mx.random.seed(bits)
+    model: Any = nn.Sequential(nn.Embedding(300, 256), nn.Linear(256, 24))  # more than is handed over by a copy
+    model.set_dtype(dtype)
+    nn.quantize(model, 32, bits)
+    expected = [numpy_weight(floats(layer)) for layer in copy.deepcopy(model).layers]
+    assert prepare_quantized(model, device("cpu"), compact=False) == 2
+    for layer, weight in zip(model.layers, expected, strict=True):
+        assert layer.weight.dtype == mx.float32
+        # MLX rounds the weights of half precision, twice.
+        bound = 1e-2 if dtype == mx.bfloat16 and not native else 1e-6
+        np.testing.assert_allclose(np.array(layer.weight), weight, rtol=bound, atol=bound)
+
+
+def floats(layer: Any) -> Any:
+    """The same layer with scales and biases in float32."""
+    layer.scales, layer.biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
+    return layer
 
 
 def test_gradient_flows_through_an_unpacked_layer() -> None:

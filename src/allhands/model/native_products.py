@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
 
+from allhands.blas import native_library
 from allhands.model.fastmath import with_vjp
 from allhands.model.native_arrays import Array, at, available, call, floats, forward_only, multiply, new, rows
 
@@ -49,6 +50,16 @@ class CodedProduct:
         tokens = ctypes.c_int(x.size // x.shape[-1])
         call("allhands_coded_product", at(values), tokens, *map(at, self._held), self._sizes, int(back), at(room))
         return out
+
+
+def decoded(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    """(out, in) float32, which (out, groups, group size) uint8 stand for; the rest as for :class:`CodedProduct`."""
+    outputs, groups, group = codes.shape
+    sizes = (ctypes.c_int * 3)(outputs, groups * group, group)
+    out, room = new(outputs, groups * group)
+    views = [np.asarray(each) for each in (codes, scales, biases)]
+    native_library().allhands_decode(*map(at, views), sizes, at(room))  # type: ignore[union-attr]
+    return out
 
 
 class DenseProduct:

@@ -12,7 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.tuner.dora import DoRALinear
+from numpy.typing import NDArray
 
 from allhands.accelerator import Accelerator
 from allhands.model import native_products
@@ -20,12 +22,13 @@ from allhands.model.adapters import count_parameters
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fastmath import use_fast_mlp
 from allhands.model.fused.ops import product_with
-from allhands.model.native_arrays import forward_only
+from allhands.model.native_arrays import available, forward_only
 from allhands.model.split import dense_weight
 from allhands.trees import unflatten
 
 # Of the device's memory.
 _SMALL_SHARE = 0.025
+_BLOCK_BYTES = 1 << 18  # that are unpacked at a time: what is made of them stays in the processor's cache
 
 
 class UnpackedLinear(nn.Module):
@@ -36,10 +39,7 @@ class UnpackedLinear(nn.Module):
 
     def __init__(self, source: nn.QuantizedLinear) -> None:
         super().__init__()
-        self.codes = _codes(source)
-        self.scales = source.scales.astype(mx.float32)[..., None]
-        assert source.biases is not None, "only the affine mode has them"
-        self.biases = source.biases.astype(mx.float32)[..., None]
+        self.codes, self.scales, self.biases = _coded(source)
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
         self.coded: native_products.CodedProduct | None = None
@@ -77,13 +77,26 @@ class UnpackedLinear(nn.Module):
         return y + self.bias if "bias" in self else y
 
 
-def _codes(source: nn.QuantizedLinear) -> mx.array:
-    """(out, groups, group size) uint8: the integers that ``source`` packs into words."""
-    scales = mx.ones(source.scales.shape, dtype=mx.float32)
-    integers = mx.dequantize(
-        source.weight, scales, mx.zeros_like(scales), group_size=source.group_size, bits=source.bits
-    )
-    return integers.astype(mx.uint8).reshape(*scales.shape, source.group_size)
+def _coded(source: Any) -> tuple[mx.array, mx.array, mx.array]:
+    """Of an affine layer: (out, groups, group size) uint8 codes, and (out, groups, 1) float32 scales and biases."""
+    shape = *source.scales.shape, source.group_size
+    scales, biases = (each.astype(mx.float32)[..., None] for each in (source.scales, source.biases))
+    if source.bits in (4, 8):
+        packed = np.asarray(source.weight).view(np.uint8)
+        return mx.array((_nibbles(packed) if source.bits == 4 else packed).reshape(shape)), scales, biases
+    ones = mx.ones_like(source.scales, dtype=mx.float32)
+    integers = mx.dequantize(source.weight, ones, mx.zeros_like(ones), group_size=source.group_size, bits=source.bits)
+    return integers.astype(mx.uint8).reshape(shape), scales, biases
+
+
+def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(out, 2 N) halves of (out, N) bytes, the lower one first: ten times as fast as MLX makes them there."""
+    made = np.empty((len(packed), 2 * packed.shape[1]), dtype=np.uint8)
+    step = max(1, _BLOCK_BYTES // packed.shape[1])
+    for start in range(0, len(packed), step):
+        wide = packed[start : start + step].astype("<u2")
+        np.bitwise_and(wide | wide << 4, 0x0F0F, out=made[start : start + step].view("<u2"))
+    return made
 
 
 def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bool) -> int:
@@ -159,7 +172,10 @@ def _substitute(module: Any, *, compact: bool, dtype: mx.Dtype | None) -> nn.Mod
         new = nn.Embedding(1, 1)
     elif "bias" in module:
         new.bias = module.bias.astype(dtype or module.bias.dtype)
-    weight = dense_weight(module)
-    new.weight = weight.astype(dtype or weight.dtype)
+    if dtype is not None and dtype == mx.float32 and module.mode == "affine" and available():
+        new.weight = native_products.decoded(*_coded(module))
+    else:
+        weight = dense_weight(module)
+        new.weight = weight.astype(dtype or weight.dtype)
     new.freeze()
     return new

@@ -418,6 +418,12 @@ static void decode_line(void *argument, int line, int thread) {
     }
 }
 
+// (rows, columns) of codes, a scale and a bias for each group along the columns, as the values that they stand for.
+void allhands_decode(const uint8_t *codes, const float *scales, const float *biases, const int sizes[3], float *to) {
+    Codes all = {codes, scales, biases, to, sizes[1], sizes[2]};
+    pool_run(decode_line, &all, sizes[0]);
+}
+
 // For (rows, columns) of codes in groups of a power of two, 16 or more, along the columns: x of (m, columns) times their
 // transpose, or, with `back`, x of (m, rows) times them. 0 if there is no memory for it.
 int allhands_coded_product(const float *x, int m, const uint8_t *codes, const float *scales, const float *biases,
