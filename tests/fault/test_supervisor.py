@@ -22,7 +22,7 @@ import pytest
 from rank_jobs import SOURCE, WORKER, Job, jobs, until
 
 from allhands.cluster.attempt import describe_exit
-from allhands.cluster.mpi import find_mpi, prepare_mpi_environment
+from allhands.cluster.mpi import find_mpi, mpi_variables, prepare_mpi_environment
 from allhands.cluster.processes import reserve_ports
 
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
@@ -296,6 +296,16 @@ def test_mpi_is_found_whole() -> None:
     chosen = {"MLX_MPI_LIBNAME": "/opt/libmpi.so"}
     prepare_mpi_environment(chosen)
     assert chosen == {"MLX_MPI_LIBNAME": "/opt/libmpi.so"}
+
+
+@_needs_mpi
+def test_mpi_looks_at_no_fabric_on_one_computer_unless_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_mpi()
+    assert found is not None
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+    assert mpi_variables(found, tmp_path)["OMPI_MCA_btl"] == "^ofi"
+    monkeypatch.setenv("OMPI_MCA_btl", "self,tcp")
+    assert mpi_variables(found, tmp_path)["OMPI_MCA_btl"] == "self,tcp"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from allhands.errors import DistributedError
 _LIBRARIES = ("libmpi.so.40", "libmpi.40.dylib", "libmpi.so", "libmpi.dylib")
 
 
+_TRANSPORTS = "OMPI_MCA_btl"
+
 # mpirun's options changed with it.
 _OLDEST = (5,)
 
@@ -83,8 +85,10 @@ def prepare_mpi_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str]:
-    """Return what mpirun and its ranks need in their environment; MPI's own files go to ``run_dir``."""
+    """Return the variables of mpirun and its ranks on this computer; MPI's own files go to ``run_dir``."""
     variables = {
+        # libfabric sleeps for a second while it is looked at, and carries nothing between processes of one computer.
+        _TRANSPORTS: os.environ.get(_TRANSPORTS, "^ofi"),
         "MLX_MPI_LIBNAME": str(installation.library),
         "PRTE_MCA_prte_tmpdir_base": str(run_dir),
         "PMIX_MCA_pmix_server_tmpdir": str(run_dir),

@@ -7,12 +7,17 @@ So the group's size is compared with what the launcher promised, and what each b
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from allhands.distributed.ring import take_turns
 from allhands.errors import ConfigError, DistributedError
+
+_NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 
 # Operations that each of MLX 0.32's back-ends really has (the others throw when called).
 CAPABILITIES: dict[str, frozenset[str]] = {
@@ -97,7 +102,7 @@ def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
     return communicator.all_sum(row)[communicator.rank * each : (communicator.rank + 1) * each]
 
 
-def connect(backend: str, size: int, rank: int) -> Communicator:
+def connect(backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
 
     May wait for ever for a peer that never comes, without letting any Python thread run: the caller keeps
@@ -107,6 +112,7 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
+        timeout_s: seconds for which a ring's neighbours are waited for; a minute at most.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
@@ -116,6 +122,8 @@ def connect(backend: str, size: int, rank: int) -> Communicator:
         if size != 1:
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
+    if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
+        take_turns(Path(hostfile), rank, min(timeout_s, _NEIGHBOURS_S))
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.

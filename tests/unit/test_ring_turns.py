@@ -1,0 +1,171 @@
+"""Ranks join MLX's ring in an order in which nobody is called before it listens."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from allhands.cluster.processes import reserve_ports
+from allhands.distributed import ring
+from allhands.distributed.ring import take_turns
+from allhands.errors import DistributedError
+
+
+def hostfile(directory: Path, size: int, more: Sequence[str] = ("10.9.9.9:1",)) -> Path:
+    sockets, ports = reserve_ports(size, shareable=True)
+    for one in sockets:
+        one.close()
+    path = directory / "hosts.json"
+    path.write_text(json.dumps([[f"127.0.0.1:{port}", *more] for port in ports]))
+    return path
+
+
+def port_of(path: Path, rank: int) -> tuple[str, int]:
+    name, _, port = json.loads(path.read_text())[rank][0].rpartition(":")
+    return name, int(port)
+
+
+def returns(path: Path, delays: Sequence[float], timeout_s: float = 20.0) -> dict[int, float | DistributedError]:
+    """When each rank, which comes after its delay, may go on, in seconds; or why it may not."""
+    found: dict[int, float | DistributedError] = {}
+    start = time.monotonic()
+
+    def rank_of(rank: int) -> None:
+        time.sleep(delays[rank])
+        try:
+            take_turns(path, rank, timeout_s)
+            found[rank] = time.monotonic() - start
+        except DistributedError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(len(delays))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    return found
+
+
+@pytest.mark.parametrize("delays", [(0, 0), (0.3, 0), (0, 0.3), (0.3, 0, 0.1, 0.2), (0, 0.2, 0.4, 0)])
+def test_the_last_rank_goes_when_all_others_have_gone(tmp_path: Path, delays: Sequence[float]) -> None:
+    found = returns(hostfile(tmp_path, len(delays)), delays)
+    *others, last = (found[rank] for rank in range(len(delays)))
+    assert all(isinstance(each, float) for each in (*others, last)), found
+    assert last >= max(others) + 0.5 * ring._HEAD_START_S  # type: ignore[operator,type-var]
+    assert max(delays) <= last < max(delays) + 1.0  # type: ignore[operator]
+
+
+def test_strangers_and_other_jobs_change_nothing(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 2)
+    where = port_of(path, 1)
+    waiting = threading.Thread(target=take_turns, args=(path, 1, 20.0))
+    waiting.start()
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"allhands ring " + b"0" * 64 + b" 0\n", b"\xff" * 500):
+        for _ in range(200):
+            try:
+                call = socket.create_connection(where, timeout=5)
+                break
+            except OSError:
+                time.sleep(0.01)
+        with call:
+            call.sendall(words)
+    assert waiting.is_alive()
+    take_turns(path, 0, 20.0)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_who_says_nothing_holds_nobody_up_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_TALK_S", 0.2)
+    path = hostfile(tmp_path, 2)
+    results: list[dict[int, float | DistributedError]] = []
+    thread = threading.Thread(target=lambda: results.append(returns(path, (0.3, 0))))
+    thread.start()
+    for _ in range(200):
+        try:
+            silent = socket.create_connection(port_of(path, 1), timeout=5)
+            break
+        except OSError:
+            time.sleep(0.01)
+    with silent:
+        thread.join(20)
+    assert all(isinstance(each, float) and each < 2.0 for each in results[0].values()), results
+
+
+def test_a_neighbour_that_does_not_come_is_named(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 3)
+    hosts = [addresses[0] for addresses in json.loads(path.read_text())]
+    with pytest.raises(DistributedError) as caught:
+        take_turns(path, 0, 0.3)
+    assert caught.value.where == f"rank 1 at {hosts[1]}"
+    assert "refused" in str(caught.value)
+    with pytest.raises(DistributedError) as caught:
+        take_turns(path, 2, 0.3)
+    assert caught.value.where == f"rank 1 at {hosts[1]}"
+    assert f"said nothing to rank 2 at {hosts[2]}" in str(caught.value)
+
+
+def test_somebody_else_at_the_neighbours_address_is_told_of(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 2)
+    with socket.create_server(port_of(path, 1)) as stranger:
+
+        def answer() -> None:
+            while True:
+                call, _ = stranger.accept()
+                with call:
+                    call.recv(1000)
+                    call.sendall(b"hello\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(DistributedError, match="somebody else listens there"):
+            take_turns(path, 0, 0.5)
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[[]]", "[1, 2]"])
+def test_what_mlx_cannot_read_is_left_to_mlx_to_tell(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "hosts.json"
+    if text is not None:
+        path.write_text(text)
+    take_turns(path, 0, 60.0)
+    take_turns(path, 1, 60.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_address_that_cannot_be_had_is_left_to_mlx_to_tell(tmp_path: Path, rank: int) -> None:
+    path = hostfile(tmp_path, 3)
+    hosts = json.loads(path.read_text())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for address in ("192.0.2.7:5000", f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:many", "127.0.0.1"):
+            hosts[rank] = [address]
+            path.write_text(json.dumps(hosts))
+            take_turns(path, rank, 60.0)
+
+
+_RANK = """
+import sys, time
+from allhands.distributed.backend import connect
+time.sleep(0.4 * (sys.argv[1] == "0"))
+start = time.monotonic()
+connect("ring", 2, int(sys.argv[1]))
+print(time.monotonic() - start)
+"""
+
+
+def test_a_last_rank_that_comes_first_costs_no_second(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 2, more=())
+    command = [sys.executable, "-c", _RANK]
+    variables = {"PATH": "/usr/bin:/bin", "MLX_HOSTFILE": str(path)}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env={**variables, "MLX_RANK": str(rank)}, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    seconds = [float(each.communicate(timeout=60)[0]) for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0]
+    # MLX by itself takes a second more on both.
+    assert seconds[0] < 0.7, seconds
