@@ -30,6 +30,8 @@ from records import Row, environment_lines, make_record, work_rows, write_record
 ROOT = Path(__file__).resolve().parent.parent
 # Settings of the person's shell that would change what a peer computes with.
 _STRIPPED = ("PYTHONPATH", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ALLHANDS_BLAS", "LD_PRELOAD")
+# And those with which OpenBLAS takes kernels of another processor than this one.
+_STRIPPED += ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 class BenchmarkError(Exception):

@@ -77,7 +77,7 @@ def slow_products() -> str | None:
         return None
     blas = preload_blas()
     slow = f"matrix products use MLX's reference BLAS, about 30 times slower ({blas.reason})"
-    return slow if blas.state == "slow" else None
+    return slow if blas.state == "slow" else blas.held_back
 
 
 def device_memory() -> int:

@@ -30,6 +30,13 @@ from pathlib import Path
 # The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
 RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 PREFIX = "scipy_"
+# Names of OpenBLAS's kernels by the widest instructions that they use, in bits; all others have 128. A processor has
+# those whose flags it shows in /proc/cpuinfo.
+_KERNELS = {
+    512: frozenset({"skylakex", "cooperlake", "sapphirerapids"}),
+    256: frozenset({"haswell", "zen", "excavator", "steamroller", "piledriver", "bulldozer", "sandybridge"}),
+}
+_FLAGS = {512: frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), 256: frozenset({"avx2", "fma"})}
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -42,6 +49,7 @@ class BlasStatus:
         state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
         reason: one sentence for people; with ``"slow"`` it says what to do.
         library: path of the loaded library, if any.
+        held_back: what keeps OpenBLAS from this processor's widest instructions, and what to do, if anything does.
         native: the loaded code of ``allhands.native``, if any. The one that was loaded, whatever the cache's directory
             is by now: a second copy would know nothing of OpenBLAS.
     """
@@ -50,6 +58,7 @@ class BlasStatus:
     reason: str
     library: Path | None = None
     native: ctypes.CDLL | None = None
+    held_back: str | None = None
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -105,9 +114,45 @@ def preload_blas() -> BlasStatus:
     # Called from our threads, its own would only be in the way.
     set_threads(handle, available_cores() if ours is None else 1)
     _keep_freed_pages()
-    what = ("OpenBLAS and AMX" if unit else "OpenBLAS") + f", {available_cores()} threads"
+    kernels = _kernels(handle)
+    what = f"OpenBLAS ({kernels} kernels){' and AMX' if unit else ''}, {available_cores()} threads"
     reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
-    return BlasStatus("fast", reason, library, ours)
+    asked = os.environ.get("OPENBLAS_CORETYPE")
+    held_back = kernels_held_back(asked, kernels, _processor_flags()) if asked and not unit else None
+    return BlasStatus("fast", reason, library, ours, held_back)
+
+
+def kernels_held_back(asked: str, kernels: str, flags: frozenset[str]) -> str | None:
+    """What to say where OpenBLAS was ``asked`` by OPENBLAS_CORETYPE for ``kernels`` narrower than the processor allows.
+
+    Settings of clusters and of containers carry that variable on from programs with an older OpenBLAS.
+
+    Args:
+        flags: of the processor, as /proc/cpuinfo has them.
+    """
+    able = next((bits for bits, needed in _FLAGS.items() if needed <= flags), 128)
+    used = next((bits for bits, names in _KERNELS.items() if kernels.lower() in names), 128)
+    if used >= able:
+        return None
+    return (
+        f"OPENBLAS_CORETYPE={asked} keeps matrix products to {used}-bit instructions where this processor has {able}: "
+        "they may take twice as long; unset it unless something else here needs it"
+    )
+
+
+def _kernels(handle: ctypes.CDLL) -> str:
+    """What OpenBLAS calls the kernels that it has chosen for this processor."""
+    name = getattr(handle, f"{PREFIX}openblas_get_corename")
+    name.restype = ctypes.c_char_p
+    return (name() or b"unknown").decode()
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
 def available_cores() -> int:

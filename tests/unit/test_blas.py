@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from allhands.blas import available_cores, cache_dir
+from allhands.blas import available_cores, cache_dir, kernels_held_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has its own BLAS")
 
@@ -66,7 +67,7 @@ def sha256(path: Path) -> str:
 def test_the_copy_is_made_in_the_cache_with_mlxs_names(cache: Path) -> None:
     state, reason, library = status(cache)
     assert state == "fast"
-    assert reason.replace(" and AMX", "").startswith("OpenBLAS, 1 threads")
+    assert re.match(r"OpenBLAS \(\w+ kernels\)( and AMX)?, 1 threads", reason)
     assert library.is_relative_to(cache / "blas")
     assert library.with_suffix(".sha256").read_text().strip() == sha256(library)
     symbols = run_python(
@@ -163,6 +164,49 @@ def test_the_run_says_that_it_is_slow_and_why(tmp_path: Path) -> None:
     code = "import allhands\nfrom allhands.accelerator import detect\nprint(detect().warning)"
     warning = run_python(code, tmp_path, ALLHANDS_BLAS="off")
     assert "30 times slower (switched off by ALLHANDS_BLAS)" in warning
+
+
+AVX2, AVX512 = {"avx2", "fma"}, {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "flags", "words"),
+    [
+        ("Haswell", AVX512, "256-bit instructions where this processor has 512"),
+        ("Prescott", AVX512, "128-bit instructions where this processor has 512"),
+        ("Nehalem", AVX2, "128-bit instructions where this processor has 256"),
+        ("SkylakeX", AVX512, None),
+        ("Cooperlake", AVX512, None),
+        ("Haswell", AVX2, None),
+        ("ZEN", AVX2, None),
+        ("Haswell", AVX512 - {"avx512vl"}, None),
+        ("Nehalem", {"sse4_2"}, None),
+        ("ARMV8", set(), None),
+    ],
+)
+def test_kernels_below_the_processor_are_named(kernels: str, flags: set[str], words: str | None) -> None:
+    said = kernels_held_back("Haswell", kernels, frozenset(flags))
+    assert (said is None) == (words is None)
+    assert (words or "") in (said or "")
+
+
+def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Path) -> None:
+    code = (
+        "import allhands\nfrom allhands.accelerator import detect\nfrom allhands.blas import preload_blas\n"
+        "warning = detect().warning; print(preload_blas().reason); print(warning)"
+    )
+    if "and AMX" in (reason := run_python(code, cache, OPENBLAS_CORETYPE="").splitlines()[0]):
+        pytest.skip("large products go to the matrix unit here")
+    if "SkylakeX" not in reason and "Cooperlake" not in reason:
+        pytest.skip(f"a processor without AVX-512, on which these kernels are the best: {reason}")
+    assert run_python(code, cache, OPENBLAS_CORETYPE="").splitlines()[1] == "None"
+    reason, warning = run_python(code, cache, OPENBLAS_CORETYPE="Haswell").splitlines()
+    assert reason.startswith("OpenBLAS (Haswell kernels), 1 threads")
+    assert warning.startswith("OPENBLAS_CORETYPE=Haswell keeps matrix products to 256-bit instructions")
+    assert "unset it" in warning
+    slow, fast = (float(run_python(GFLOPS, cache, OPENBLAS_CORETYPE=value)) for value in ("Haswell", ""))
+    print(f"sgemm: {slow:.0f} GFLOP/s with Haswell's kernels, {fast:.0f} with this processor's")
+    assert fast > 1.2 * slow
 
 
 def test_where_the_cache_is(tmp_path: Path) -> None:
