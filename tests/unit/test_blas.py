@@ -27,11 +27,12 @@ print(json.dumps([status.state, status.reason, str(status.library)]))
 """
 GFLOPS = """
 import time, allhands, mlx.core as mx
+repeats = 2
 n = 640
 a, b = mx.random.normal((n, n)), mx.random.normal((n, n))
 mx.eval(a, b, a @ b)
 best = 1e9
-for _ in range(2):
+for _ in range(repeats):
     begun = time.perf_counter()
     mx.eval(a @ b)
     best = min(best, time.perf_counter() - begun)
@@ -204,7 +205,9 @@ def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Pa
     assert reason.startswith("OpenBLAS (Haswell kernels), 1 threads")
     assert warning.startswith("OPENBLAS_CORETYPE=Haswell keeps matrix products to 256-bit instructions")
     assert "unset it" in warning
-    slow, fast = (float(run_python(GFLOPS, cache, OPENBLAS_CORETYPE=value)) for value in ("Haswell", ""))
+    # The best of many: other tests may have half of the processor.
+    often = GFLOPS.replace("repeats = 2", "repeats = 100")
+    slow, fast = (float(run_python(often, cache, OPENBLAS_CORETYPE=value)) for value in ("Haswell", ""))
     print(f"sgemm: {slow:.0f} GFLOP/s with Haswell's kernels, {fast:.0f} with this processor's")
     assert fast > 1.2 * slow
 
