@@ -19,6 +19,13 @@ def unflatten(pairs: Iterable[tuple[str, Any]]) -> Any:
     return tree_unflatten(list(pairs))
 
 
+def part_of(tree: Any, name: str) -> Any:
+    """What stands in a tree under a dotted name, as :func:`flatten` makes them."""
+    for part in name.split("."):
+        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+    return tree
+
+
 def number(array: mx.array) -> float:
     """The value of an array of one element."""
     return float(cast("float", array.item()))

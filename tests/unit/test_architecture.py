@@ -65,6 +65,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.optim": 3,
     "allhands.train.runahead": 3,
     "allhands.train.batch_memory": 3,
+    "allhands.train.native_update": 3,
     "allhands.train.update": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,

@@ -15,7 +15,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from allhands.model.fused import kernels
-from allhands.trees import flatten
+from allhands.trees import flatten, part_of
 
 MASTER = "master"  # the name of a float32 copy in an array's state
 
@@ -116,7 +116,13 @@ class _Exact(Optimizer):
 class KernelAdam(_Exact, optim.Adam):
     """Adam whose update of an array is one kernel on an NVIDIA GPU, computed in float32 whatever the array's type."""
 
-    _decay = 0.0
+    decay = 0.0  # of weights, decoupled
+
+    def advance(self) -> None:
+        """Count an update that is about to be computed, and what is scheduled with it."""
+        for name, schedule in self._schedulers.items():
+            self.state[name] = schedule(self.step)
+        self.state["step"] = self.step + 1
 
     def apply_where(self, finite: mx.array, factor: mx.array, gradients: Any, weights: Any) -> Any:
         """The weights after the update by ``factor`` times ``gradients``, or as they are if not ``finite``.
@@ -124,12 +130,10 @@ class KernelAdam(_Exact, optim.Adam):
         The optimizer's state follows. Where the kernel does not fit, MLX's own operations compute the same.
         """
         before = tree_map(lambda x: x, self.state)
-        for name, schedule in self._schedulers.items():
-            self.state[name] = schedule(self.step)
-        self.state["step"] = self.step + 1
+        self.advance()
         rate = self.learning_rate.astype(mx.float32)
         # Of what is not decayed, and of what is.
-        shrunk = [mx.array(1.0), 1.0 - rate * self._decay]
+        shrunk = [mx.array(1.0), 1.0 - rate * self.decay]
         (b1, b2), step = self.betas, self.step.astype(mx.float32)
         root = mx.array(1.0)
         if self.bias_correction:
@@ -173,7 +177,7 @@ class KernelAdamW(KernelAdam, optim.AdamW):
     """:class:`KernelAdam` with decoupled weight decay."""
 
     @property
-    def _decay(self) -> float:
+    def decay(self) -> float:
         return self.weight_decay
 
 
@@ -218,9 +222,7 @@ class HiddenMuon(_Exact):
     def init(self, parameters: Any) -> None:
         super().init(parameters)
         for name, parameter in flatten(parameters):
-            state: Any = self.state
-            for part in name.split("."):
-                state = state[int(part)] if isinstance(state, list) else state[part]
+            state = part_of(self.state, name)
             if not _hidden(name, parameter) and "m" not in state:
                 state["m"] = mx.zeros_like(state["v"])
 

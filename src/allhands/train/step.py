@@ -24,6 +24,7 @@ from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
 from allhands.train.batch_memory import arrays_of_batches
 from allhands.train.gradient import batch_values, make_gradient, make_joined_gradient
+from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
 from allhands.train.runahead import RunAhead
@@ -135,6 +136,8 @@ class TrainStep:
         self._graph = (
             None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled, divided_over=over)
         )
+        # What is given to somebody before the update is computed apart.
+        self._native = native_update(model, optimizer) if eager and after_backward is None else None
         if self._graph is None or self._graph.leaves is None:
             self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
         else:
@@ -250,6 +253,8 @@ class TrainStep:
     def _update_by_hand(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
         """Look at the numbers, then update the model if all are finite. Empties ``sums``."""
         num_targets = numbers(totals)[1]
+        if self._native is not None:
+            return self._update_natively(self._native, sums, totals, timed)
         # The one division: by the trained tokens of all micro-batches and all ranks.
         mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
         sums.clear()  # what nobody holds, MLX computes in place
@@ -264,6 +269,20 @@ class TrainStep:
             self._optimizer.update(self._model, clipped)
             del clipped
             mx.eval(self._model.trainable_parameters(), self._optimizer.state)
+        return result
+
+    def _update_natively(
+        self, update: NativeUpdate, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult
+    ) -> StepResult:
+        """As :meth:`_update_by_hand`; the one division is a factor of the update."""
+        num_targets = max(numbers(totals)[1], 1.0)
+        norm = update.norm(sums) / num_targets
+        result = _filled(timed, totals, mx.array(norm))
+        if not _not_finite(result):
+            self._beat("update")
+            self._rehearse("update")
+            clipped = 1.0 if self._max_grad_norm is None else min(self._max_grad_norm / (norm + 1e-6), 1.0)
+            update(sums, clipped / num_targets)
         return result
 
     def _update_in_graph(

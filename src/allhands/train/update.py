@@ -22,7 +22,7 @@ from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
-from allhands.trees import flatten, unflatten
+from allhands.trees import flatten, part_of, unflatten
 
 _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
@@ -230,7 +230,7 @@ class _Joined:
         self._optimizer = optimizer
         self._shards = shards
         self._places = [place for chunk in leaves.chunks for place in chunk.places]
-        self._homes = [self._home(place.name) for place in self._places]
+        self._homes = [part_of(optimizer.state, place.name) for place in self._places]
         self._views: list[mx.array] = []
         self._weights: list[mx.array] = []
         weights = self._join([place.array for place in self._places])
@@ -254,13 +254,6 @@ class _Joined:
         """What this rank keeps of a chunk's array."""
         # Contiguous: in memory of its own.
         return whole if self._shards is None else mx.contiguous(self._shards.part(index, whole))
-
-    def _home(self, name: str) -> dict[str, mx.array]:
-        """The optimizer's arrays for one weight."""
-        place: Any = self._optimizer.state
-        for part in name.split("."):
-            place = place[int(part)] if isinstance(place, list) else place[part]
-        return place
 
     def _others(self) -> dict[str, mx.array]:
         """The optimizer's state that belongs to no weight."""

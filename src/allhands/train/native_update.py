@@ -1,0 +1,121 @@
+"""Adam and AdamW on Linux CPUs: the norm and the update of all arrays in one pass over each, on all cores.
+
+MLX makes a pass over memory on one thread for each operation, of which an update has a dozen. What is computed is the
+same (MLX's formulas, in float32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+
+from allhands.blas import native_library
+from allhands.model.native_arrays import Array, at, available, floats, new
+from allhands.train.optimizers import KernelAdam
+from allhands.trees import flatten, part_of, unflatten
+
+Named = tuple[str, mx.array]
+_CHUNK = 16384  # of adam.c
+# Arrays that are updated together: what is new stands beside what is old only for so many numbers, or for one array.
+_TOGETHER = 1 << 20
+
+
+def native_update(model: nn.Module, optimizer: optim.Optimizer) -> NativeUpdate | None:
+    """The update of ``model`` by ``optimizer``, where it can be had for these here."""
+    if not available() or not isinstance(optimizer, KernelAdam) or optimizer.masters:
+        return None
+    single = all(array.dtype == mx.float32 for _, array in flatten(model.trainable_parameters()))
+    return NativeUpdate(model, optimizer) if single else None
+
+
+class NativeUpdate:
+    """The update of ``model`` by ``optimizer``; what it computes are new arrays, since others may hold the old ones."""
+
+    def __init__(self, model: nn.Module, optimizer: KernelAdam) -> None:
+        """Prepare; the optimizer's state may be new or restored."""
+        self._model = model
+        self._optimizer = optimizer
+
+    def norm(self, sums: Sequence[Named]) -> float:
+        """The square root of the sum of squares of all ``sums``; the same bits for any number of cores."""
+        mx.eval([array for _, array in sums])
+        total = 0.0
+        for group in _groups(sums):
+            gradients = [floats(array) for _, array in group]
+            where = _Where(gradients)
+            parts = np.empty(where.num_parts)
+            _call("allhands_squares", *where.arguments, _pointers(gradients), at(parts))
+            total += float(parts.sum())
+        return math.sqrt(total)
+
+    def __call__(self, sums: list[Named], factor: float) -> None:
+        """Take the update by ``factor`` times ``sums``, which are emptied."""
+        optimizer = self._optimizer
+        optimizer.advance()
+        mx.eval(optimizer.step, optimizer.learning_rate, [array for _, array in sums])
+        rate, step, (b1, b2), root = float(optimizer.learning_rate), int(optimizer.step), optimizer.betas, 1.0
+        shrunk = 1.0 - rate * optimizer.decay
+        if optimizer.bias_correction:
+            rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2**step)
+        numbers = np.array([factor, rate, b1, b2, optimizer.eps, root], dtype=np.float32)
+        weights = dict(flatten(self._model.trainable_parameters()))
+        for group in _groups(sums):
+            self._update(group, weights, numbers, shrunk)
+        sums.clear()
+
+    def _update(self, group: list[Named], weights: dict[str, mx.array], numbers: Array, shrunk: float) -> None:
+        olds = [weights.pop(name) for name, _ in group]
+        homes = [part_of(self._optimizer.state, name) for name, _ in group]
+        read = [[array for _, array in group], olds, [home["m"] for home in homes], [home["v"] for home in homes]]
+        mx.eval(read)
+        made = [[new(*old.shape) for old in olds] for _ in range(3)]
+        views = [floats(array) for kind in read for array in kind] + [view for kind in made for _, view in kind]
+        where = _Where(views[: len(group)])
+        kept = np.array([shrunk if self._optimizer.decays(old) else 1.0 for old in olds], dtype=np.float32)
+        _call("allhands_adam", *where.arguments, _pointers(views), at(kept), at(numbers))
+        in_weights, in_first, in_second = ([array for array, _ in kind] for kind in made)
+        self._model.update(unflatten([(name, array) for (name, _), array in zip(group, in_weights, strict=True)]))
+        for home, first, second in zip(homes, in_first, in_second, strict=True):
+            home["m"], home["v"] = first, second
+
+
+def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
+    """Neighbours, of about so many numbers together."""
+    group: list[Named] = []
+    for named in arrays:
+        if group and sum(array.size for _, array in group) + named[1].size > _TOGETHER:
+            yield group
+            group = []
+        group.append(named)
+    if group:
+        yield group
+
+
+class _Where:
+    """How the native code cuts some arrays into parts."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._sizes = np.array([array.size for array in arrays], dtype=np.intp)
+        ends = np.cumsum((self._sizes + _CHUNK - 1) // _CHUNK)
+        self._starts = np.concatenate([[0], ends]).astype(np.intp)
+        self.num_parts = int(ends[-1])
+
+    @property
+    def arguments(self) -> tuple[ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]:
+        """The first of each call."""
+        return ctypes.c_int(len(self._sizes)), at(self._sizes), at(self._starts)
+
+
+def _pointers(arrays: Sequence[Array]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
+
+
+def _call(name: str, *arguments: Any) -> None:
+    getattr(native_library(), name)(*arguments)
