@@ -18,7 +18,7 @@ typedef struct {
     const float *const *weights, *const *first, *const *second;
     float *const *new_weights, *const *new_first, *const *new_second;
     const float *kept; // of each array's weights, before the update
-    float factor, rate, b1, b2, eps, root;
+    float factor, rate, b1, b2, other1, other2, eps, root;
 } Arrays;
 
 static int array_of(const Arrays *a, int part) {
@@ -61,8 +61,8 @@ static void square_part(void *argument, int part, int thread) {
 static void update(ptrdiff_t size, const float *restrict gradient, const float *restrict weight,
                    const float *restrict first, const float *restrict second, float *restrict new_weight,
                    float *restrict new_first, float *restrict new_second, float kept, const Arrays *a) {
-    const float factor = a->factor, rate = a->rate, b1 = a->b1, b2 = a->b2, eps = a->eps, root = a->root;
-    const float other1 = (float)(1.0 - (double)b1), other2 = (float)(1.0 - (double)b2);
+    const float factor = a->factor, rate = a->rate, eps = a->eps, root = a->root;
+    const float b1 = a->b1, b2 = a->b2, other1 = a->other1, other2 = a->other2;
     for (ptrdiff_t i = 0; i < size; i++) {
         float g = gradient[i] * factor, m = b1 * first[i] + other1 * g, v = b2 * second[i] + other2 * (g * g);
         new_first[i] = m;
@@ -88,15 +88,17 @@ void allhands_squares(int count, const ptrdiff_t *sizes, const ptrdiff_t *starts
 }
 
 // `arrays` has seven pointers for each array, kind by kind: gradients, weights, both moments, and where these three go;
-// `numbers` has factor, rate, betas, eps, and what roots are multiplied with.
+// `numbers` has factor, rate, both betas, one less each of them (which cannot be had from them in float32), eps, and what
+// roots are multiplied with.
 void allhands_adam(int count, const ptrdiff_t *sizes, const ptrdiff_t *starts, float *const *arrays, const float *kept,
-                   const float numbers[6]) {
+                   const float numbers[8]) {
     const float *const *read = (const float *const *)arrays;
     Arrays a = {
         .count = count, .sizes = sizes, .starts = starts, .gradients = read, .weights = read + count,
         .first = read + 2 * count, .second = read + 3 * count, .new_weights = arrays + 4 * count,
         .new_first = arrays + 5 * count, .new_second = arrays + 6 * count, .kept = kept, .factor = numbers[0],
-        .rate = numbers[1], .b1 = numbers[2], .b2 = numbers[3], .eps = numbers[4], .root = numbers[5],
+        .rate = numbers[1], .b1 = numbers[2], .b2 = numbers[3], .other1 = numbers[4], .other2 = numbers[5],
+        .eps = numbers[6], .root = numbers[7],
     };
     pool_run(adam_part, &a, (int)starts[count]);
 }

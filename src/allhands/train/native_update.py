@@ -64,7 +64,7 @@ class NativeUpdate:
         shrunk = 1.0 - rate * optimizer.decay
         if optimizer.bias_correction:
             rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2**step)
-        numbers = np.array([factor, rate, b1, b2, optimizer.eps, root], dtype=np.float32)
+        numbers = np.array([factor, rate, b1, b2, 1.0 - b1, 1.0 - b2, optimizer.eps, root], dtype=np.float32)
         weights = dict(flatten(self._model.trainable_parameters()))
         for group in _groups(sums):
             self._update(group, weights, numbers, shrunk)

@@ -136,8 +136,7 @@ class TrainStep:
         self._graph = (
             None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled, divided_over=over)
         )
-        # What is given to somebody before the update is computed apart.
-        self._native = native_update(model, optimizer) if eager and after_backward is None else None
+        self._native = native_update(model, optimizer) if eager else None
         if self._graph is None or self._graph.leaves is None:
             self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
         else:
@@ -276,6 +275,8 @@ class TrainStep:
     ) -> StepResult:
         """As :meth:`_update_by_hand`; the one division is a factor of the update."""
         num_targets = max(numbers(totals)[1], 1.0)
+        if self._after_backward is not None:
+            self._after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
         norm = update.norm(sums) / num_targets
         result = _filled(timed, totals, mx.array(norm))
         if not _not_finite(result):
