@@ -65,7 +65,9 @@ def _slow(rank: int, steps: range, attempt: int) -> list[dict[str, object]]:
 def _assert_close(losses: list[tuple[int, float]], expected: Result) -> None:
     assert [step for step, _ in losses] == [step for step, _ in expected.losses][-len(losses) :]
     theirs = [loss for _, loss in expected.losses][-len(losses) :]
-    np.testing.assert_allclose([loss for _, loss in losses], theirs, rtol=2e-5)
+    # Another number of ranks adds up in another order: 7e-7 of a gradient. Adam makes whole steps of gradients that are
+    # nearly zero, so that it grows with each: 6e-5 after 30.
+    np.testing.assert_allclose([loss for _, loss in losses], theirs, rtol=2e-4)
 
 
 @pytest.mark.slow
