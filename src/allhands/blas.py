@@ -120,7 +120,7 @@ def preload_blas() -> BlasStatus:
     what = f"OpenBLAS ({kernels} kernels){_WAYS[way]}, {available_cores()} threads"
     reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
     asked = os.environ.get("OPENBLAS_CORETYPE")
-    held_back = kernels_held_back(asked, kernels, _processor_flags()) if asked and not way else None
+    held_back = kernels_held_back(asked, kernels, frozenset(native.processor().split())) if asked and not way else None
     return BlasStatus("fast", reason, library, ours, held_back)
 
 
@@ -147,14 +147,6 @@ def _kernels(handle: ctypes.CDLL) -> str:
     name = getattr(handle, f"{PREFIX}openblas_get_corename")
     name.restype = ctypes.c_char_p
     return (name() or b"unknown").decode()
-
-
-def _processor_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
 def available_cores() -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from allhands.blas import native_library, preload_blas
 from allhands.model import native
+from allhands.model.native_arrays import at
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Matrix = NDArray[Any]
@@ -38,10 +39,6 @@ def way(request: pytest.FixtureRequest) -> Iterator[int]:
     yield asked
     library.allhands_force_way(-1)
     library.allhands_set_threads(1)
-
-
-def at(array: Matrix) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 def drawn(draw: np.random.Generator, *shape: int) -> Matrix:

@@ -20,7 +20,17 @@ from allhands.model import native_arrays, native_experts, native_products
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.documents import Row
 from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
-from allhands.model.native_arrays import FORWARD_ONLY, Array, at, available, call, floats, forward_only, new
+from allhands.model.native_arrays import (
+    FORWARD_ONLY,
+    Array,
+    at,
+    available,
+    call,
+    floats,
+    forward_only,
+    new,
+    pointers,
+)
 from allhands.model.traits import traits_of
 from allhands.trees import flatten
 
@@ -170,8 +180,7 @@ def attention(
     cosines, sines = (np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in turns)
 
     def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
-        pointers = [(ctypes.c_void_p * len(each))(*map(at, each)) for each in (inputs, outputs)]
-        call("allhands_attention", *pointers, ctypes.c_float(scale), sizes, at(starts))
+        call("allhands_attention", pointers(inputs), pointers(outputs), ctypes.c_float(scale), sizes, at(starts))
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         views = [_widened(floats(each), width) for each in (q, k, v)]

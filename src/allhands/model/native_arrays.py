@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +108,11 @@ _unwritten = Unwritten()
 def at(array: Array | None) -> ctypes.c_void_p:
     """Where its values are."""
     return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+def pointers(arrays: Sequence[Array | None]) -> Any:
+    """Where each one's values are, as an array in C."""
+    return (ctypes.c_void_p * len(arrays))(*map(at, arrays))
 
 
 def call(name: str, *arguments: Any) -> None:

@@ -12,7 +12,7 @@
 enum {
     LANES = 16,
     ROWS = 14,                // of the result that a kernel computes: with the columns as many as there are registers
-    COLUMNS = 2 * LANES,      //
+    COLUMNS = 2 * LANES,
     BLOCK_K = 768,            // of K at a time, so that what is packed of B stays in the L2 cache
     BLOCK_M = 64 * ROWS,      // rows of A at a time
     BLOCK_N = 4 * COLUMNS,    // columns of B that a thread takes at a time, at most

@@ -72,13 +72,13 @@ def _built(directory: Path) -> Path:
 def _key(compiler: Path, sources: list[Path]) -> str:
     """Of everything that the library depends on."""
     stat = compiler.resolve().stat()
-    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FLAGS}:{_processor()}".encode())
+    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FLAGS}:{processor()}".encode())
     for path in sources:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What this processor can do, as Linux tells it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, value = line.partition(":")

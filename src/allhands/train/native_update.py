@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 import numpy as np
 
 from allhands.blas import native_library
-from allhands.model.native_arrays import Array, at, available, floats, new
+from allhands.model.native_arrays import Array, at, available, floats, new, pointers
 from allhands.train.optimizers import KernelAdam
 from allhands.trees import flatten, part_of, unflatten
 
@@ -51,7 +51,7 @@ class NativeUpdate:
             gradients = [floats(array) for _, array in group]
             where = _Where(gradients)
             parts = np.empty(where.num_parts)
-            _call("allhands_squares", *where.arguments, _pointers(gradients), at(parts))
+            _call("allhands_squares", *where.arguments, pointers(gradients), at(parts))
             total += float(parts.sum())
         return math.sqrt(total)
 
@@ -59,7 +59,7 @@ class NativeUpdate:
         """Take the update by ``factor`` times ``sums``, which are emptied."""
         optimizer = self._optimizer
         optimizer.advance()
-        mx.eval(optimizer.step, optimizer.learning_rate, [array for _, array in sums])
+        mx.eval(optimizer.step, optimizer.learning_rate)
         rate, step, (b1, b2), root = float(optimizer.learning_rate), int(optimizer.step), optimizer.betas, 1.0
         shrunk = 1.0 - rate * optimizer.decay
         if optimizer.bias_correction:
@@ -79,7 +79,7 @@ class NativeUpdate:
         views = [floats(array) for kind in read for array in kind] + [view for kind in made for _, view in kind]
         where = _Where(views[: len(group)])
         kept = np.array([shrunk if self._optimizer.decays(old) else 1.0 for old in olds], dtype=np.float32)
-        _call("allhands_adam", *where.arguments, _pointers(views), at(kept), at(numbers))
+        _call("allhands_adam", *where.arguments, pointers(views), at(kept), at(numbers))
         in_weights, in_first, in_second = ([array for array, _ in kind] for kind in made)
         self._model.update(unflatten([(name, array) for (name, _), array in zip(group, in_weights, strict=True)]))
         for home, first, second in zip(homes, in_first, in_second, strict=True):
@@ -89,11 +89,13 @@ class NativeUpdate:
 def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
     """Neighbours, of about so many numbers together."""
     group: list[Named] = []
+    size = 0
     for named in arrays:
-        if group and sum(array.size for _, array in group) + named[1].size > _TOGETHER:
+        if group and size + named[1].size > _TOGETHER:
             yield group
-            group = []
+            group, size = [], 0
         group.append(named)
+        size += named[1].size
     if group:
         yield group
 
@@ -111,10 +113,6 @@ class _Where:
     def arguments(self) -> tuple[ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]:
         """The first of each call."""
         return ctypes.c_int(len(self._sizes)), at(self._sizes), at(self._starts)
-
-
-def _pointers(arrays: Sequence[Array]) -> Any:
-    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -233,7 +233,9 @@ class TrainStep:
         del grads
         reduced = time.perf_counter()
         timed = StepResult(0.0, 0, 0, 0.0, 0, computed - started, reduced - computed)
-        if self._graph is None:
+        if self._native is not None:
+            result = self._update_natively(self._native, sums, totals, timed)
+        elif self._graph is None:
             result = self._update_by_hand(sums, totals, timed)
         else:
             waiting = None if begun is None else partial(self._wait, begun.computed)
@@ -252,8 +254,6 @@ class TrainStep:
     def _update_by_hand(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
         """Look at the numbers, then update the model if all are finite. Empties ``sums``."""
         num_targets = numbers(totals)[1]
-        if self._native is not None:
-            return self._update_natively(self._native, sums, totals, timed)
         # The one division: by the trained tokens of all micro-batches and all ranks.
         mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
         sums.clear()  # what nobody holds, MLX computes in place
