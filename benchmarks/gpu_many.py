@@ -44,8 +44,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 HERE = Path(__file__).resolve().parent
-PEERS = ("allhands", "torch", "torch-compiled")
-TITLES = {"allhands": "allhands", "torch": "PyTorch DDP, eager", "torch-compiled": "PyTorch DDP, torch.compile"}
+PEERS = ("allhands", "apart", "torch", "torch-compiled")
+OURS = ("allhands", "apart")
+TITLES = {
+    "allhands": "allhands",
+    # What the GPUs do when they all compute and nothing is exchanged: more than that no exchange can reach.
+    "apart": "allhands, nothing exchanged",
+    "torch": "PyTorch DDP, eager",
+    "torch-compiled": "PyTorch DDP, torch.compile",
+}
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SCALINGS = ("weak", "strong")
 BUCKET_MB = 128.0  # of `allhands train` over NCCL
@@ -162,6 +169,9 @@ def cases(options: argparse.Namespace, dtype: str = "bfloat16") -> Iterator[Case
                     continue
                 rows = batch // gpus if scaling == "strong" else batch
                 for peer in options.peers:
+                    # On one GPU nothing is exchanged anyway.
+                    if peer == "apart" and gpus == 1:
+                        continue
                     sizes = options.bucket_mb if peer == "allhands" and gpus > 1 else (BUCKET_MB,)
                     for size in sizes:
                         yield Case(work, gpus, scaling if gpus > 1 else "weak", peer, rows, size, dtype)
@@ -171,9 +181,10 @@ def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     """What starts the ranks: each peer's own launcher."""
     work = {**WORKS[case.work], "dtype": case.dtype}
     asked: dict[str, Any] = {"work": work, "rows": case.rows, "steps": options.steps, "out": str(out)}
-    if case.peer == "allhands":
+    if case.peer in OURS:
         python = options.python.get("mlx", sys.executable)
         asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "shard": options.shard_optimizer}
+        asked |= {"apart": case.peer == "apart"}
         launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
         # A rank that fails ends the measurement.
         launch += ["--max-restarts", "0", "--log-dir", str(out.with_suffix("")), "--", python]
@@ -199,7 +210,7 @@ def measure_case(case: Case, options: argparse.Namespace, directory: Path, timeo
     log = out.with_suffix(".log")
     # As a person would set it: all cores, divided. torchrun alone gives one to each.
     threads = str(max(1, num_cores() // case.gpus))
-    added = {"OMP_NUM_THREADS": threads} if case.peer != "allhands" else {}
+    added = {"OMP_NUM_THREADS": threads} if case.peer not in OURS else {}
     try:
         environ = clean_environ(PYTHONPATH=python_path(), **added)
         run_measured(command(case, options, out), log, environ, timeout_s)
@@ -264,7 +275,7 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             one = measure_case(case, options, directory, min(options.timeout, left))
         results.setdefault(case.name, {})[case.who] = one
     add_efficiency(results, works)
-    kinds = {"allhands": "mlx", "torch": "torch", "torch-compiled": "torch"}
+    kinds = {peer: "mlx" if peer in OURS else "torch" for peer in PEERS}
     return {
         "date": datetime.date.today().isoformat(),
         "commit": git_commit(),
@@ -315,7 +326,7 @@ def rows(found: Mapping[str, Any]) -> list[Row]:
                 title = f"{name}: {about['scaling']} scaling"
                 percent = 100.0 * one["efficiency"]
                 told.append(Row(title, who, "% of N x one GPU", percent, percent, percent, 1, "higher", work=about))
-            if "exchange_s" in one:
+            if "exchange_s" in one and who != TITLES["apart"]:
                 spent = 1e3 * one["exchange_s"]
                 told.append(Row(f"{name}: exchange", who, "ms", spent, spent, spent, 1, "lower", work=about))
     return told

@@ -54,6 +54,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     from rounds import in_rounds, sizes_of
 
     from allhands.data.prefetch import Prefetcher
+    from allhands.distributed.backend import Alone
     from allhands.distributed.reduce import barrier
     from allhands.train.dividing import worth_dividing
 
@@ -61,20 +62,24 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     total = sum(sizes)
     model = build(asked["work"])
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    # The batches stay those of the rank.
+    exchanging = Alone() if asked.get("apart") else communicator
     step = our_step(
         model,
         asked["work"]["length"] + 1,
         compiled=True,
-        communicator=communicator,
+        communicator=exchanging,
         bucket_bytes=asked["bucket_bytes"],
-        shard=worth_dividing(communicator, trained, False) if asked["shard"] == "auto" else asked["shard"] == "on",
+        shard=worth_dividing(exchanging, trained, False) if asked["shard"] == "auto" else asked["shard"] == "on",
         beat=lambda phase: worker.beat(phase, 0),
     )
     values = batch_of(asked["work"], asked["rows"], communicator.rank)
+    one = micro_batch(values)
+    sole = replace(one, sole=True, most=one.inputs.size)
     mine: list[list[float]] = []
     done = 0
     ahead: dict[int, list[Any]] = {}
-    with Prefetcher(lambda number: [replace(micro_batch(values), sole=True)], end=total) as batches:
+    with Prefetcher(lambda number: [sole], end=total) as batches:
 
         def load_ahead(number: int) -> list[Any]:
             if number < total:

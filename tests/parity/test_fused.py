@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -213,7 +214,7 @@ def test_rows_longer_than_the_table_are_computed_in_the_plain_form(paths: dict[s
 def test_kernels_are_used_only_if_one_can_be_built(
     sum_of: float | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trial(x: mx.array) -> mx.array:
+    def trial(x: list[mx.array]) -> mx.array:
         if sum_of is None:
             raise RuntimeError("Failed to compile kernel")
         return mx.array(sum_of)
@@ -375,3 +376,22 @@ def test_norms_with_sums(dtype: mx.Dtype, features: int, trained: bool) -> None:
         assert relative(one, other) < CLOSE[dtype]
     for one, other in list(zip(found, gradients, strict=True))[: 3 if trained else 2]:
         assert relative(one, other) < CLOSE[dtype] * 2
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernel_add_rows_onto_a_table(dtype: mx.Dtype) -> None:
+    """In the table's own memory, where kernels run one after the other; other rows stay bit by bit."""
+    rows, ids = normal(700, 256, dtype=dtype), mx.random.randint(0, 300, (700,))
+    table = normal(900, 256, dtype=dtype)
+    before = np.array(table.astype(mx.float32))
+    expected = before.astype(np.float64)
+    np.add.at(expected, np.array(ids), np.array(rows.astype(mx.float32)).astype(np.float64))
+    found = np.array(kernels.add_rows(ids, rows, 900, onto=mx.contiguous(table + 0)).astype(mx.float32))
+    assert np.abs(found - expected).max() < CLOSE[dtype] * np.abs(expected).max()
+    assert np.array_equal(found[300:], before[300:])
+    # As part of a larger array, whose other numbers stay, and read by what comes after it.
+    whole = mx.concatenate([table.reshape(-1), mx.ones((64,), dtype=dtype)])
+    again = kernels.add_rows(ids, rows, 900, onto=whole[: table.size].reshape(table.shape))
+    assert np.array_equal(np.array((again + 0).astype(mx.float32)), found)

@@ -73,6 +73,7 @@ BATCH = (
 def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if grouped:
         monkeypatch.setattr(leaves, "_ONE_MOST", 0)
+        monkeypatch.setattr(leaves, "_SMALL", 1024)
     model = trained(kind)
     dropout = install_dropout(model, 3) if kind == "dropping" else None
     fuse(model, 40)
@@ -141,13 +142,40 @@ def test_dense_layers_of_one_input_are_the_weight_of_one_product() -> None:
 
 def test_many_numbers_are_an_array_for_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaves, "_ONE_MOST", 1000)
+    monkeypatch.setattr(leaves, "_SMALL", 1024)
     model = trained("full")
     fuse(model, 40)
     made = leaves.Leaves(model)
-    # The embedding, the last norm, and for each layer q/k/v, o, gate/up, down and two norms.
-    assert len(made.chunks) == 2 + 3 * 6
+    # The embedding, all norms, and for each layer q/k/v, o, gate/up and down.
+    assert len(made.chunks) == 2 + 3 * 4
     named = dict(flatten(model.trainable_parameters()))
     assert {name for name, _ in made.named(made.joined(named))} == named.keys()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_that_travel_are_several_arrays_in_the_order_of_the_model(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaves, "_TRAVELLING", 20_000)
+    model = trained("full")
+    fuse(model, 40)
+    made = leaves.Leaves(model, apart=apart, travelling=True)
+    table = made.index_of(model.model.embed_tokens)
+    assert table is not None
+    assert [place.name for place in made.chunks[table].places] == ["model.embed_tokens.weight"]
+    assert made.index_of(model.model.layers[0].self_attn.q_proj) is None
+    others = [chunk for number, chunk in enumerate(made.chunks) if number != table]
+    matrices = [chunk for chunk in others if chunk.places[0].array.ndim > 1] if apart else others
+    assert len(matrices) > 2
+    # Whole but for the last, and not much larger than asked for: a layer's largest product.
+    assert all(20_000 <= chunk.size < 20_000 + 2 * 128 * 64 + 1024 or apart for chunk in matrices[:-1])
+    layers = [[int(place.name.split(".")[2]) for place in chunk.places if "layers" in place.name] for chunk in others]
+    assert [min(numbers) for numbers in layers if numbers] == sorted(min(numbers) for numbers in layers if numbers)
+    named = dict(flatten(model.trainable_parameters()))
+    found = dict(made.named(made.joined(named)))
+    assert found.keys() == named.keys()
+    assert all(mx.array_equal(found[name], array) for name, array in named.items())
+    assert len(leaves.Leaves(model, apart=apart).chunks) == 1 + apart
 
 
 def micro_batch(number: int) -> MicroBatch:

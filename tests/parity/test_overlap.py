@@ -28,8 +28,8 @@ from allhands.train.step import TrainStep
 from allhands.trees import flatten
 
 rank = int(os.environ["MLX_RANK"])
-# An array for each product and each norm, the latter not divided.
-leaves._ONE_MOST, shards._LEAST = 0, 4096
+# An array for each product and one for the norms, the latter not divided.
+leaves._ONE_MOST, leaves._SMALL, shards._LEAST = 0, 1024, 4096
 shape = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "rms_norm_eps": 1e-5}
 group = connect("ring", 2, rank)

@@ -66,6 +66,8 @@ LAYERS: dict[str, int] = {
     "allhands.train.runahead": 3,
     "allhands.train.batch_memory": 3,
     "allhands.train.native_update": 3,
+    "allhands.train.lookups": 3,
+    "allhands.train.result": 3,
     "allhands.train.update": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import re
 import shutil
 import subprocess
@@ -56,6 +57,7 @@ inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 template <typename X> inline X __shfl_xor_sync(unsigned, X x, int) { return x; }
 inline void __syncthreads() {}
+using std::isfinite;
 inline int min(int x, int y) { return x < y ? x : y; }
 
 struct bfloat16 {
@@ -231,15 +233,18 @@ def test_the_gradient_of_an_embedding(
     emulated: list[str], ids: list[int], features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, table = normal(len(ids), features), mx.zeros((9, features))
-    expected = embedding._add_in_order(table, mx.array(ids), rows)
+    expected = embedding.add_in_order(table, mx.array(ids), rows)
     monkeypatch.setattr(embedding, "_by_kernels", lambda table: True)
-    found = embedding._add_in_order(table, mx.array(ids) - 9, rows)
+    found = embedding.add_in_order(table, mx.array(ids) - 9, rows)
     assert off(found, expected) < 1e-6
     one_by_one = np.zeros((9, features), dtype=np.float32)
     for id, row in zip(ids, np.array(rows), strict=True):
         one_by_one[id] += row
     assert np.array_equal(np.array(found), one_by_one)
-    assert emulated == ["ADD_ROWS"]
+    table = normal(9, features)
+    onto = embedding.add_in_order(table, mx.array(ids), rows, onto=True)
+    assert np.array_equal(np.array(onto), np.array(table) + one_by_one)
+    assert emulated == ["ADD_ROWS"] * 2
 
 
 def rounded(*shape: int, scale: float = 1.0) -> mx.array:
@@ -346,6 +351,32 @@ def test_adam(emulated: list[str], masters: bool, finite: bool) -> None:
     for one, other in zip(found, expected, strict=True):
         assert off(one, other) < 1e-6 if finite else mx.array_equal(one, other)
     assert emulated == ["ADAM_MASTER" if masters else "ADAM"]
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, 0.5, 1e3])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize(("squares", "loss"), [(81.0, 2.0), (math.inf, 2.0), (81.0, math.nan)])
+def test_what_adam_is_told(
+    emulated: list[str], squares: float, loss: float, bias_correction: bool, max_norm: float
+) -> None:
+    b1, b2, eps, decay, rate, step, tokens = 0.9, 0.999, 1e-8, 0.1, 1e-2, 3, 4.0
+    options = mx.array([b1, b2, 1 - b1, 1 - b2, eps, decay, max_norm])
+    numbers = [mx.array(value) for value in (squares, loss, tokens, rate)]
+    scalars, norm, finite = kernels.adam_scalars(
+        [*numbers, mx.array(step, dtype=mx.uint64)], options, bias_correction=bias_correction
+    )
+    assert bool(finite.item()) == (math.isfinite(squares) and math.isfinite(loss))
+    assert number(norm) == math.sqrt(squares) / tokens
+    assert emulated == ["ADAM_SCALARS"]
+    if not finite.item():
+        assert scalars[:, 1].tolist() == [0.0, 0.0]
+        return
+    factor = min(1.0, max_norm / (9 / tokens + 1e-6)) if max_norm >= 0 else 1.0
+    corrected, root = (rate / (1 - b1**step), (1 - b2**step) ** -0.5) if bias_correction else (rate, 1.0)
+    for side, shrunk in zip(scalars.tolist(), (1.0, 1 - rate * decay), strict=True):
+        expected = [factor / tokens, 1.0, corrected, b1, b2, eps, shrunk, root, 1 - b1, 1 - b2]
+        # A power of float32.
+        assert side == pytest.approx(expected, rel=3e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "features"), [(4, 2, 16), (3, 1, 8)])

@@ -54,10 +54,22 @@ def test_one_gpu_comes_once_and_buckets_only_where_bytes_are_exchanged(bench: An
     assert [(one.gpus, one.rows) for one in bench.cases(only_strong)] == [(1, 32), (4, 8)]
 
 
+def test_gpus_that_exchange_nothing_are_several(bench: Any) -> None:
+    options = bench.parse(["--gpus", "1,2", "--works", "full", "--peers", "allhands,apart", "--bucket-mb", "8,128"])
+    asked = {
+        (one.name, one.who): json.loads(bench.command(one, options, Path("/x.json"))[-1])["apart"]
+        for one in bench.cases(options)
+    }
+    apart = {name: told for (name, who), told in asked.items() if who == "allhands, nothing exchanged"}
+    assert apart == {"full, 2 GPUs": True, "full, 2 GPUs, the batch of one": True}
+    assert sum(asked.values()) == 2
+    assert len(asked) == 7
+
+
 def test_usual_command_has_all_works_and_peers_but_the_quantised_one(bench: Any) -> None:
     options = bench.parse([])
     assert set(options.works) == {"full", "smol", "lora"}
-    assert options.peers == ("allhands", "torch", "torch-compiled")
+    assert options.peers == ("allhands", "apart", "torch", "torch-compiled")
     assert (options.steps, options.bucket_mb, options.gpus) == (30, (128.0,), None)
 
 

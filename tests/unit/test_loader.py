@@ -235,6 +235,9 @@ def test_ranks_know_when_each_of_them_has_one_micro_batch(ranks: int) -> None:
             parts = [loader.load(iteration) for loader in loaders]
             expected = all(len(part) == 1 for part in parts)
             assert {batch.sole for part in parts for batch in part} == {expected}
+            # And how large the largest of these is.
+            most = max(batch.inputs.size for part in parts for batch in part) if expected else 0
+            assert {batch.most for part in parts for batch in part} == {most}
             seen.add(expected)
     assert seen == {True, False}
     unlike = Loader(windows, order, Sizing(1000), 0, [1.0] * ranks)

@@ -25,7 +25,8 @@ from allhands.distributed.backend import Alone, Communicator
 from allhands.errors import NumericsError
 from allhands.model.dropout import install_dropout
 from allhands.train.poison import NAMED, Blame, find_culprits
-from allhands.train.step import StepResult, TrainStep
+from allhands.train.result import StepResult
+from allhands.train.step import TrainStep
 
 POISON = 200
 FORMS = {

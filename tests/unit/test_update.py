@@ -115,6 +115,29 @@ def adam_by_hand(
     return tuple(mx.where(finite != 0, after, before) for after, before in pairs)
 
 
+def squares_by_hand(arrays: list[mx.array]) -> mx.array:
+    return sum((mx.square(x.astype(mx.float32)).sum() for x in arrays), mx.zeros(()))
+
+
+def scalars_by_hand(
+    numbers: tuple[mx.array, ...], options: mx.array, *, bias_correction: bool
+) -> tuple[mx.array, mx.array, mx.array]:
+    squares, loss, tokens, rate, step = (number.astype(mx.float32) for number in numbers)
+    b1, b2, c1, c2, eps, decay, limit = options
+    divisor = mx.maximum(tokens, 1.0)
+    norm = mx.sqrt(squares) / divisor
+    finite = mx.isfinite(norm) & mx.isfinite(loss)
+    factor = mx.where(limit >= 0, mx.minimum(limit / (norm + 1e-6), 1.0), 1.0) / divisor
+    rate_of, root = rate, mx.ones(())
+    if bias_correction:
+        rate_of, root = rate / (1 - b1**step), mx.rsqrt(1 - b2**step)
+    sides = [
+        mx.stack([factor, finite.astype(mx.float32), rate_of, b1, b2, eps, side, root, c1, c2])
+        for side in (mx.ones(()), 1 - rate * decay)
+    ]
+    return mx.stack(sides), norm, finite
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
 @pytest.mark.parametrize("name", ["adam", "adam-corrected", "adamw"])
 def test_what_is_handed_to_the_kernel_makes_the_update_of_mlx(
@@ -122,7 +145,8 @@ def test_what_is_handed_to_the_kernel_makes_the_update_of_mlx(
 ) -> None:
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(kernels, "available", lambda: True)
-    monkeypatch.setattr(kernels, "sum_of_squares", lambda x: mx.square(x).sum())
+    monkeypatch.setattr(kernels, "sum_of_squares", squares_by_hand)
+    monkeypatch.setattr(kernels, "adam_scalars", scalars_by_hand)
     monkeypatch.setattr(kernels, "adam", lambda g, *rest: (calls.append(g.shape), adam_by_hand(g, *rest))[1])
     expected_model, expected_optimizer, model, optimizer = network(), MLX[name](), network(), OURS[name]()
     norms = by_hand(expected_model, expected_optimizer, range(4), max_norm)
@@ -160,7 +184,8 @@ def test_float32_copies_are_updated_by_their_kernel(monkeypatch: pytest.MonkeyPa
         return new.astype(g.dtype), new, m, v
 
     monkeypatch.setattr(kernels, "available", lambda: True)
-    monkeypatch.setattr(kernels, "sum_of_squares", lambda x: mx.square(x.astype(mx.float32)).sum())
+    monkeypatch.setattr(kernels, "sum_of_squares", squares_by_hand)
+    monkeypatch.setattr(kernels, "adam_scalars", scalars_by_hand)
     monkeypatch.setattr(kernels, "adam_master", by_hand)
     found = half(KernelAdamW(1e-2, weight_decay=0.3))
     steps(GraphUpdate(*found, None, compiled=True))
@@ -298,4 +323,23 @@ def test_kernel_adam(dtype: mx.Dtype) -> None:
 def test_kernel_sum_of_squares(size: int) -> None:
     x = mx.random.normal((size,)).astype(mx.bfloat16)
     expected = np.square(np.array(x.astype(mx.float32)).astype(np.float64)).sum()
-    assert number(kernels.sum_of_squares(x)) == pytest.approx(expected, rel=1e-5)
+    assert number(kernels.sum_of_squares([x])) == pytest.approx(expected, rel=1e-5)
+    several = [x.astype(mx.float32), x, x[:8]]
+    expected = 2 * expected + np.square(np.array(x[:8].astype(mx.float32)).astype(np.float64)).sum()
+    assert number(kernels.sum_of_squares(several)) == pytest.approx(expected, rel=1e-5)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_norm", [-1.0, 0.5])
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_kernel_adam_scalars(bias_correction: bool, max_norm: float) -> None:
+    options = mx.array([0.9, 0.999, 0.1, 0.001, 1e-8, 0.1, max_norm])
+    numbers = (mx.array(81.0), mx.array(2.0), mx.array(4.0), mx.array(1e-2), mx.array(3, dtype=mx.uint64))
+    found = kernels.adam_scalars(numbers, options, bias_correction=bias_correction)
+    expected = scalars_by_hand(numbers, options, bias_correction=bias_correction)
+    for one, other in zip(found, expected, strict=True):
+        assert mx.allclose(one.astype(mx.float32), other.astype(mx.float32), rtol=1e-5, atol=0)
+    ended = kernels.adam_scalars((mx.array(mx.inf), *numbers[1:]), options, bias_correction=bias_correction)
+    assert not ended[2].item()
+    assert ended[0][:, 1].tolist() == [0.0, 0.0]

@@ -37,6 +37,7 @@ class MicroBatch:
             ``None`` where each row is one document or documents may see each other.
         iteration: number of the global batch that this is a part of.
         sole: whether every rank has one such of that batch, and no more.
+        most: if so, the most places of ``inputs`` that any of these has.
     """
 
     inputs: NDArray[np.int32]
@@ -47,6 +48,7 @@ class MicroBatch:
     documents: NDArray[np.int32] | None = None
     iteration: int = 0
     sole: bool = False
+    most: int = 0
 
     @property
     def num_targets(self) -> int:
@@ -161,9 +163,9 @@ class Loader:
     def load(self, iteration: int) -> list[MicroBatch]:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
         shares = divide(self._order.batch(iteration), self._windows.work, self._weights)
-        sole = self._alike and all(self._is_one(share) for share in shares)
+        most = self._most_of_one(shares) if self._alike else 0
         parts = collate_share(self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration))
-        return [replace(part, iteration=iteration, sole=sole) for part in parts]
+        return [replace(part, iteration=iteration, sole=most > 0, most=most) for part in parts]
 
     def largest(self) -> tuple[int, int]:
         """What this rank computes at most, by what is longest: padded tokens at once, and micro-batches of a batch."""
@@ -175,8 +177,10 @@ class Loader:
             tokens = max(tokens, *(len(part) * length for part, length in parts), 0)
         return tokens, most
 
-    def _is_one(self, share: NDArray[np.int64]) -> bool:
-        return len(list(cut_share(self._windows, share, self._sizing))) == 1
+    def _most_of_one(self, shares: Sequence[NDArray[np.int64]]) -> int:
+        """The most places of a share's micro-batch if each share is one; else 0."""
+        cuts = [list(cut_share(self._windows, share, self._sizing)) for share in shares]
+        return max(len(part) * length for [(part, length)] in cuts) if all(len(cut) == 1 for cut in cuts) else 0
 
 
 def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing, epoch: int = 0) -> Iterator[MicroBatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from allhands.distributed.shards import Shards
 from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
+_TAPER = 4  # parts of a bucket that the last ones have
 # Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
 # can be a few calls ahead of it, not more.
 _NCCL_BUCKET_BYTES = 128_000_000
@@ -55,16 +56,35 @@ def sum_over_ranks(
 
 
 @dataclass(frozen=True)
+class Lookups:
+    """What the look-ups of a table contribute to its gradient.
+
+    Attributes:
+        index: of the table among the arrays.
+        rows: (N, D) gradients, as many on every rank; of all of them once they are exchanged.
+        ids: (N,) int32, the rows of the table to which they belong.
+        besides: whether the table's array is a gradient as well; else nobody looks at it.
+    """
+
+    index: int
+    rows: mx.array
+    ids: mx.array
+    besides: bool
+
+
+@dataclass(frozen=True)
 class Begun:
     """Sums over ranks that are on their way.
 
     Attributes:
         arrays: as :func:`sum_over_ranks` gives them; of what is divided this rank's part.
         computed: arrays that are there once everything of this rank's is computed.
+        lookups: of all ranks, still to be added.
     """
 
     arrays: list[mx.array]
     computed: list[mx.array]
+    lookups: Lookups | None = None
 
 
 def begin_sums(
@@ -74,6 +94,7 @@ def begin_sums(
     bucket_bytes: int,
     stream: Any,
     shards: Shards | None = None,
+    lookups: Lookups | None = None,
 ) -> Begun:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
@@ -85,10 +106,18 @@ def begin_sums(
         arrays: at least one.
         stream: of MLX, on which nothing else is computed.
         shards: of ``arrays``: which of them are only wanted in part. Those go first.
+        lookups: to be added to one of ``arrays``: that is the first to be there, and they the last.
     """
     sums: list[mx.array] = list(arrays)
     computed: list[mx.array] = []
-    order = range(len(arrays) - 1, -1, -1)
+    order = list(range(len(arrays) - 1, -1, -1))
+    if lookups is not None:
+        order.remove(lookups.index)
+        order[:0] = [lookups.index] if lookups.besides else []
+        # These are there before anything is computed.
+        with mx.stream(stream):
+            lookups = replace(lookups, ids=communicator.all_gather(lookups.ids))
+        mx.async_eval(lookups.ids)
     if shards is not None:
         for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes):
             mx.async_eval([arrays[i] for i in bucket])
@@ -101,7 +130,7 @@ def begin_sums(
             for i, total in zip(bucket, totals, strict=True):
                 sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
-    for bucket in _buckets(arrays, order, bucket_bytes):
+    for bucket in _buckets(arrays, order, bucket_bytes, tapering=True):
         mx.async_eval([arrays[i] for i in bucket])
         # Putting a bucket together is done there, too: that does not hold up the backward pass.
         with mx.stream(stream):
@@ -111,7 +140,14 @@ def begin_sums(
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
         _take_apart(total, arrays, bucket, sums)
-    return Begun(sums, computed)
+    if lookups is not None:
+        mx.async_eval(lookups.rows)
+        with mx.stream(stream):
+            rows = communicator.all_gather(lookups.rows)
+        mx.async_eval(rows)
+        computed = [*computed[-1:], lookups.rows]
+        lookups = replace(lookups, rows=rows)
+    return Begun(sums, computed, lookups)
 
 
 def begin_wholes(
@@ -169,16 +205,24 @@ def barrier(communicator: Communicator) -> None:
     mx.eval(communicator.all_sum(mx.zeros((1,))))
 
 
-def _buckets(arrays: Sequence[mx.array], order: Sequence[int], bucket_bytes: int) -> Iterator[list[int]]:
-    """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out."""
+def _buckets(
+    arrays: Sequence[mx.array], order: Sequence[int], bucket_bytes: int, *, tapering: bool = False
+) -> Iterator[list[int]]:
+    """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
+
+    With ``tapering`` what would be the last bucket is several: nothing is computed any more beside the last of these.
+    """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         bucket: list[int] = []
         filled = 0
+        left = sum(arrays[index].nbytes for index in order if arrays[index].dtype == dtype)
         for index in order:
             array = arrays[index]
             if array.dtype != dtype or array.size == 0:
                 continue
-            if bucket and filled + array.nbytes > bucket_bytes:
+            room = bucket_bytes // _TAPER if tapering and left <= bucket_bytes else bucket_bytes
+            left -= array.nbytes
+            if bucket and filled + array.nbytes > room:
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(index)

@@ -8,6 +8,8 @@ other weights. Here only the backward pass is another; values, parameter names a
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import mlx.core as mx
@@ -66,22 +68,40 @@ def _by_kernels(table: mx.array) -> bool:
 def _gradient(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     """The gradient in the table; that in the ids, which MLX asks for too, is never computed."""
     table, ids = primals
-    return _add_in_order(table, ids, cotangent), mx.zeros_like(ids)
+    return add_in_order(table, ids, cotangent), mx.zeros_like(ids)
 
 
 _look_up: Any = mx.custom_function(_rows)
 _look_up.vjp(_gradient)
 
 
-def _add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array) -> mx.array:
-    """The sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``."""
-    result = mx.zeros_like(table)
+def _rows_apart(table: mx.array, ids: mx.array, _rows_of: mx.array) -> mx.array:
+    return _rows(table, ids)
+
+
+def _gradient_apart(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """That in the rows themselves; nobody asks for the others."""
+    table, ids, _rows_of = primals
+    return mx.zeros_like(table), mx.zeros_like(ids), cotangent
+
+
+_look_up_apart: Any = mx.custom_function(_rows_apart)
+_look_up_apart.vjp(_gradient_apart)
+
+
+def add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: bool = False) -> mx.array:
+    """The sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``.
+
+    ``onto``: added to ``table`` itself, which is nobody else's then.
+    """
+    result = table if onto else mx.zeros_like(table)
     if cotangent.size == 0:
         return result
     flat = ids.flatten().astype(mx.int32)
     flat = mx.where(flat < 0, flat + table.shape[0], flat)
     if _by_kernels(table) and cotangent.dtype == table.dtype:
-        return kernels.add_rows(flat, cotangent.reshape(flat.size, table.shape[1]), table.shape[0])
+        rows = cotangent.reshape(flat.size, table.shape[1])
+        return kernels.add_rows(flat, rows, table.shape[0], onto=table if onto else None)
     # Stable, as MLX says: equal ids keep the order of their places.
     order = mx.argsort(flat)
     flat = flat[order]
@@ -107,13 +127,64 @@ def _running_sums(ids: mx.array, rows: mx.array) -> mx.array:
     return rows
 
 
+class Apart:
+    """Stands for the rows that an embedding looks up, to be differentiated in instead of its table.
+
+    Attributes:
+        counts: whether uses of the table are counted: while rows are installed.
+        uses: how often the table was read so far.
+        replaced: how many of these uses were look-ups of what was installed.
+    """
+
+    def __init__(self) -> None:
+        self.uses = 0
+        self.replaced = 0
+        self.counts = False
+        self._rows: mx.array | None = None
+
+    @property
+    def besides(self) -> bool:
+        """Whether the table has a gradient besides: as where it makes the logits as well."""
+        return self.uses > self.replaced
+
+    @contextmanager
+    def installed(self, rows: mx.array) -> Generator[None]:
+        """Let the next look-up be of ``rows``, ``ids.shape`` + (D,), whose values do not matter."""
+        self._rows, self.counts = rows, True
+        try:
+            yield
+        finally:
+            self._rows, self.counts = None, False
+
+    def take(self, shape: tuple[int, ...]) -> mx.array | None:
+        """What was installed, for one look-up of so many rows; any other is one of the table."""
+        if self._rows is None or self._rows.shape != shape:
+            return None
+        self.replaced += 1
+        rows, self._rows = self._rows, None
+        return rows
+
+
 class OrderedEmbedding(nn.Embedding):
-    """:class:`mlx.nn.Embedding` with :func:`look_up`."""
+    """:class:`mlx.nn.Embedding` with :func:`look_up`.
+
+    Attributes:
+        apart: for a gradient in the rows that are looked up, if somebody wants that.
+    """
 
     tables = frozenset({"weight"})
+    apart: Apart | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        return look_up(self.weight, x)
+        table = self.weight
+        rows = None if self.apart is None else self.apart.take((*x.shape, table.shape[-1]))
+        return look_up(table, x) if rows is None else _look_up_apart(mx.stop_gradient(table), x, rows)
+
+    def __getattr__(self, key: str) -> Any:
+        apart = self.apart
+        if key == "weight" and apart is not None and apart.counts:
+            apart.uses += 1
+        return super().__getattr__(key)
 
 
 class RowsEmbedding(nn.Embedding):

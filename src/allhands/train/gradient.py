@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from allhands.data.loader import MicroBatch
 from allhands.model import native
 from allhands.model.documents import caches_for
 from allhands.model.dropout import DropoutKeys
+from allhands.model.embedding import Apart
 from allhands.model.fused.ops import rows_at
 from allhands.model.split import SplitModel, split
 from allhands.train.batch_memory import as_arrays
@@ -120,29 +122,38 @@ def make_gradient(
 
 
 def make_joined_gradient(
-    model: nn.Module, update: GraphUpdate, *, compiled: bool, dropout: DropoutKeys | None
+    model: nn.Module, update: GraphUpdate, *, compiled: bool, dropout: DropoutKeys | None, apart: Apart | None = None
 ) -> GradFunction:
-    """As :func:`make_gradient`, as one lazy graph and in the arrays of the update's leaves, a list."""
+    """As :func:`make_gradient`, as one lazy graph and in the arrays of the update's leaves, a list.
+
+    With ``apart``, of the model's embedding, the function takes its (B, T, D) ``rows`` as well, and gives their
+    gradient as the last of the list; that of the table is without it.
+    """
     leaves, loss = update.leaves, make_loss(model, eager=False)
     assert leaves is not None
+    count = len(leaves.chunks)
 
-    def of(wholes: list[mx.array], *arrays: mx.array) -> mx.array:
-        with leaves.installed(wholes):
+    def of(trained: list[mx.array], *arrays: mx.array) -> mx.array:
+        with ExitStack() as stack:
+            stack.enter_context(leaves.installed(trained[:count]))
+            if apart is not None:
+                stack.enter_context(apart.installed(trained[count]))
             return loss(*arrays)
 
     differentiated: Any = mx.value_and_grad(of)
 
-    def function(wholes: list[mx.array], *arrays: mx.array) -> tuple[mx.array, Any]:
-        return _keyed(partial(differentiated, wholes), dropout)(*arrays)
+    def function(trained: list[mx.array], *arrays: mx.array) -> tuple[mx.array, Any]:
+        return _keyed(partial(differentiated, trained), dropout)(*arrays)
 
     call: Any = function
     if compiled:
         call = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
 
-    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
+    def gradient(*arrays: mx.array, rows: mx.array | None = None) -> tuple[mx.array, Any]:
         # Tracing a new shape leaves its placeholders in the model.
         with leaves.kept():
-            return call(update.weights(), *arrays)
+            weights = update.weights()
+            return call(weights if rows is None else [*weights, rows], *arrays)
 
     return gradient
 

@@ -27,9 +27,10 @@ from allhands.model.load import MODEL
 from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
+from allhands.train.result import StepResult
 from allhands.train.saving import CopyError, SaveKind
 from allhands.train.state import LoopState, Window
-from allhands.train.step import StepResult, TrainStep
+from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
 
 EndReason = Literal["finished", "stopped early", "interrupted", "failed"]

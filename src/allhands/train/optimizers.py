@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -124,29 +125,25 @@ class KernelAdam(_Exact, optim.Adam):
             self.state[name] = schedule(self.step)
         self.state["step"] = self.step + 1
 
-    def apply_where(self, finite: mx.array, factor: mx.array, gradients: Any, weights: Any) -> Any:
-        """The weights after the update by ``factor`` times ``gradients``, or as they are if not ``finite``.
+    def apply_where(
+        self, sums: tuple[mx.array, mx.array, mx.array], max_norm: float | None, gradients: Any, weights: Any
+    ) -> tuple[Any, mx.array]:
+        """The weights after the update by the mean of ``gradients``, and its norm before clipping to ``max_norm``.
 
-        The optimizer's state follows. Where the kernel does not fit, MLX's own operations compute the same.
+        If that or the loss is not finite, the weights are as they were. The optimizer's state follows. Where the
+        kernel does not fit, MLX's own operations compute the same.
+
+        Args:
+            sums: of the gradients' squares, of the loss and of the trained tokens, by which all are divided; scalars.
         """
         before = tree_map(lambda x: x, self.state)
         self.advance()
-        rate = self.learning_rate.astype(mx.float32)
-        # Of what is not decayed, and of what is.
-        shrunk = [mx.array(1.0), 1.0 - rate * self.decay]
-        (b1, b2), step = self.betas, self.step.astype(mx.float32)
-        root = mx.array(1.0)
-        if self.bias_correction:
-            rate, root = rate / (1.0 - b1**step), mx.rsqrt(1.0 - b2**step)
-        sides = [
-            mx.stack(
-                [
-                    mx.array(value).astype(mx.float32)
-                    for value in (factor, finite, rate, b1, b2, self.eps, side, root, 1 - b1, 1 - b2)
-                ]
-            )
-            for side in shrunk
-        ]
+        limit = -1.0 if max_norm is None else max_norm
+        b1, b2 = self.betas
+        options = _told((b1, b2, 1 - b1, 1 - b2, self.eps, self.decay, limit))
+        numbers = (*sums, self.learning_rate, self.step)
+        scalars, norm, finite = kernels.adam_scalars(numbers, options, bias_correction=self.bias_correction)
+        sides, factor = (scalars[0], scalars[1]), scalars[0, 0]
 
         def update(gradient: mx.array, weight: mx.array, state: Any) -> mx.array:
             types = {gradient.dtype, weight.dtype, state["m"].dtype}
@@ -170,7 +167,13 @@ class KernelAdam(_Exact, optim.Adam):
         new = tree_map(update, gradients, weights, self.state)
         for name in ("step", *self._schedulers):
             self.state[name] = mx.where(finite, self.state[name], before[name])
-        return new
+        return new, norm
+
+
+@cache
+def _told(options: tuple[float, ...]) -> mx.array:
+    """Made once, since it comes from the host."""
+    return mx.array(options, dtype=mx.float32)
 
 
 class KernelAdamW(KernelAdam, optim.AdamW):

@@ -17,7 +17,7 @@ from allhands.arrays import hold
 from allhands.checkpoints import Tensor
 from allhands.errors import CheckpointError
 from allhands.model.adapters import trained_weights
-from allhands.train.step import StepResult
+from allhands.train.result import StepResult
 from allhands.trees import flatten, unflatten
 
 WEIGHTS_FILE = "adapters.safetensors"

@@ -17,56 +17,33 @@ from mlx.utils import tree_map
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator, MlxGroup, on_stream
-from allhands.distributed.reduce import BUCKET_BYTES, Begun, begin_sum, begin_sums, begin_wholes, sum_over_ranks
+from allhands.distributed.reduce import (
+    BUCKET_BYTES,
+    Begun,
+    Lookups,
+    begin_sum,
+    begin_sums,
+    begin_wholes,
+    sum_over_ranks,
+)
 from allhands.distributed.shards import Shards
 from allhands.errors import NumericsError
 from allhands.model.dropout import DropoutKeys
 from allhands.model.fused import kernels
 from allhands.train.batch_memory import arrays_of_batches
 from allhands.train.gradient import batch_values, make_gradient, make_joined_gradient
+from allhands.train.lookups import TravellingLookups, with_lookups
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
+from allhands.train.result import SQUARES, StepResult, counts, filled, not_finite
 from allhands.train.runahead import RunAhead
 from allhands.train.update import GraphUpdate, initialise
-from allhands.trees import flatten, number, numbers, unflatten
+from allhands.trees import flatten, numbers, unflatten
 
 # Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
 # remains of the exchange.
 _LOOK_EVERY = 64
-# Where among the sums of a step's numbers those of the gradients' squares are, where ranks have parts of them.
-_SQUARES = 4
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Outcome of one optimizer update, the same on every rank but for the times.
-
-    Attributes:
-        loss_sum: over all trained tokens of the global batch.
-        num_targets: trained tokens of the global batch.
-        num_tokens: tokens computed, prompts included, padding not.
-        grad_norm: global norm of the mean gradient, before clipping.
-        stop_votes: ranks that have been asked to stop.
-        compute_s: time of this rank's forward and backward passes.
-        comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
-        skipped: why the update was not applied ("the gradient is nan"), model and optimizer being as before and
-            ``loss_sum`` and ``num_targets`` 0; empty if it was.
-        culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
-        told: what the ranks were given to tell all others, one after the other; empty where a rank that is asked for
-            it after a step waits for nothing.
-    """
-
-    loss_sum: float
-    num_targets: int
-    num_tokens: int
-    grad_norm: float
-    stop_votes: int
-    compute_s: float
-    comm_s: float
-    skipped: str = ""
-    culprits: tuple[int, ...] = ()
-    told: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,15 +109,25 @@ class TrainStep:
         self._dropout = dropout
         # Of the weights: by itself the optimizer would do it of the first gradients.
         initialise(optimizer, model)
-        over = communicator if shard and after_backward is None else None
-        self._graph = (
-            None if eager else GraphUpdate(model, optimizer, max_grad_norm, compiled=compiled, divided_over=over)
-        )
+        if overlap is None:
+            overlap = communicator.backend == "nccl"
+        self._overlap = overlap and communicator.size > 1 and not eager
+        self._graph = None
+        if not eager:
+            over = communicator if shard and after_backward is None else None
+            self._graph = GraphUpdate(
+                model, optimizer, max_grad_norm, compiled=compiled, divided_over=over, travelling=self._overlap
+            )
         self._native = native_update(model, optimizer) if eager else None
         if self._graph is None or self._graph.leaves is None:
             self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
         else:
             self._gradient = make_joined_gradient(model, self._graph, compiled=compiled, dropout=dropout)
+        self._travelling: TravellingLookups | None = None
+        if self._graph is not None and self._overlap:
+            size = communicator.size
+            self._travelling = TravellingLookups.of(model, self._graph, size, compiled=compiled, dropout=dropout)
+        self._lookups: Lookups | None = None
         # (B, T, N) of every micro-batch so far: a compiled step is traced once for each.
         self.shapes: set[tuple[int, int, int]] = set()
         self._max_grad_norm = max_grad_norm
@@ -151,9 +138,6 @@ class TrainStep:
         self._beat = beat
         self._rehearse = rehearse
         self._prepared: _Ahead | None = None
-        if overlap is None:
-            overlap = communicator.backend == "nccl"
-        self._overlap = overlap and communicator.size > 1 and self._graph is not None
         self._ahead = RunAhead(device_memory(), exchanging=self._overlap) if kernels.available() else None
         self._arrays = arrays_of_batches()
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
@@ -220,7 +204,7 @@ class TrainStep:
             # Where the gradient is on its way already, the loss does it.
             loss = loss if begun is None else mx.array(math.nan)
         computed = time.perf_counter()
-        mine = [loss, *(float(n) for n in _counts(micro_batches)), float(bool(stop()))]
+        mine = [loss, *(float(n) for n in counts(micro_batches)), float(bool(stop()))]
         if self._overlap:
             begun = begun or self._begin([grad for _, grad in grads])
             sums = _named(grads, begun.arrays)
@@ -245,7 +229,7 @@ class TrainStep:
             self._ahead.after()
         if self._overlap and tell:
             result = replace(result, told=tuple(numbers(totals)[-self._communicator.size * len(tell) :]))
-        if problem := _not_finite(result):
+        if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del sums
             return self._refuse(result, problem, micro_batches)
@@ -261,8 +245,8 @@ class TrainStep:
             self._after_backward(mean)
         clipped, norm = clip(mean, self._max_grad_norm)
         del mean
-        result = _filled(timed, totals, norm)
-        if not _not_finite(result):
+        result = filled(timed, totals, norm)
+        if not not_finite(result):
             self._beat("update")
             self._rehearse("update")
             self._optimizer.update(self._model, clipped)
@@ -278,8 +262,8 @@ class TrainStep:
         if self._after_backward is not None:
             self._after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
         norm = update.norm(sums) / num_targets
-        result = _filled(timed, totals, mx.array(norm))
-        if not _not_finite(result):
+        result = filled(timed, totals, mx.array(norm))
+        if not not_finite(result):
             self._beat("update")
             self._rehearse("update")
             clipped = 1.0 if self._max_grad_norm is None else min(self._max_grad_norm / (norm + 1e-6), 1.0)
@@ -310,7 +294,7 @@ class TrainStep:
         if self._graph.shards is None:
             norm = self._graph(sums, totals[0], totals[1])
         else:
-            norm = self._graph(sums, totals[0], totals[1], squares=totals[_SQUARES], exchange=self._wholes)
+            norm = self._graph(sums, totals[0], totals[1], squares=totals[SQUARES], exchange=self._wholes)
         if waiting is not None:
             mx.async_eval(norm, totals, self._graph.arrays())
         # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
@@ -322,7 +306,7 @@ class TrainStep:
         mx.eval(norm, totals, self._graph.arrays())
         # On one rank this includes the passes themselves.
         waited = time.perf_counter() - begun if self._communicator.size == 1 else 0.0
-        return _filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
+        return filled(replace(timed, compute_s=timed.compute_s + waited), totals, norm)
 
     def _wait(self, computed: list[mx.array], totals: mx.array, timed: StepResult, begun: float) -> StepResult:
         """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
@@ -358,7 +342,7 @@ class TrainStep:
         if batch.shape not in self.shapes:
             self._tell_of(batch)
         weights = self._graph.weights()
-        loss, grads = self._gradient(*self._arguments(batch))
+        loss, grads = self._pass(batch, sole=early)
         begun = None
         if early:
             # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
@@ -375,7 +359,10 @@ class TrainStep:
     def _begin(self, grads: list[mx.array]) -> Begun:
         """Let gradients travel as they are computed."""
         size, stream = self._bucket_bytes, self._stream
-        return begin_sums(self._communicator, grads, bucket_bytes=size, stream=stream, shards=self.shards)
+        lookups, self._lookups = self._lookups, None
+        return with_lookups(
+            begin_sums(self._communicator, grads, bucket_bytes=size, stream=stream, shards=self.shards, lookups=lookups)
+        )
 
     def _wholes(self, parts: list[mx.array]) -> list[mx.array]:
         """All weights of what each rank has updated."""
@@ -392,9 +379,17 @@ class TrainStep:
         graph = self._graph
         # Not if somebody has set weights since.
         if prepared is None or graph is None or prepared.batch is not batch or prepared.weights is not graph.weights():
-            return self._gradient(*self._arguments(batch))
+            return self._pass(batch, sole=self._overlap and batch.sole)
         self._begun = prepared.begun
         return prepared.loss, prepared.grads
+
+    def _pass(self, batch: MicroBatch, *, sole: bool) -> tuple[mx.array, Any]:
+        """Loss and gradients; what look-ups contribute is apart where they travel by themselves."""
+        arguments = self._arguments(batch)
+        if not sole or self._travelling is None or not self._travelling.fits(batch):
+            return self._gradient(*arguments)
+        loss, grads, self._lookups = self._travelling(batch, arguments)
+        return loss, grads
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[mx.array, list[tuple[str, mx.array]]]:
         """Sums of loss and gradients over this rank's micro-batches; zeros when it has none."""
@@ -470,26 +465,3 @@ _HINT = (
     "the update was not applied: look at the examples named, lower --learning-rate, add --max-grad-norm 1 or "
     "--warmup-steps, or leave such updates out: --non-finite skip"
 )
-
-
-def _filled(timed: StepResult, totals: mx.array, norm: mx.array) -> StepResult:
-    """``timed`` with the numbers of the step: sums of loss, trained tokens, tokens and votes."""
-    loss_sum, num_targets, num_tokens, votes = numbers(totals)[:_SQUARES]
-    return replace(
-        timed,
-        loss_sum=loss_sum,
-        num_targets=int(num_targets),
-        num_tokens=int(num_tokens),
-        grad_norm=number(norm),
-        stop_votes=int(votes),
-    )
-
-
-def _counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    return sum(batch.num_targets for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
-
-
-def _not_finite(result: StepResult) -> str:
-    """What is not finite, in words; empty if all is well."""
-    values = {"loss": result.loss_sum, "gradient": result.grad_norm}
-    return next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), "")

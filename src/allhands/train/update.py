@@ -40,10 +40,12 @@ class GraphUpdate:
         *,
         compiled: bool,
         divided_over: Communicator | None = None,
+        travelling: bool = False,
     ) -> None:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
+            travelling: whether ranks add gradients up while others are computed.
             divided_over: ranks each of which keeps a part of the optimizer's state and updates it, where model and
                 optimizer allow that (see :attr:`shards`).
         """
@@ -52,7 +54,8 @@ class GraphUpdate:
         self._max_norm = max_norm
         initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
-        leaves = Leaves(model, apart=getattr(optimizer, "matrices_only", False)) if joins else None
+        apart = getattr(optimizer, "matrices_only", False)
+        leaves = Leaves(model, apart=apart, travelling=travelling) if joins else None
         self._shards: Shards | None = None
         divides = divided_over is not None and divided_over.size > 1 and isinstance(optimizer, Optimizer)
         if leaves is not None and divided_over is not None and divides:
@@ -94,7 +97,7 @@ class GraphUpdate:
         shards = self._shards
         assert shards is not None
         mine = [g for g, divided in zip(gradients, shards.divided, strict=True) if divided or shards.first]
-        return sum((_squares(gradient) for gradient in mine), mx.zeros(()))
+        return _squares(mine)
 
     def __call__(
         self,
@@ -171,11 +174,10 @@ class GraphUpdate:
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
             if isinstance(optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN:
                 if squares is None:
-                    squares = sum((_squares(g) for _, g in flatten(gradients)), mx.zeros(()))
-                norm = mx.sqrt(squares) / divisor
-                finite = mx.isfinite(norm) & mx.isfinite(loss)
-                factor = 1.0 if self._max_norm is None else mx.minimum(self._max_norm / (norm + 1e-6), 1.0)
-                new = optimizer.apply_where(finite, factor / divisor, gradients, weights)
+                    # The last first: where ranks exchange them, these are there before the others.
+                    squares = _squares([gradient for _, gradient in reversed(flatten(gradients))])
+                sums = (squares, loss, num_targets)
+                new, norm = optimizer.apply_where(sums, self._max_norm, gradients, weights)
                 return new, optimizer.state, norm
             # In float32, because a token count does not fit half precision.
             mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
@@ -215,11 +217,12 @@ def _adam_form(weights: Any) -> str:
     return chosen("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
 
 
-def _squares(gradient: mx.array) -> mx.array:
-    """The sum of squares, in float32."""
-    if kernels.available() and gradient.size % kernels.width(gradient.dtype) == 0:
-        return kernels.sum_of_squares(gradient)
-    return mx.square(gradient.astype(mx.float32)).sum()
+def _squares(gradients: Sequence[mx.array]) -> mx.array:
+    """The sum of squares of them all, in float32."""
+    by_kernel = [g for g in gradients if kernels.available() and g.size % kernels.width(g.dtype) == 0]
+    others = [g for g in gradients if all(g is not one for one in by_kernel)]
+    plain = sum((mx.square(g.astype(mx.float32)).sum() for g in others), mx.zeros(()))
+    return plain + kernels.sum_of_squares(by_kernel) if by_kernel else plain
 
 
 class _Joined:

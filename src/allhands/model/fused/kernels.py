@@ -33,7 +33,7 @@ def available() -> bool:
     if not (mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
         return False
     try:
-        return number(sum_of_squares(mx.ones((8,), dtype=mx.bfloat16))) == 8.0
+        return number(sum_of_squares([mx.ones((8,), dtype=mx.bfloat16)])) == 8.0
     except RuntimeError:  # no NVRTC, or a GPU that is too old: MLX's own operations compute the same
         return False
 
@@ -92,17 +92,25 @@ def collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
     return work.run([x, index], [(index.shape, mx.float32)])[0]
 
 
-def add_rows(ids: mx.array, rows: mx.array, size: int) -> mx.array:
-    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D) -> (``size``, D)."""
+def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None = None) -> mx.array:
+    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D) -> (``size``, D).
+
+    ``onto``: (``size``, D), of the same type, contiguous and nobody else's: what is given is that array with the sums
+    added, in its own memory, as :func:`cross_entropy` does.
+    """
+    if onto is not None and not launches_directly(os.environ):
+        return onto + add_rows(ids, rows, size)
     count, features = rows.shape
     parts = features // width(rows.dtype)
     block = min(_BLOCK, -(-parts // 32) * 32)
-    constants = {"D": features, "THREADS": block}
+    constants = {"D": features, "THREADS": block, "ONTO": int(onto is not None)}
     threads = count * -(-parts // block) * block
     # Stable, as MLX says: equal ids keep the order of their places.
-    inputs = [ids, mx.argsort(ids), rows]
+    inputs = [ids, mx.argsort(ids), rows, rows if onto is None else onto]
     work = _Work("ADD_ROWS", rows.dtype, constants, (count,), threads, block, fill=0.0)
-    return work.run(inputs, [((size, features), rows.dtype)])[0]
+    shape = (size, features) if onto is None else (1,)
+    (out,) = work.run(inputs, [(shape, rows.dtype)])
+    return out if onto is None else cast("list[mx.array]", mx.depends([onto], [out]))[0]
 
 
 def swiglu(x: mx.array) -> mx.array:
@@ -226,11 +234,36 @@ def rms_norm_vjp(
     return dx, dw.sum(axis=0)
 
 
-def sum_of_squares(x: mx.array) -> mx.array:
-    """Float32 scalar."""
-    blocks = min(1024, -(-x.size // width(x.dtype) // _BLOCK))
-    (out,) = _Work("SUM_OF_SQUARES", x.dtype, {}, (x.size,), blocks * _BLOCK).run([x], [((blocks,), mx.float32)])
+def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
+    """Float32 scalar, of all ``arrays``: one launch each, in their order, and one for the end."""
+    most = max(array.size // width(array.dtype) for array in arrays)
+    blocks = min(1024, -(-most // _BLOCK))
+    out = None
+    for array in arrays:
+        work = _Work("SUM_OF_SQUARES", array.dtype, {"AFTER": int(out is not None)}, (array.size,), blocks * _BLOCK)
+        (out,) = work.run([array, _zero() if out is None else out], [((blocks,), mx.float32)])
+    assert out is not None
     return out.sum()
+
+
+@cache
+def _zero() -> mx.array:
+    return mx.zeros((1,))
+
+
+def adam_scalars(
+    numbers: Sequence[mx.array], options: mx.array, *, bias_correction: bool
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What :func:`adam` is told, for weights without and with decay; the norm; whether it and the loss are finite.
+
+    Args:
+        numbers: sum of the gradients' squares, loss, trained tokens, learning rate, number of the update; scalars.
+        options: (7,) float32, see :data:`sums.ADAM_SCALARS`.
+    """
+    inputs = [number.astype(mx.float32).reshape(1) for number in numbers]
+    work = _Work("ADAM_SCALARS", mx.float32, {"BIAS": int(bias_correction)}, (), 32, block=32)
+    scalars, told = work.run([*inputs, options], [((2, 10), mx.float32), ((2,), mx.float32)])
+    return scalars, told[0], told[1] != 0
 
 
 def adam(

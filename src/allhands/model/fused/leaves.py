@@ -28,6 +28,10 @@ from allhands.trees import flatten
 _ALIGNED = 64  # values, so that rows begin where vectors may
 # Up to so many numbers all are one array. Of more, each group is one, since old and new exist at the same time.
 _ONE_MOST = 1 << 28
+# But those of fewer.
+_SMALL = 1 << 16
+# Where gradients travel while others are computed: numbers of an array, or a few more.
+_TRAVELLING = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,14 @@ def _part(whole: mx.array, start: int, shape: Sequence[int]) -> mx.array:
 class Leaves:
     """The trained arrays of a model as chunks; made once it is settled what is trained."""
 
-    def __init__(self, model: nn.Module, *, apart: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, apart: bool = False, travelling: bool = False) -> None:
         """Of ``model``.
 
         Args:
             apart: whether arrays of one dimension are chunks of their own, and the chunks of matrices have two: for an
                 optimizer to which that makes a difference.
+            travelling: whether ranks add up what is there while the rest is computed: of one array nothing is there
+                before all of it is. A table of embeddings is then a chunk of its own.
         """
         modules: dict[str, Any] = dict(model.named_modules())
         trained = [name for name, _ in flatten(model.trainable_parameters())]
@@ -103,7 +109,9 @@ class Leaves:
         again = any(hasattr(module, "_recomputes") for module in modules.values())
         products = [] if again else products_of(modules.values())
         packed = _Packed.of(self._places, products, apart=apart)
-        self._spreads: list[_Packed | _Views] = [packed] if packed else _views(self._places, products, apart=apart)
+        self._spreads: list[_Packed | _Views] = [packed] if packed else []
+        if packed is None:
+            self._spreads += _views(self._places, products, apart=apart, travelling=travelling)
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -115,6 +123,14 @@ class Leaves:
     @property
     def chunks(self) -> list[Chunk]:
         return [spread.chunk for spread in self._spreads]
+
+    def index_of(self, module: nn.Module) -> int | None:
+        """The number of the chunk that is the weight of ``module`` and nothing else."""
+        for number, chunk in enumerate(self.chunks):
+            [first, *others] = chunk.places
+            if not others and first.module is module and first.key == "weight" and first.array.size == chunk.size:
+                return number
+        return None
 
     @contextmanager
     def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
@@ -208,8 +224,13 @@ def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
     return found if fits and all(place.array.size % _ALIGNED == 0 for place in found) else []
 
 
-def _views(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> list[_Packed | _Views]:
-    """One chunk for each type of number, or one for each product and each other array if that were too large."""
+def _views(
+    places: Sequence[_Place], products: Sequence[Product], *, apart: bool, travelling: bool
+) -> list[_Packed | _Views]:
+    """One chunk for each type of number, or one for each product and each other array if that were too large.
+
+    With ``travelling`` several in the model's order instead of the one.
+    """
 
     def kind(place: _Place) -> Any:
         return place.array.dtype, apart and place.array.ndim > 1
@@ -221,13 +242,37 @@ def _views(places: Sequence[_Place], products: Sequence[Product], *, apart: bool
         group = owners.get(id(place.module)) if place.key == "weight" else None
         groups.setdefault(id(place) if group is None else id(group), []).append(place)
     if sum(place.array.size for place in places) <= _ONE_MOST:
-        ordered = [place for group in groups.values() for place in group]
-        kinds = dict.fromkeys(map(kind, ordered))
-        return [_Views([p for p in ordered if kind(p) == one], products, apart=apart) for one in kinds]
+        several = _in_order(list(groups.values())) if travelling else [[p for group in groups.values() for p in group]]
+        return [
+            _Views([place for place in some if kind(place) == one], products, apart=apart)
+            for some in several
+            for one in dict.fromkeys(map(kind, some))
+        ]
     parts: list[list[_Place]] = []
+    # Norms and biases together: each would cost launches of its own for a few thousand numbers.
+    small: dict[Any, list[_Place]] = {}
     for group in groups.values():
-        parts += [group] if len(set(map(kind, group))) == 1 else [[place] for place in group]
+        if sum(place.array.size for place in group) < _SMALL:
+            for place in group:
+                small.setdefault(kind(place), []).append(place)
+        else:
+            parts += [group] if len(set(map(kind, group))) == 1 else [[place] for place in group]
+    parts += small.values()
     return [_Views(part, products, apart=apart) for part in parts]
+
+
+def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
+    """Groups one after the other, of :data:`_TRAVELLING` numbers or more but for the last; an embedding by itself."""
+    found: list[list[_Place]] = []
+    open_ = False
+    for group in groups:
+        alone = isinstance(group[0].module, nn.Embedding)
+        if open_ and not alone:
+            found[-1] += group
+        else:
+            found.append(list(group))
+        open_ = not alone and sum(place.array.size for place in found[-1]) < _TRAVELLING
+    return found
 
 
 class _Packed:

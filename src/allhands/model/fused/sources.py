@@ -187,7 +187,9 @@ extern "C" __global__ void NAME(const T* x, const int* index, float* out, int co
 # ids: (N,), none negative; order: (N,) places of the ids in order, equal ones as they come; g: (N, D); out: (V, D)
 # sums of the rows of each id, added in float32 from the first to the last, by the block at the first place of an id.
 ADD_ROWS = r"""
-extern "C" __global__ void NAME(const int* ids, const uint32* order, const T* g, T* out, int count) {
+extern "C" __global__ void NAME(
+    const int* ids, const uint32* order, const T* g, const T* onto, T* out, int count) {
+  if (ONTO) out = const_cast<T*>(onto);
   constexpr int W = Vec<T>::W, PARTS = D / W, CHUNKS = (PARTS + THREADS - 1) / THREADS, AHEAD = 4;
   const int place = blockIdx.x / CHUNKS, part = (blockIdx.x % CHUNKS) * THREADS + threadIdx.x;
   const int id = ids[order[place]];
@@ -214,8 +216,9 @@ extern "C" __global__ void NAME(const int* ids, const uint32* order, const T* g,
     }
   }
   Vec<T> sum;
+  if (ONTO) sum = load<T>(out, (size_t)id * PARTS + part);
   #pragma unroll
-  for (int j = 0; j < W; j++) sum.v[j] = static_cast<T>(total[j]);
+  for (int j = 0; j < W; j++) sum.v[j] = static_cast<T>(ONTO ? static_cast<float>(sum.v[j]) + total[j] : total[j]);
   store<T>(out, (size_t)id * PARTS + part, sum);
 }
 """

@@ -1,0 +1,82 @@
+"""The rows that a trained table of embeddings is looked up for, exchanged in place of the table's gradient.
+
+A backward pass comes to them last, so that whatever a table of a hundred thousand rows takes to travel is waited for.
+They are as many as a batch has tokens. Where the table makes the logits as well, that part of its gradient is there
+first, and travels beside the whole pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.reduce import Begun, Lookups
+from allhands.model.dropout import DropoutKeys
+from allhands.model.embedding import Apart, OrderedEmbedding, add_in_order
+from allhands.train.gradient import make_joined_gradient
+from allhands.train.update import GraphUpdate
+
+
+class TravellingLookups:
+    """A pass whose gradient has rows apart."""
+
+    def __init__(self, table: OrderedEmbedding, index: int, gradient: Any, num_ranks: int, *, first: int = 0) -> None:
+        """Of the only ``table``, whose array has the number ``index``, and the gradient with its rows apart.
+
+        ``first``: which of the gradient's arguments is the tokens.
+        """
+        assert table.apart is not None
+        self._apart = table.apart
+        self._index = index
+        self._gradient = gradient
+        self._num_ranks = num_ranks
+        self._first = first
+        (self._num_rows, self._width), self._dtype = table.weight.shape, table.weight.dtype
+
+    @staticmethod
+    def of(
+        model: nn.Module, graph: GraphUpdate, num_ranks: int, *, compiled: bool, dropout: DropoutKeys | None
+    ) -> TravellingLookups | None:
+        """``None`` where not one table is trained as an array of its own, or ranks have parts of it."""
+        tables = [module for module in model.modules() if isinstance(module, OrderedEmbedding)]
+        if graph.leaves is None or graph.shards is not None or len(tables) != 1:
+            return None
+        [table] = tables
+        index = graph.leaves.index_of(table)
+        if index is None:
+            return None
+        table.apart = Apart()
+        gradient = make_joined_gradient(model, graph, compiled=compiled, dropout=dropout, apart=table.apart)
+        # Keys of dropout come before.
+        return TravellingLookups(table, index, gradient, num_ranks, first=0 if dropout is None else 1)
+
+    def fits(self, batch: MicroBatch) -> bool:
+        """Whether all ranks' rows are fewer than the table's; decided by what every rank knows."""
+        return batch.sole and self._num_ranks * batch.most < self._num_rows
+
+    def __call__(self, batch: MicroBatch, arguments: Sequence[mx.array]) -> tuple[mx.array, list[mx.array], Lookups]:
+        """Loss, gradients without what the rows contribute, and the rows, as many on each rank."""
+        shape = (*batch.inputs.shape, self._width)
+        loss, [*grads, rows] = self._gradient(*arguments, rows=mx.broadcast_to(mx.zeros((), dtype=self._dtype), shape))
+        missing = batch.most - batch.inputs.size
+        # Not one more array from the host: see batch_memory.
+        rows, ids = rows.reshape(-1, self._width), arguments[self._first].reshape(-1)
+        if missing:
+            rows, ids = mx.pad(rows, [(0, missing), (0, 0)]), mx.pad(ids, (0, missing))
+        return loss, grads, Lookups(self._index, rows, ids, besides=self._apart.besides)
+
+
+def with_lookups(begun: Begun) -> Begun:
+    """Sums in which the look-ups of all ranks are added where they belong."""
+    if (lookups := begun.lookups) is None:
+        return begun
+    arrays = list(begun.arrays)
+    total = arrays[lookups.index]
+    table = total.reshape(-1, lookups.rows.shape[1])
+    added = add_in_order(table, lookups.ids, lookups.rows, onto=lookups.besides)
+    arrays[lookups.index] = added.reshape(total.shape)
+    return Begun(arrays, begun.computed)
