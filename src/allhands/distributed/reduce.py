@@ -118,6 +118,8 @@ def begin_sums(
         with mx.stream(stream):
             lookups = replace(lookups, ids=communicator.all_gather(lookups.ids))
         mx.async_eval(lookups.ids)
+        if shards is not None and shards.divided[lookups.index]:
+            sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
     if shards is not None:
         for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes):
             mx.async_eval([arrays[i] for i in bucket])

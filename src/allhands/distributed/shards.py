@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
@@ -24,9 +24,15 @@ class Shards:
         divided: whether each array is.
     """
 
-    def __init__(self, communicator: Communicator, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Of arrays of ``shapes``, whose last dimension is 64 if they have two."""
+    def __init__(
+        self, communicator: Communicator, shapes: Sequence[tuple[int, ...]], tables: Mapping[int, int] | None = None
+    ) -> None:
+        """Of arrays of ``shapes``, whose last dimension is 64 if they have two.
+
+        ``tables``: the numbers of a row, by an array's index, where parts have whole rows.
+        """
         self._rank, self._size = communicator.rank, communicator.size
+        self._tables = dict(tables or {})
         self._shapes = [tuple(shape) for shape in shapes]
         self.divided = [math.prod(shape) >= _LEAST for shape in self._shapes]
 
@@ -37,7 +43,22 @@ class Shards:
 
     def _each(self, index: int) -> int:
         """Numbers of a part."""
-        return -(-math.prod(self._shapes[index]) // (self._size * _ALIGNED)) * _ALIGNED
+        unit = math.lcm(_ALIGNED, self._tables.get(index, 1))
+        return -(-math.prod(self._shapes[index]) // (self._size * unit)) * unit
+
+    def zeros(self, index: int, dtype: mx.Dtype) -> mx.array:
+        """This rank's part of an array of zeros."""
+        return self.shaped(index, mx.zeros((self._each(index),), dtype=dtype))
+
+    def own_rows(self, index: int, ids: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
+        """What of (N, D) ``rows`` of a table belongs to this rank's part, with the ids there, from 0.
+
+        Others are zeros, spread over the part: where one row has many, each is added after the other.
+        """
+        count = self._each(index) // rows.shape[1]
+        there = ids - self._rank * count
+        mine = (there >= 0) & (there < count)
+        return mx.where(mine, there, ids % count), mx.where(mine[:, None], rows, mx.zeros((), dtype=rows.dtype))
 
     def padded(self, index: int, whole: mx.array) -> mx.array:
         """An array as one row of which each rank has an equal part."""

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.reduce import Begun, Lookups
+from allhands.distributed.shards import Shards
 from allhands.model.dropout import DropoutKeys
 from allhands.model.embedding import Apart, OrderedEmbedding, add_in_order
 from allhands.train.gradient import make_joined_gradient
@@ -41,9 +42,9 @@ class TravellingLookups:
     def of(
         model: nn.Module, graph: GraphUpdate, num_ranks: int, *, compiled: bool, dropout: DropoutKeys | None
     ) -> TravellingLookups | None:
-        """``None`` where not one table is trained as an array of its own, or ranks have parts of it."""
+        """``None`` where not one table is trained as an array of its own."""
         tables = [module for module in model.modules() if isinstance(module, OrderedEmbedding)]
-        if graph.leaves is None or graph.shards is not None or len(tables) != 1:
+        if graph.leaves is None or len(tables) != 1:
             return None
         [table] = tables
         index = graph.leaves.index_of(table)
@@ -70,13 +71,15 @@ class TravellingLookups:
         return loss, grads, Lookups(self._index, rows, ids, besides=self._apart.besides)
 
 
-def with_lookups(begun: Begun) -> Begun:
-    """Sums in which the look-ups of all ranks are added where they belong."""
+def with_lookups(begun: Begun, shards: Shards | None) -> Begun:
+    """Sums in which the look-ups of all ranks are added where they belong, in this rank's parts of ``shards``."""
     if (lookups := begun.lookups) is None:
         return begun
-    arrays = list(begun.arrays)
+    arrays, ids, rows = list(begun.arrays), lookups.ids, lookups.rows
+    if shards is not None and shards.divided[lookups.index]:
+        ids, rows = shards.own_rows(lookups.index, ids, rows)
     total = arrays[lookups.index]
-    table = total.reshape(-1, lookups.rows.shape[1])
-    added = add_in_order(table, lookups.ids, lookups.rows, onto=lookups.besides)
+    table = total.reshape(-1, rows.shape[1])
+    added = add_in_order(table, ids, rows, onto=lookups.besides)
     arrays[lookups.index] = added.reshape(total.shape)
     return Begun(arrays, begun.computed)

@@ -360,9 +360,10 @@ class TrainStep:
         """Let gradients travel as they are computed."""
         size, stream = self._bucket_bytes, self._stream
         lookups, self._lookups = self._lookups, None
-        return with_lookups(
-            begin_sums(self._communicator, grads, bucket_bytes=size, stream=stream, shards=self.shards, lookups=lookups)
+        begun = begin_sums(
+            self._communicator, grads, bucket_bytes=size, stream=stream, shards=self.shards, lookups=lookups
         )
+        return with_lookups(begun, self.shards)
 
     def _wholes(self, parts: list[mx.array]) -> list[mx.array]:
         """All weights of what each rank has updated."""

@@ -59,7 +59,7 @@ class GraphUpdate:
         self._shards: Shards | None = None
         divides = divided_over is not None and divided_over.size > 1 and isinstance(optimizer, Optimizer)
         if leaves is not None and divided_over is not None and divides:
-            shards = Shards(divided_over, [chunk.shape for chunk in leaves.chunks])
+            shards = Shards(divided_over, [chunk.shape for chunk in leaves.chunks], leaves.tables)
             self._shards = shards if any(shards.divided) else None
         self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for

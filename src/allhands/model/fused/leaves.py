@@ -62,6 +62,11 @@ class Chunk:
         matrices = apart and places[0].array.ndim > 1
         self.shape = (self.size // _ALIGNED, _ALIGNED) if matrices else (self.size,)
 
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one array, with nothing after it."""
+        return len(self.shapes) == 1 and math.prod(self.shapes[0]) == self.size
+
     def joined(self, arrays: Sequence[mx.array]) -> mx.array:
         """One array of those in the places' order."""
         return _joined(arrays, [*self.starts[:-1], self.size]).reshape(self.shape)
@@ -127,10 +132,18 @@ class Leaves:
     def index_of(self, module: nn.Module) -> int | None:
         """The number of the chunk that is the weight of ``module`` and nothing else."""
         for number, chunk in enumerate(self.chunks):
-            [first, *others] = chunk.places
-            if not others and first.module is module and first.key == "weight" and first.array.size == chunk.size:
+            if chunk.is_one and chunk.places[0].module is module and chunk.places[0].key == "weight":
                 return number
         return None
+
+    @property
+    def tables(self) -> dict[int, int]:
+        """The numbers of a row of each chunk that is a table of embeddings, by the chunk's."""
+        return {
+            number: chunk.shapes[0][-1]
+            for number, chunk in enumerate(self.chunks)
+            if chunk.is_one and isinstance(chunk.places[0].module, nn.Embedding) and chunk.places[0].key == "weight"
+        }
 
     @contextmanager
     def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
