@@ -25,9 +25,11 @@ import json, os, sys
 import allhands
 import mlx.core as mx, mlx.nn as nn, numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
 from allhands.distributed.backend import connect
+from allhands.model.dropout import install_dropout
 from allhands.model.embedding import make_deterministic
 from allhands.model.fused.blocks import fuse
 from allhands.train.optimizers import SGD
@@ -59,7 +61,7 @@ def batch(number, sole):
     ids[:, :3] = 7
     return MicroBatch(inputs=ids.astype(np.int32), positions=np.arange(2 * width, dtype=np.int32),
                       targets=((ids * 5) % 512).reshape(-1).astype(np.int32), num_tokens=2 * width,
-                      examples=np.arange(2, dtype=np.int32), sole=sole, most=80 if sole else 0)
+                      examples=np.arange(2, dtype=np.int32) + 2 * rank, sole=sole, most=80 if sole else 0)
 
 def trained(kind, overlap, compiled, ahead, shard):
     mx.random.seed(2)
@@ -70,12 +72,18 @@ def trained(kind, overlap, compiled, ahead, shard):
             def __call__(self, inputs, *arguments, **named):
                 return super().__call__(inputs, *arguments, **named) + self.embed_tokens.weight[5]
         model.model.__class__ = Other
+    dropout = None
+    if kind == "dropping":
+        model.freeze()
+        linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.2})
+        model.model.embed_tokens.unfreeze()
+        dropout = install_dropout(model, 3)
     make_deterministic(model)
     fuse(model, 40)
     model.train()
     counting = Counting(group)
     step = TrainStep(model, SGD(learning_rate=0.1), counting, eager=False, compiled=compiled,
-                     bucket_bytes=20_000, overlap=overlap, shard=shard)
+                     bucket_bytes=20_000, overlap=overlap, shard=shard, dropout=dropout)
     plan = [[batch(number, True)] for number in range(4)]
     # One step accumulates: rows are not kept apart there.
     plan.insert(2, [batch(7, False), batch(8, False)])
@@ -92,7 +100,7 @@ def trained(kind, overlap, compiled, ahead, shard):
 print(json.dumps([trained(*case) for case in json.loads(sys.argv[1])]), flush=True)
 os._exit(0)
 """
-KINDS = ("tied", "untied", "beside")
+KINDS = ("tied", "untied", "beside", "dropping")
 CASES = [
     (kind, overlap, ahead, ahead, shard)
     for kind in KINDS
@@ -126,7 +134,9 @@ def test_weights_are_those_of_whole_gradients(kind: str, shard: bool, ahead: boo
     assert len({step[0] for step in steps}) == len(steps)
 
 
-@pytest.mark.parametrize(("kind", "besides"), [("tied", True), ("untied", False), ("beside", True)])
+@pytest.mark.parametrize(
+    ("kind", "besides"), [("tied", True), ("untied", False), ("beside", True), ("dropping", False)]
+)
 def test_the_table_itself_travels_only_where_it_has_another_gradient(kind: str, besides: bool) -> None:
     """It is the only array of its size, and fits no bucket beside others."""
     size, rows = 514 * 96, [[80], [80, 96]]
