@@ -10,18 +10,15 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from allhands.aliases import ALIASES, ELSEWHERE
 from allhands.errors import ConfigError
-
-if TYPE_CHECKING:
-    import yaml
-
+from allhands.yaml_files import keys_of, read_yaml
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -348,6 +345,10 @@ class TrainConfig(_Strict):
         return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()
 
 
+# What structured options have inside.
+_INSIDE: dict[str, type[BaseModel]] = {"lora_parameters": LoraParameters, "lr_schedule": LrSchedule}
+
+
 def build_config(
     flags: Mapping[str, Any], yaml_file: str | Path | None = None, kind: type[TrainConfig] = TrainConfig
 ) -> TrainConfig:
@@ -368,47 +369,6 @@ def build_config(
         return kind.model_validate(values)
     except ValidationError as error:
         raise _explain(error, given, yaml_file, kind) from None
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ``1e-5`` is read as a number, as people mean it.
-
-    Raises:
-        ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
-    """
-    import yaml
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"the configuration file cannot be read: {reason}", where=str(path), hint="check the path after --config"
-        ) from None
-    try:
-        content = yaml.load(text, _yaml_loader())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise ConfigError(f"not valid YAML: {problem}", where=where, hint="one 'key: value' a line") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError("the file must hold 'key: value' pairs", where=str(path), hint="see docs/configuration.md")
-    return cast("dict[str, Any]", content)
-
-
-def _yaml_loader() -> type[yaml.SafeLoader]:
-    """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    number = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-    return Loader
 
 
 def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainConfig]) -> dict[str, Any]:
@@ -439,32 +399,47 @@ def _canonical_key(raw: Any) -> str:
 
 def _place_in_yaml(path: str | Path, key: str) -> str:
     """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
-    import yaml
-
-    root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())
-    names = [name for name, _ in root.value] if isinstance(root, yaml.MappingNode) else []
-    found = next((name for name in names if _canonical_key(name.value) == key), None)
-    return f"{path}:{found.start_mark.line + 1}: {found.value}" if found else f"{path}: {key}"
+    found = next((one for one in keys_of(path) if _canonical_key(one[0]) == key), None)
+    return f"{path}:{found[1]}: {found[0]}" if found else f"{path}: {key}"
 
 
 def _explain(
     error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None, kind: type[TrainConfig]
 ) -> ConfigError:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    message = _in_our_words(str(first["msg"]))
-    key = path[0] if path else ""
-    from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
-    if not key:
-        return ConfigError(message, hint="change one of the options named")
-    place = _place_in_yaml(yaml_file, key) if yaml_file and not from_flag else f"--{key.replace('_', '-')}"
-    inner = ".".join(path[1:])
-    got = first.get("input")
-    shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
-    text = f"{inner}: {message}{shown}" if inner else f"{message}{shown}"
+    def place_of(key: str) -> str:
+        from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
+        return _place_in_yaml(yaml_file, key) if yaml_file and not from_flag else f"--{key.replace('_', '-')}"
+
+    found: dict[str, tuple[str, str]] = {}  # of each option the first problem: where, and what
+    for one in error.errors():
+        key, *inner = [str(part) for part in one["loc"]] or [""]
+        message = _in_our_words(str(one["msg"]))
+        if not key:
+            return ConfigError(message, hint="change one of the options named")
+        got = one.get("input")
+        shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
+        text = f"{'.'.join(inner)}: {message}{shown}" if inner else f"{message}{shown}"
+        found.setdefault(key, (place_of(key), text + _known_instead(key, inner, message)))
+    # As a person reads the file.
+    key, *others = sorted(found, key=lambda name: _line_of(found[name][0]))
+    place, text = found[key]
     field = kind.model_fields.get(key)
     meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
-    return ConfigError(text, where=place, hint=f"change it{meaning}")
+    more = "".join(f"; and {where}: {what}" for where, what in (found[name] for name in others))
+    return ConfigError(f"{text}{more}", where=place, hint=f"change it{meaning}")
+
+
+def _line_of(place: str) -> int:
+    """Of ``file:line: key``; 0 for a flag."""
+    found = re.search(r":(\d+): ", place)
+    return int(found[1]) if found else 0
+
+
+def _known_instead(key: str, inner: Sequence[str], message: str) -> str:
+    """What may be written in a structured option, where something else was."""
+    if message != "is unknown" or len(inner) != 1 or key not in _INSIDE:
+        return ""
+    return f"; it has {', '.join(_INSIDE[key].model_fields)}"
 
 
 def _in_our_words(message: str) -> str:

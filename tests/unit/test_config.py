@@ -11,9 +11,10 @@ from command_line import parse
 from mlx_lm.lora import CONFIG_DEFAULTS
 
 from allhands.cli.demo import arguments, command_line, demo_config
-from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config, read_yaml
+from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config
 from allhands.errors import ConfigError
 from allhands.pretrain_config import PretrainConfig
+from allhands.yaml_files import read_yaml
 
 
 def refused(flags: dict[str, Any], yaml_file: Path | None = None) -> ConfigError:
@@ -425,3 +426,47 @@ def test_what_is_for_fine_tuning_is_refused_in_pre_training(name: str, value: ob
     assert PretrainConfig.model_validate(given).fine_tune_type == "full"
     with pytest.raises(ValueError, match=words):
         PretrainConfig.model_validate({**given, name: value})
+
+
+def told(tmp_path: Path, text: str) -> ConfigError:
+    """The error that a file of options makes."""
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        build_config({}, file)
+    return error.value
+
+
+def test_all_wrong_values_of_a_file_are_named_in_its_order(tmp_path: Path) -> None:
+    error = told(tmp_path, "model: m\niters: many\nbatch_size: [4]\nlearning_rate: -1\n")
+    words = str(error)
+    places = [words.index(f"run.yaml:{line}: {key}: must") for line, key in ((2, "iters"), (3, "batch_size"))]
+    assert places == sorted(places)
+    assert words.index("run.yaml:4: learning_rate: must") > places[1]
+    assert "(got 'many')" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "other"),
+    [
+        ("iters: 3\nmodel: m\niters: 5\n", 3, "iters", 1),
+        ("iters: 3\nlora_parameters:\n  rank: 8\n  scale: 2.0\n  rank: 4\n", 5, "rank", 3),
+    ],
+)
+def test_a_key_that_a_file_gives_twice_is_refused(tmp_path: Path, text: str, line: int, key: str, other: int) -> None:
+    words = str(told(tmp_path, text))
+    assert f"run.yaml:{line}: {key} is given twice, in line {other} too" in words
+
+
+def test_what_a_structured_option_has_is_named(tmp_path: Path) -> None:
+    words = str(told(tmp_path, "lora_parameters:\n  rnk: 8\n"))
+    assert "run.yaml:1: lora_parameters: rnk: is unknown (got 8); it has rank, scale, dropout, keys" in words
+
+
+def test_a_line_that_does_not_begin_where_others_do(tmp_path: Path) -> None:
+    assert "all of them from the line's beginning" in str(told(tmp_path, "iters: 3\n  model: m\n"))
+
+
+def test_v_explains_what_is_chosen() -> None:
+    for flag in ("-v", "--verbose"):
+        assert parse(["train", flag])[1] == {"verbose": True}

@@ -105,16 +105,16 @@ def test_each_fault_is_told_of_its_host_and_holds_up_no_other() -> None:
 @pytest.mark.usefixtures("remote")
 def test_the_probe_is_composed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, most = threading.Semaphore(1), []
-    compose = probe.program
+    compose = probe._joined
 
-    def program() -> str:
+    def joined() -> str:
         most.append(busy.acquire(blocking=False))
         time.sleep(0.2)
         busy.release()
         return compose()
 
-    session._program.cache_clear()
-    monkeypatch.setattr(probe, "program", program)
+    monkeypatch.setattr(probe, "_TEXT", [])
+    monkeypatch.setattr(probe, "_joined", joined)
     assert found(asked("good1", "good2", "good3")[1]) == []
     assert most == [True]
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
@@ -32,6 +33,7 @@ from allhands.monitor import (
     encode_sample,
     monitor_file,
     nvml,
+    picture,
     read_samples,
 )
 from allhands.monitor.picture import plot_memory
@@ -414,6 +416,13 @@ def test_the_heading_of_a_run_that_is_over_tells_an_end_from_a_kill(tmp_path: Pa
 def test_too_short_a_run_has_no_picture(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="too few samples"):
         plot_memory([SAMPLE, replace(SAMPLE, time=1002.0)], tmp_path / "memory.png")
+
+
+def test_what_was_estimated_is_in_the_picture_however_much_it_was() -> None:
+    samples = [replace(SAMPLE, time=1000.0 + 2 * i, estimated_bytes=9 * 10**9) for i in range(10)]
+    memory = picture._draw(picture._tracks(samples), 10**9).axes[0]
+    [estimate] = memory.lines
+    assert 0 == memory.get_ylim()[0] < np.asarray(estimate.get_ydata())[0] < memory.get_ylim()[1]
 
 
 def test_many_ranks_and_a_restart_fit_into_the_picture(tmp_path: Path) -> None:

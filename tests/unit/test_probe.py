@@ -274,3 +274,22 @@ def test_ibv_devices() -> None:
     )
     assert computer.parse_ibv_devices(text) == ["rdma_en2", "rdma_en3"]
     assert computer.parse_ibv_devices("No IB devices found\n") == []
+
+
+SEVERAL_THREADS = """
+import gc, time
+from concurrent.futures import ThreadPoolExecutor
+from allhands.cluster import probe
+# Another thread goes on wherever objects are made: with computers in threads of their own that happens by chance.
+gc.set_threshold(50)
+gc.callbacks.append(lambda *_: time.sleep(1e-5))
+with ThreadPoolExecutor(4) as pool:
+    texts = set(pool.map(lambda _: probe.program(), range(8)))
+print(len(texts))
+"""
+
+
+def test_several_threads_may_ask_for_the_program() -> None:
+    """Python 3.11 takes one thread's depth for another's where two parse at once: "recursion depth mismatch"."""
+    done = subprocess.run([sys.executable, "-c", SEVERAL_THREADS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("1\n", "")

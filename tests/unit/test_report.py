@@ -14,6 +14,7 @@ import pytest
 from written_runs import BEGAN, HOSTILE, write_run, write_samples
 
 from allhands.cli.main import main
+from allhands.cli.train import tell_troubles
 from allhands.errors import DataError
 from allhands.metrics import RunEnded, read_metrics
 from allhands.plots import times_of
@@ -483,3 +484,14 @@ def test_long_runs_stay_small_enough_to_draw_and_to_read(tmp_path: Path) -> None
     assert len(chart.table.rows) <= 90
     assert {row[0] for row in chart.table.rows} >= {f"{step:,}" for step in range(0, 20_001, 1000)}
     assert len(to_html(page).encode()) < 2_000_000
+
+
+def test_the_end_of_training_warns_of_what_a_report_calls_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_troubles(write_run(tmp_path / "good"))
+    tell_troubles(tmp_path / "missing")
+    assert capsys.readouterr().err == ""
+    tell_troubles(write_run(tmp_path / "bad", train=lambda step: 4 + step / 20, valid=None))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("allhands: warning: Diverging: training loss rose from ")

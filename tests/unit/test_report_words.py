@@ -148,6 +148,21 @@ def test_of_a_few_reports_nothing_is_judged(count: int, words: str) -> None:
     assert words in found.text
 
 
+@pytest.mark.parametrize(("train", "valid"), [([10.0], []), ([8.0, 10.8], [10.7]), ([9.0], [5.1])])
+def test_of_a_few_reports_it_is_said_if_the_run_is_worse_than_what_it_began_with(
+    train: list[float], valid: list[float]
+) -> None:
+    steps = [10.0 * (place + 1) for place in range(2)]
+    curves = Curve.of(list(zip(steps, train, strict=False))), Curve.of([(0, 4.77), *zip(steps, valid, strict=False)])
+    first = judge(*curves)[0]
+    assert (first.kind, first.level) == ("diverging", "bad")
+    assert f"validation loss was 4.770 before the first step, and the last losses are {train[-1]:.3f}" in first.text
+    better = judge(curves[0], Curve.of([(0, 12.0)]))
+    assert [one.kind for one in better] == ["short"]
+    # From what a resumed run goes on, nobody knows how it was before.
+    assert [one.kind for one in judge(curves[0], Curve.of([(5, 4.77)]))] == ["short"]
+
+
 def test_the_line_is_that_of_least_squares() -> None:
     random = np.random.default_rng(1)
     x, y = np.arange(20.0), random.standard_normal(20)

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from allhands.config import TrainConfig, build_config, read_yaml
+from allhands.config import TrainConfig, build_config
 from allhands.errors import ConfigError
+from allhands.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +38,7 @@ CALLS = {
 GUARDS = {"shell": False, "allow_pickle": False, "weights_only": True, "trust_remote_code": False}
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader", "yaml.CBaseLoader"}
 # A subclass of SafeLoader, made in this module; what it does is tested below.
-OWN_LOADER = ("src/allhands/config.py", "_yaml_loader")
+OWN_LOADER = ("src/allhands/yaml_files.py", "_yaml_loader")
 SHARED_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 # Named as the place where tempfile makes a private directory.
 PLACES = {

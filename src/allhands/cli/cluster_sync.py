@@ -118,7 +118,7 @@ def run_sync(wanted: Wanted, hosts: Sequence[Host], options: SyncOptions, *, as_
 
 def _words(wanted: Wanted) -> list[str]:
     """The paths of what is wanted; what the configuration names counts where no flag says something else."""
-    from allhands.config import read_yaml
+    from allhands.yaml_files import read_yaml
 
     words = list(wanted.paths)
     model, data = wanted.model, wanted.data

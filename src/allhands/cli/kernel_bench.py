@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _TOKENS = {"cpu": "512,2048"}
 _GPU_TOKENS = "512,2048,8192"
 _LEGEND = """\
+chosen: the rule's form, unless another is 1.1 times as fast by the middle and by the best round
 ms: forward and backward, median of rounds in which the forms take turns
 difference: from the plain form, the largest, as a share of the largest value
 """
@@ -124,7 +125,7 @@ def show(measured: Sequence[Measured], device: str, console: Console | None = No
 
     console = console or Console(highlight=False, width=110)
     table = Table(title=f"{device}: forms of operations", title_justify="left")
-    for name in ("operation", "size", "ms", "best", "gain", "difference"):
+    for name in ("operation", "size", "ms", "chosen", "gain", "difference"):
         table.add_column(name, justify="right" if name == "gain" else "left")
     for each in measured:
         times = ", ".join(f"{form} {ms:.3g}{'' if each.right(form) else ' (wrong)'}" for form, ms in each.ms.items())

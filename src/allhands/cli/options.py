@@ -24,13 +24,19 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
     ``run`` receives ``flags``, a dictionary of the options that were given.
     """
 
-    def command(**flags: Any) -> None:
+    def command(*, verbose: bool | None = None, **flags: Any) -> None:
+        if verbose and flags.get("log_level") is None:
+            flags["log_level"] = "verbose"
         run({name: _plain(value) for name, value in flags.items() if value is not None})
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, kind))
         for name in dict.fromkeys([*kind.FIRST, *kind.model_fields])
     ]
+    if "log_level" in kind.model_fields:
+        words = typer.Option("-v", "--verbose", help="As --log-level verbose.", show_default=False)
+        kind_of = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("verbose", kind_of, default=None, annotation=Annotated[bool | None, words]))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
     return command

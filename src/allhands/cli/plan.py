@@ -125,8 +125,9 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     """
     from allhands.aliases import canonical_flag
     from allhands.cli.options import option_function
-    from allhands.config import TrainConfig, build_config, read_yaml
+    from allhands.config import TrainConfig, build_config
     from allhands.pretrain_config import PretrainConfig
+    from allhands.yaml_files import read_yaml
 
     flags: dict[str, Any] = {}
     kind: type[TrainConfig] = PretrainConfig if {"--shape", "--tokenizer"} & set(words) else TrainConfig

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -275,6 +275,20 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     if launch.rank == 0 and config.train:
         where = [str(result.adapter_path)] + ([f"curves in {result.plot}"] if result.plot else [])
         print(f"saved in {', '.join(where)}", flush=True)
+        tell_troubles(Path(config.adapter_path))
+
+
+def tell_troubles(directory: Path) -> None:
+    """What a report calls bad: a run that has got worse looks like any other when it ends."""
+    from allhands.metrics.history import read_metrics
+    from allhands.report.words import Curve, judge
+
+    with suppress(AllhandsError, OSError):
+        history = read_metrics(directory)
+        curves = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
+        for one in judge(*curves):
+            if one.level == "bad":
+                print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
 
 
 def _console(launch: Launch, tagged: bool) -> Console:

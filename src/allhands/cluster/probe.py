@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,8 +61,21 @@ _IDLE_S = 120  # without a request, or within one without a sign of life, after 
 _PROGRESS_S = 0.5
 
 
+_TEXT: list[str] = []
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def program() -> str:
     """The text to send: ASCII, for Python 3.9 or later."""
+    # Computers are looked at in threads, of which two may not parse at once: Python 3.11 mistakes one's depth for the
+    # other's.
+    with _ONE_AT_A_TIME:
+        if not _TEXT:
+            _TEXT.append(_joined())
+        return _TEXT[0]
+
+
+def _joined() -> str:
     import ast
     from pathlib import Path
 

@@ -149,11 +149,12 @@ def _draw_memory(axes: Axes, tracks: Sequence[_Track], grid: Floats, x: Floats) 
     colours = [track.colour for track in tracks]
     axes.stackplot(x, *(share / scale for share in shares), colors=colours, edgecolor="white", linewidth=0.4)
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
     handles: list[Any] = [Patch(color=track.colour, label=track.name) for track in reversed(tracks)]
     if estimates := [one.estimated_bytes for track in tracks for one in track.samples[-1:] if one.estimated_bytes]:
         axes.axhline(sum(estimates) / scale, color=GREY, ls=DASHED)
         handles.append(Line2D([], [], color=GREY, ls=DASHED, label="estimated beforehand"))
+    # Only now: a limit that is set keeps lines out that come after it.
+    axes.set_ylim(bottom=0)
     axes.legend(handles=handles[:14], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

@@ -127,7 +127,7 @@ def judge(train: Curve, valid: Curve) -> list[Judgement]:
     train, valid = train.finite(), valid.finite()
     missing = [] if len(valid) else [Judgement("validation", "note", _NO_VALIDATION)]
     if len(train) < FEW:
-        return [*found, Judgement("short", "note", _too_short(len(train))), *missing]
+        return [*found, *_worse(train, valid), Judgement("short", "note", _too_short(len(train))), *missing]
     over = list(_overfitting(train, valid))
     found += [*(over or list(_diverging(train, valid)) or list(_underfitting(train, valid))), *missing]
     if not found:
@@ -145,6 +145,16 @@ def _too_short(count: int) -> str:
     reports = "no training report" if count == 0 else f"{count} training report{'s' * (count > 1)}"
     there = "There are" if count > 1 else "There is"
     return f"{there} {reports} with a loss: too little to judge by. Lower --steps-per-report to see more of short runs."
+
+
+def _worse(train: Curve, valid: Curve) -> Iterator[Judgement]:
+    """Of a run with few reports: its last losses are above that from before its first step."""
+    before = float(valid.losses[0]) if len(valid) and valid.steps[0] == 0 else None
+    last = [float(curve.losses[-1]) for curve in (train, valid) if len(curve) and curve.steps[-1] > 0]
+    if before is not None and last and min(last) > before * (1 + HARDLY):
+        text = f"Worse than before: validation loss was {before:.3f} before the first step, and the last losses are "
+        shown = " and ".join(f"{loss:.3f}" for loss in last)
+        yield Judgement("diverging", "bad", f"{text}{shown}. Lower the learning rate, or add warm-up steps.")
 
 
 def _numbers(train: Curve, valid: Curve) -> Iterator[Judgement]:

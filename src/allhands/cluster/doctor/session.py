@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import queue
@@ -156,7 +155,7 @@ class Session:
     def _send_program(self) -> None:
         """In a thread: an ssh that is still connecting takes only so much."""
         with _composing:
-            text = _program()
+            text = probe.program()
         self._send(f"{self._token} {len(text)}\n{text}")
 
     def _send(self, text: str) -> bool:
@@ -209,11 +208,6 @@ class Session:
         self._said.seek(0, os.SEEK_END)
         self._said.seek(max(0, self._said.tell() - _MOST_SAID))
         return self._said.read().decode(errors="replace")
-
-
-@functools.cache
-def _program() -> str:
-    return probe.program()
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
