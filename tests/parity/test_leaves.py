@@ -148,6 +148,9 @@ def test_many_numbers_are_an_array_for_each_product(monkeypatch: pytest.MonkeyPa
     made = leaves.Leaves(model)
     # The embedding, all norms, and for each layer q/k/v, o, gate/up and down.
     assert len(made.chunks) == 2 + 3 * 4
+    # Ranks exchange the last array first: what has parts of all layers must not hold others up.
+    assert [place.name for place in made.chunks[0].places if "norm" not in place.name] == []
+    assert len(made.chunks[0].places) == 7
     named = dict(flatten(model.trainable_parameters()))
     assert {name for name, _ in made.named(made.joined(named))} == named.keys()
 

@@ -28,8 +28,7 @@ from allhands.trees import flatten
 _ALIGNED = 64  # values, so that rows begin where vectors may
 # Up to so many numbers all are one array. Of more, each group is one, since old and new exist at the same time.
 _ONE_MOST = 1 << 28
-# But those of fewer.
-_SMALL = 1 << 16
+_SMALL = 1 << 16  # those of fewer are one nevertheless
 # Where gradients travel while others are computed: numbers of an array, or a few more.
 _TRAVELLING = 1 << 24
 
@@ -270,8 +269,8 @@ def _views(
                 small.setdefault(kind(place), []).append(place)
         else:
             parts += [group] if len(set(map(kind, group))) == 1 else [[place] for place in group]
-    parts += small.values()
-    return [_Views(part, products, apart=apart) for part in parts]
+    # The first ones, which travel last: some of them are of the first layers, whose gradients are there last.
+    return [_Views(part, products, apart=apart) for part in (*small.values(), *parts)]
 
 
 def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
