@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from allhands.aliases import ALIASES, ELSEWHERE
 from allhands.errors import ConfigError
-from allhands.yaml_files import keys_of, read_yaml
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -362,6 +361,8 @@ def build_config(
     Raises:
         ConfigError: unreadable YAML, an unknown key (with a suggestion), a value out of bounds.
     """
+    from allhands.yaml_files import read_yaml
+
     values = _canonical(read_yaml(yaml_file), str(yaml_file), kind) if yaml_file else {}
     given = {key: value for key, value in flags.items() if value is not None}
     values |= _canonical(given, None, kind)
@@ -399,6 +400,8 @@ def _canonical_key(raw: Any) -> str:
 
 def _place_in_yaml(path: str | Path, key: str) -> str:
     """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    from allhands.yaml_files import keys_of
+
     found = next((one for one in keys_of(path) if _canonical_key(one[0]) == key), None)
     return f"{path}:{found[1]}: {found[0]}" if found else f"{path}: {key}"
 
