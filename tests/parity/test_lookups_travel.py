@@ -6,15 +6,13 @@ On two processes over MLX's ring; on NVIDIA GPUs it is NCCL that is used so.
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from ring_ranks import run_ring
+from ring_ranks import told_by_two
 
 from allhands.data.loader import MicroBatch
 from allhands.model.embedding import Apart, OrderedEmbedding
@@ -111,10 +109,7 @@ CASES = [
 @cache
 def all_cases() -> dict[tuple[Any, ...], Any]:
     """What two processes found in every case, which is the same."""
-    done = run_ring([[sys.executable, "-c", PROGRAM, json.dumps(CASES)]] * 2)
-    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
-    assert done[0].stdout == done[1].stdout
-    return dict(zip(CASES, json.loads(done[0].stdout), strict=True))
+    return told_by_two(PROGRAM, CASES)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,13 +5,11 @@ On two processes over MLX's ring; on NVIDIA GPUs it is NCCL that is used so.
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import cache
 from typing import Any
 
 import pytest
-from ring_ranks import run_ring
+from ring_ranks import told_by_two
 
 PROGRAM = """
 import hashlib, json, os, sys
@@ -97,10 +95,7 @@ CASES: list[tuple[bool, bool, bool, bool, bool, float | None]] = [
 @cache
 def all_cases() -> dict[tuple[Any, ...], Any]:
     """What two processes found in every case, one case after the other: a start costs more than ten of them."""
-    done = run_ring([[sys.executable, "-c", PROGRAM, json.dumps(CASES)]] * 2)
-    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
-    assert done[0].stdout == done[1].stdout
-    return dict(zip(CASES, json.loads(done[0].stdout), strict=True))
+    return told_by_two(PROGRAM, CASES)
 
 
 def ran(

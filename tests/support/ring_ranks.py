@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from allhands.cluster.processes import reserve_ports
 
@@ -71,3 +72,14 @@ def run_ring(
         subprocess.CompletedProcess(rank.args, rank.returncode, out, err)
         for rank, (out, err) in zip(ranks, texts, strict=True)
     ]
+
+
+def told_by_two(program: str, cases: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
+    """What two processes say of every case, which must be the same, one case after the other.
+
+    A start costs more than ten cases. ``program`` is Python's; it is given the cases, and prints a list, as JSON.
+    """
+    done = run_ring([[sys.executable, "-c", program, json.dumps(cases)]] * 2)
+    assert [(one.returncode, one.stderr) for one in done] == [(0, ""), (0, "")]
+    assert done[0].stdout == done[1].stdout
+    return dict(zip(cases, json.loads(done[0].stdout), strict=True))

@@ -281,12 +281,10 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 def tell_troubles(directory: Path) -> None:
     """What a report calls bad: a run that has got worse looks like any other when it ends."""
     from allhands.metrics.history import read_metrics
-    from allhands.report.words import Curve, judge
+    from allhands.report.words import judge_run
 
     with suppress(AllhandsError, OSError):
-        history = read_metrics(directory)
-        curves = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
-        for one in judge(*curves):
+        for one in judge_run(read_metrics(directory)):
             if one.level == "bad":
                 print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
 

@@ -18,7 +18,7 @@ from allhands.report.compared import unlike_validations
 from allhands.report.facts import RunFacts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
-from allhands.report.words import Curve, Judgement, judge
+from allhands.report.words import Judgement, judge_run
 
 _NONE = "–"
 _MOST_EVENTS = 100
@@ -91,10 +91,7 @@ def make_page(runs: Sequence[RunFacts], *, title: str | None = None, now: float 
 
 def _part(label: str, colour: int, run: RunFacts) -> RunPart:
     history = run.history
-    found = judge(
-        Curve.of([(one.step, one.loss) for one in history.train]),
-        Curve.of([(one.step, one.loss) for one in history.valid]),
-    )
+    found = judge_run(history)
     found += [_judgement(sign) for sign in signs_of(history, run.samples)]
     planned = comparison_of(run)
     found += plan_words(planned) if planned else []

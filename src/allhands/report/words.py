@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.metrics.history import RunHistory
+
 Floats = NDArray[np.float64]
 Level = Literal["good", "note", "warning", "bad"]
 Kind = Literal[
@@ -114,6 +116,12 @@ def scatter(curve: Curve) -> float:
     So neither a course that bends nor a single report far off counts as scatter.
     """
     return float(np.median(np.abs(np.diff(curve.losses)))) / (0.6745 * float(np.sqrt(2)))
+
+
+def judge_run(history: RunHistory) -> list[Judgement]:
+    """:func:`judge` of the losses of a run."""
+    train, valid = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
+    return judge(train, valid)
 
 
 def judge(train: Curve, valid: Curve) -> list[Judgement]:

@@ -168,7 +168,6 @@ class GraphUpdate:
         num_targets: mx.array,
         squares: mx.array | None,
     ) -> tuple[Any, Any, mx.array]:
-        divisor = mx.maximum(num_targets, 1.0)
         optimizer = self._optimizer
         # Of a copy of the tree, which the optimizer changes.
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
@@ -179,6 +178,7 @@ class GraphUpdate:
                 sums = (squares, loss, num_targets)
                 new, norm = optimizer.apply_where(sums, self._max_norm, gradients, weights)
                 return new, optimizer.state, norm
+            divisor = mx.maximum(num_targets, 1.0)
             # In float32, because a token count does not fit half precision.
             mean = tree_map(lambda g: (g.astype(mx.float32) / divisor).astype(g.dtype), gradients)
             mean, norm = clip(mean, self._max_norm, None if squares is None else mx.sqrt(squares) / divisor)
@@ -219,8 +219,10 @@ def _adam_form(weights: Any) -> str:
 
 def _squares(gradients: Sequence[mx.array]) -> mx.array:
     """The sum of squares of them all, in float32."""
-    by_kernel = [g for g in gradients if kernels.available() and g.size % kernels.width(g.dtype) == 0]
-    others = [g for g in gradients if all(g is not one for one in by_kernel)]
+    by_kernel, others = list[mx.array](), list[mx.array]()
+    for gradient in gradients:
+        fits = kernels.available() and gradient.size % kernels.width(gradient.dtype) == 0
+        (by_kernel if fits else others).append(gradient)
     plain = sum((mx.square(g.astype(mx.float32)).sum() for g in others), mx.zeros(()))
     return plain + kernels.sum_of_squares(by_kernel) if by_kernel else plain
 

@@ -25,7 +25,6 @@ _MOST_SAID = 1 << 14
 _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
-_composing = threading.Lock()  # Python 3.11 cannot parse in two threads at once
 
 
 class Untold(Exception):
@@ -154,8 +153,7 @@ class Session:
 
     def _send_program(self) -> None:
         """In a thread: an ssh that is still connecting takes only so much."""
-        with _composing:
-            text = probe.program()
+        text = probe.program()
         self._send(f"{self._token} {len(text)}\n{text}")
 
     def _send(self, text: str) -> bool:

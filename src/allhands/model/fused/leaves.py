@@ -113,9 +113,9 @@ class Leaves:
         again = any(hasattr(module, "_recomputes") for module in modules.values())
         products = [] if again else products_of(modules.values())
         packed = _Packed.of(self._places, products, apart=apart)
-        self._spreads: list[_Packed | _Views] = [packed] if packed else []
-        if packed is None:
-            self._spreads += _views(self._places, products, apart=apart, travelling=travelling)
+        self._spreads: list[_Packed | _Views] = (
+            [packed] if packed else _views(self._places, products, apart=apart, travelling=travelling)
+        )
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -129,11 +129,8 @@ class Leaves:
         return [spread.chunk for spread in self._spreads]
 
     def index_of(self, module: nn.Module) -> int | None:
-        """The number of the chunk that is the weight of ``module`` and nothing else."""
-        for number, chunk in enumerate(self.chunks):
-            if chunk.is_one and chunk.places[0].module is module and chunk.places[0].key == "weight":
-                return number
-        return None
+        """The number of the chunk that is the table of ``module``, an embedding, and nothing else."""
+        return next((number for number in self.tables if self.chunks[number].places[0].module is module), None)
 
     @property
     def tables(self) -> dict[int, int]:
