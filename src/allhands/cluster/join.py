@@ -133,8 +133,7 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
         # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first asked for.
         from allhands.distributed.backend import connect
 
-        together = launch.local_size == launch.size
-        return connect(launch.backend, launch.size, launch.rank, timeout_s, one_computer=together)
+        return connect(launch.backend, launch.size, launch.rank, timeout_s)
 
 
 @cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +18,6 @@ from allhands.distributed.ring import take_turns
 from allhands.errors import ConfigError, DistributedError
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
-
-# GPUs that are all connected by 18 NVLinks, by the names they give themselves. While an exchange goes on, a matrix
-# product takes longer however few blocks the exchange has: so it had better be over soon. NCCL takes 24 of its own
-# (benchmarks/results/gpu_many-2026-11-24.md).
-_NCCL_BLOCKS = {"NVIDIA H100 80GB HBM3": 32, "NVIDIA H200": 32}
-_NCCL_BLOCKS_SET = ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_CTA_POLICY")
 
 # Operations that each of MLX 0.32's back-ends really has (the others throw when called).
 CAPABILITIES: dict[str, frozenset[str]] = {
@@ -109,19 +102,7 @@ def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
     return communicator.all_sum(row)[communicator.rank * each : (communicator.rank + 1) * each]
 
 
-def prepare_nccl(environ: MutableMapping[str, str], gpu: str) -> None:
-    """Let ranks of one computer exchange with as many blocks of this ``gpu`` as was measured to be best.
-
-    Not where the user has set how many. To be called before the group is made.
-    """
-    blocks = _NCCL_BLOCKS.get(gpu)
-    if blocks is not None and not any(name in environ for name in _NCCL_BLOCKS_SET):
-        environ["NCCL_MIN_CTAS"] = str(blocks)
-
-
-def connect(
-    backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S, *, one_computer: bool = False
-) -> Communicator:
+def connect(backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
 
     May wait for ever for a peer that never comes, without letting any Python thread run: the caller keeps
@@ -132,7 +113,6 @@ def connect(
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
         timeout_s: seconds for which a ring's neighbours are waited for; a minute at most.
-        one_computer: whether all ranks are on this one.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
@@ -144,8 +124,6 @@ def connect(
         return Alone()
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
         take_turns(Path(hostfile), rank, min(timeout_s, _NEIGHBOURS_S))
-    if backend == "nccl" and one_computer:
-        prepare_nccl(os.environ, str(mx.device_info().get("device_name", "")))
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have
+# Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
+_ALONE_BYTES = 8_000_000
 # Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
 # can be a few calls ahead of it, not more.
 _NCCL_BUCKET_BYTES = 128_000_000
@@ -95,18 +97,22 @@ def begin_sums(
     stream: Any,
     shards: Shards | None = None,
     lookups: Lookups | None = None,
+    cuts: Collection[int] = (),
 ) -> Begun:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
     The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
     all ranks exchange them in the same order, whatever their graphs look like, and before the next one's arrays are:
-    what another stream takes of an array waits for all that was handed out with it.
+    what another stream takes of an array waits for all that was handed out with it. What the stream takes is handed out
+    before: within one call of MLX's, streams meet in memory that its CUDA back-end gives back by ``cudaFree``, which
+    waits for the device and keeps the host from handing out anything meanwhile.
 
     Args:
         arrays: at least one.
         stream: of MLX, on which nothing else is computed.
         shards: of ``arrays``: which of them are only wanted in part. Those go first.
         lookups: to be added to one of ``arrays``: that is the first to be there, and they the last.
+        cuts: of ``arrays``, those before which a bucket rather ends than later.
     """
     sums: list[mx.array] = list(arrays)
     computed: list[mx.array] = []
@@ -115,13 +121,14 @@ def begin_sums(
         order.remove(lookups.index)
         order[:0] = [lookups.index] if lookups.besides else []
         # These are there before anything is computed.
+        mx.async_eval(lookups.ids)
         with mx.stream(stream):
             lookups = replace(lookups, ids=communicator.all_gather(lookups.ids))
         mx.async_eval(lookups.ids)
         if shards is not None and shards.divided[lookups.index]:
             sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
     if shards is not None:
-        for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes):
+        for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
             mx.async_eval([arrays[i] for i in bucket])
             with mx.stream(stream):
                 rows = [shards.padded(i, arrays[i]) for i in bucket]
@@ -132,16 +139,19 @@ def begin_sums(
             for i, total in zip(bucket, totals, strict=True):
                 sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
-    for bucket in _buckets(arrays, order, bucket_bytes, tapering=True):
+    for bucket in _buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
         mx.async_eval([arrays[i] for i in bucket])
-        # Putting a bucket together is done there, too: that does not hold up the backward pass.
+        # The largest first: see Leaves.before_attention for what is computed first beside them.
+        large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
+        calls = [*([i] for i in large), [i for i in bucket if i not in large]]
+        # Putting small ones together is done there, too: that does not hold up the backward pass.
         with mx.stream(stream):
-            joined = _end_to_end(arrays, bucket)
-            total = communicator.all_sum(joined).reshape(-1)
-        mx.async_eval(total)
+            totals = [(call, communicator.all_sum(_end_to_end(arrays, call)).reshape(-1)) for call in calls if call]
+        mx.async_eval([total for _, total in totals])
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
-        _take_apart(total, arrays, bucket, sums)
+        for call, total in totals:
+            _take_apart(total, arrays, call, sums)
     if lookups is not None:
         mx.async_eval(lookups.rows)
         with mx.stream(stream):
@@ -179,6 +189,7 @@ def begin_wholes(
 
 def begin_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
     """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
+    mx.async_eval([value for value in scalars if isinstance(value, mx.array)])
     with mx.stream(stream):
         total = communicator.all_sum(_as_array(scalars))
     mx.async_eval(total)
@@ -208,11 +219,17 @@ def barrier(communicator: Communicator) -> None:
 
 
 def _buckets(
-    arrays: Sequence[mx.array], order: Sequence[int], bucket_bytes: int, *, tapering: bool = False
+    arrays: Sequence[mx.array],
+    order: Sequence[int],
+    bucket_bytes: int,
+    *,
+    tapering: bool = False,
+    cuts: Collection[int] = (),
 ) -> Iterator[list[int]]:
     """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
 
     With ``tapering`` what would be the last bucket is several: nothing is computed any more beside the last of these.
+    Before one of ``cuts`` half full is full.
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         bucket: list[int] = []
@@ -224,7 +241,7 @@ def _buckets(
                 continue
             room = bucket_bytes // _TAPER if tapering and left <= bucket_bytes else bucket_bytes
             left -= array.nbytes
-            if bucket and filled + array.nbytes > room:
+            if bucket and (filled + array.nbytes > room or (index in cuts and 2 * filled >= room)):
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(index)

@@ -109,9 +109,8 @@ class TrainStep:
         self._dropout = dropout
         # Of the weights: by itself the optimizer would do it of the first gradients.
         initialise(optimizer, model)
-        if overlap is None:
-            overlap = communicator.backend == "nccl"
-        self._overlap = overlap and communicator.size > 1 and not eager
+        wanted = communicator.backend == "nccl" if overlap is None else overlap
+        self._overlap = wanted and communicator.size > 1 and not eager
         self._graph = None
         if not eager:
             over = communicator if shard and after_backward is None else None
@@ -119,14 +118,16 @@ class TrainStep:
                 model, optimizer, max_grad_norm, compiled=compiled, divided_over=over, travelling=self._overlap
             )
         self._native = native_update(model, optimizer) if eager else None
-        if self._graph is None or self._graph.leaves is None:
-            self._gradient = make_gradient(model, eager=eager, compiled=compiled, dropout=dropout)
+        passes: Any = {"compiled": compiled, "dropout": dropout}
+        leaves = None if self._graph is None else self._graph.leaves
+        self._cuts = set[int]() if leaves is None else leaves.before_attention
+        if self._graph is None or leaves is None:
+            self._gradient = make_gradient(model, eager=eager, **passes)
         else:
-            self._gradient = make_joined_gradient(model, self._graph, compiled=compiled, dropout=dropout)
+            self._gradient = make_joined_gradient(model, self._graph, **passes)
         self._travelling: TravellingLookups | None = None
         if self._graph is not None and self._overlap:
-            size = communicator.size
-            self._travelling = TravellingLookups.of(model, self._graph, size, compiled=compiled, dropout=dropout)
+            self._travelling = TravellingLookups.of(model, self._graph, communicator.size, **passes)
         self._lookups: Lookups | None = None
         # (B, T, N) of every micro-batch so far: a compiled step is traced once for each.
         self.shapes: set[tuple[int, int, int]] = set()
@@ -361,7 +362,13 @@ class TrainStep:
         size, stream = self._bucket_bytes, self._stream
         lookups, self._lookups = self._lookups, None
         begun = begin_sums(
-            self._communicator, grads, bucket_bytes=size, stream=stream, shards=self.shards, lookups=lookups
+            self._communicator,
+            grads,
+            bucket_bytes=size,
+            stream=stream,
+            shards=self.shards,
+            lookups=lookups,
+            cuts=self._cuts,
         )
         return with_lookups(begun, self.shards)
 

@@ -52,6 +52,7 @@ class GraphUpdate:
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
+        self._travelling = travelling
         initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
         apart = getattr(optimizer, "matrices_only", False)
@@ -64,14 +65,16 @@ class GraphUpdate:
         self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
         # seconds.
-        self._function: Any = mx.compile(self._compute) if compiled and not self._by_kernels() else self._compute
+        self._function: Any = mx.compile(self._compute) if compiled and not self._joins_kernels() else self._compute
 
-    def _by_kernels(self) -> bool:
-        """Whether all weights are updated by kernels of our own."""
-        optimizer, joined = self._optimizer, self._joined
-        if joined is None or not isinstance(optimizer, KernelAdam) or not kernels.available():
-            return False
-        return _adam_form({str(i): array for i, array in enumerate(joined.weights())}) != PLAIN
+    def _joins_kernels(self) -> bool:
+        """Whether all weights are updated by kernels of our own, as few arrays."""
+        joined = self._joined
+        return joined is not None and self._by_kernels({str(i): array for i, array in enumerate(joined.weights())})
+
+    def _by_kernels(self, weights: Any) -> bool:
+        """Whether ``weights`` are updated by kernels of our own."""
+        return isinstance(self._optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN
 
     @property
     def leaves(self) -> Leaves | None:
@@ -126,6 +129,10 @@ class GraphUpdate:
             sums.clear()
             weights, state = {str(i): array for i, array in enumerate(joined.parts())}, joined.state()
             joined.forget()
+            if squares is None and self._travelling and self._by_kernels(weights):
+                # By itself, so that only the last of them waits for the last of the sums.
+                squares = _squares(list(reversed(gradients.values())))
+                mx.async_eval(squares)
             new, state, norm = self._function(gradients, weights, state, loss, num_targets, squares)
             del gradients, weights
             wholes = list(new.values())
@@ -171,7 +178,7 @@ class GraphUpdate:
         optimizer = self._optimizer
         # Of a copy of the tree, which the optimizer changes.
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
-            if isinstance(optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN:
+            if isinstance(optimizer, KernelAdam) and self._by_kernels(weights):
                 if squares is None:
                     # The last first: where ranks exchange them, these are there before the others.
                     squares = _squares([gradient for _, gradient in reversed(flatten(gradients))])

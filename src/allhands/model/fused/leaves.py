@@ -29,6 +29,8 @@ _ALIGNED = 64  # values, so that rows begin where vectors may
 # Up to so many numbers all are one array. Of more, each group is one, since old and new exist at the same time.
 _ONE_MOST = 1 << 28
 _SMALL = 1 << 16  # those of fewer are one nevertheless
+# Layers that make queries, by the names that architectures give them.
+_ATTENTION_INPUTS = {"q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "wq", "wqkv"}
 # Where gradients travel while others are computed: numbers of an array, or a few more.
 _TRAVELLING = 1 << 24
 
@@ -140,6 +142,16 @@ class Leaves:
             for number, chunk in enumerate(self.chunks)
             if chunk.is_one and isinstance(chunk.places[0].module, nn.Embedding) and chunk.places[0].key == "weight"
         }
+
+    @property
+    def before_attention(self) -> set[int]:
+        """The numbers of chunks that begin with what makes queries, keys and values.
+
+        A backward pass comes to these after attention. Its kernels leave the most to an exchange that begins with it:
+        a product whose blocks fill a GPU takes another round for as long as an exchange holds any multiprocessor.
+        """
+        names = [chunk.places[0].name for chunk in self.chunks]
+        return {number for number, name in enumerate(names) if _ATTENTION_INPUTS & set(name.split("."))}
 
     @contextmanager
     def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
