@@ -153,6 +153,9 @@ def test_many_numbers_are_an_array_for_each_product(monkeypatch: pytest.MonkeyPa
     assert len(made.chunks[0].places) == 7
     named = dict(flatten(model.trainable_parameters()))
     assert {name for name, _ in made.named(made.joined(named))} == named.keys()
+    # Those to which a backward pass comes after attention: one in each layer.
+    begins = [made.chunks[number].places[0].name for number in sorted(made.before_attention)]
+    assert begins == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
 
 
 @pytest.mark.parametrize("apart", [False, True])
