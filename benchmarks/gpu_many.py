@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu import PACKAGES, WORKS
+from gpu_watch import Watch
 from harness import (
     BenchmarkError,
     clean_environ,
@@ -151,6 +152,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=30, help="that count (%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one measurement (%(default)s)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all of them; default: none")
+    parser.add_argument(
+        "--profile", action="store_true", help="show what rank 0's GPU does in allhands' steps (needs PyTorch)"
+    )
     parser.add_argument("--scratch", type=Path, help="a directory for logs")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu_many-DATE.json")
     return parser.parse_args(arguments)
@@ -184,7 +188,7 @@ def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     if case.peer in OURS:
         python = options.python.get("mlx", sys.executable)
         asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "shard": options.shard_optimizer}
-        asked |= {"apart": case.peer == "apart"}
+        asked |= {"apart": case.peer == "apart", "profile": options.profile}
         launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
         # A rank that fails ends the measurement.
         launch += ["--max-restarts", "0", "--log-dir", str(out.with_suffix("")), "--", python]
@@ -213,8 +217,12 @@ def measure_case(case: Case, options: argparse.Namespace, directory: Path, timeo
     added = {"OMP_NUM_THREADS": threads} if case.peer not in OURS else {}
     try:
         environ = clean_environ(PYTHONPATH=python_path(), **added)
-        run_measured(command(case, options, out), log, environ, timeout_s)
-        return figures(case, json.loads(out.read_text(encoding="utf-8")), rounds_of(options.steps))
+        with Watch() as watch:
+            run_measured(command(case, options, out), log, environ, timeout_s)
+        told = json.loads(out.read_text(encoding="utf-8"))
+        for line in told.get("profile", ()):
+            say(f"  {line}")
+        return {**figures(case, told, rounds_of(options.steps)), **watch.between(*told["counted"])}
     except (BenchmarkError, OSError) as error:
         say(f"  {error}")
         return {"error": reason(log.read_text(encoding="utf-8", errors="replace") if log.exists() else "", error)}
@@ -344,8 +352,8 @@ def report(record: Mapping[str, Any]) -> str:
     lines = [
         "; ".join(settings),
         "",
-        "| | who | tokens/s | of N x one | step, slowest rank | rank 0 | peak of a rank | first step | loss |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| | who | tokens/s | of N x one | step, slowest rank | rank 0 | GPU | peak of a rank | first step | loss |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, peers in record["results"].items():
         lines += [f"| {name} | {who} | {_cells(one)} |" for who, one in peers.items()]
@@ -358,13 +366,14 @@ def report(record: Mapping[str, Any]) -> str:
 
 def _cells(one: Mapping[str, Any]) -> str:
     if "error" in one:
-        return f"{one['error'].replace('|', '/')[:120]} | | | | | | "
+        return f"{one['error'].replace('|', '/')[:120]} | | | | | | | "
     step, tokens = one["step_s"], one["tokens_per_s"] * one["step_s"]["median"]
     cells = [
         f"{one['tokens_per_s']:,.0f} ({tokens / step['worst']:,.0f} to {tokens / step['best']:,.0f})",
         f"{100 * one['efficiency']:.1f} %" if "efficiency" in one else "-",
         f"{1e3 * step['median']:.1f} ms",
         f"{1e3 * one['rank0_s']:.1f} ms",
+        f"{one['watts']:.0f} W, {one['mhz']:.0f} MHz" if "watts" in one else "-",
         f"{one['peak_bytes'] / 1e9:.1f} GB" if one["peak_bytes"] else "-",
         f"{one['first_step_s']:.1f} s",
         f"{one['losses'][0]:.3f}, {one['losses'][1]:.3f}",

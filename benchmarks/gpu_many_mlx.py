@@ -47,11 +47,12 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     import allhands  # noqa: F401 - before MLX, for its BLAS
 
     # isort: split
+    import gpu_profile
     import mlx.core as mx
     from gpu_many import batch_of
     from gpu_mlx import build, micro_batch, our_step
     from mlx.utils import tree_flatten
-    from rounds import in_rounds, sizes_of
+    from rounds import WARM_UP, in_rounds, sizes_of
 
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed.backend import Alone
@@ -78,6 +79,8 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     sole = replace(one, sole=True, most=one.inputs.size)
     mine: list[list[float]] = []
     done = 0
+    counted: list[float] = []
+    profiler: Any = None
     ahead: dict[int, list[Any]] = {}
     with Prefetcher(lambda number: [sole], end=total) as batches:
 
@@ -96,11 +99,19 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
             return [result.compute_s, result.comm_s, loaded - began, result.loss_sum / result.num_targets]
 
         def before(number: int) -> None:
+            nonlocal profiler
             if number == 1:
                 mx.reset_peak_memory()
+            # On all ranks, so that none waits for one that it makes slower.
+            if number == len(WARM_UP) and asked["profile"]:
+                profiler = gpu_profile.begin()
             barrier(communicator)
+            if number == len(WARM_UP):
+                counted.append(time.time())
 
         times, steps = in_rounds(run, asked["steps"], before=before)
+        counted.append(time.time())
+    profile = [] if profiler is None else gpu_profile.described(gpu_profile.end(profiler), sum(sizes[len(WARM_UP) :]))
     losses = [told[-1] for told in steps]
     at = 0
     for seconds, size in zip(times, sizes, strict=True):
@@ -112,7 +123,8 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     barrier(communicator)  # nobody leaves while another may still be in the exchange
     names = ("times", "compute_s", "comm_s", "data_wait_s")
     found = {name: [[step[i] for step in rank] for rank in everyone] for i, name in enumerate(names)}
-    return {**found, "peak_bytes": [1e6 * peak for peak in peaks], "losses": losses, "trained": trained}
+    told = {"losses": losses, "trained": trained, "counted": counted, "profile": profile}
+    return {**found, **told, "peak_bytes": [1e6 * peak for peak in peaks]}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from gpu_many import batch_of
 from gpu_torch import build, make_optimizer, train
-from rounds import in_rounds
+from rounds import WARM_UP, in_rounds
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -56,15 +57,20 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
         called = torch.compile(called)
     ids = torch.from_numpy(batch_of(asked["work"], asked["rows"], rank)).to(device, torch.int64)
 
+    counted: list[float] = []
+
     def before(number: int) -> None:
         if number == 1 and cuda:
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         if cuda:
             torch.cuda.synchronize()
+        if number == len(WARM_UP):
+            counted.append(time.time())
 
     times, means = in_rounds(lambda more: train(called, optimizer, ids, more), asked["steps"], before=before)
     losses = [float(mean) for mean in means]
+    counted.append(time.time())
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (times, losses, torch.cuda.max_memory_allocated() if cuda else 0))
     return {
@@ -72,6 +78,7 @@ def measure(asked: dict[str, Any], device: torch.device) -> dict[str, Any]:
         # A rank's own mean; all have the same number of tokens.
         "losses": [sum(values) / size for values in zip(*(one[1] for one in everyone), strict=True)],
         "peak_bytes": [one[2] for one in everyone],
+        "counted": counted,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
 

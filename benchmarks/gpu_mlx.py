@@ -12,12 +12,12 @@ import os
 import statistics
 import sys
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from allhands.kernels import launch_directly  # allhands before MLX, for its BLAS
 
 # isort: split
+import gpu_profile
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -146,15 +146,12 @@ def main() -> None:
         if number == 1:
             mx.reset_peak_memory()
         if number == len(WARM_UP) and asked.get("profile"):
-            import torch
-
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            profiler.__enter__()
+            profiler = gpu_profile.begin()
 
     times, losses = in_rounds(run, asked["steps"], before=before)
     if profiler is not None:
-        profiler.__exit__(None, None, None)
-        show_profile(profiler, ROUND * rounds_of(asked["steps"]))
+        lines = gpu_profile.described(gpu_profile.end(profiler), ROUND * rounds_of(asked["steps"]))
+        print("\n".join(lines), file=sys.stderr)
     steady = sorted(times[len(WARM_UP) :])
     tokens = work["batch"] * work["length"]
     result = {
@@ -167,43 +164,6 @@ def main() -> None:
         "trained": sum(v.size for _, v in tree_flatten(model.trainable_parameters())),
     }
     print(json.dumps(result), flush=True)
-
-
-def show_profile(profiler: Any, steps: int) -> None:
-    """The kernels by their time, from CUPTI, which sees those of MLX too."""
-    rows: dict[str, list[float]] = {}
-    from torch.autograd import DeviceType
-
-    on_device = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    idle, waits = gaps([(event.time_range.start, event.time_range.end, event.name) for event in on_device])
-    print(f"idle {idle / steps / 1e3:.1f} ms a step; the longest waits:", file=sys.stderr)
-    bounds = [0, 5, 30, 100, 1e9]
-    for low, high in pairwise(bounds):
-        among = [wait for wait, _, _ in waits if low <= wait < high]
-        print(f"from {low:g} us: {len(among) / steps:.0f}, {sum(among) / steps / 1e3:.2f} ms", file=sys.stderr)
-    for length, before, after in waits[: 3 * steps : steps]:
-        print(f"{length / 1e3:8.2f} ms between {before[:60]} and {after[:60]}", file=sys.stderr)
-    for event in on_device:
-        row = rows.setdefault(event.name[:100], [0, 0.0])
-        row[0] += 1
-        row[1] += event.device_time
-    total = sum(row[1] for row in rows.values()) / steps / 1e3
-    print(
-        f"kernels {total:.1f} ms a step, {sum(row[0] for row in rows.values()) / steps:.0f} launches", file=sys.stderr
-    )
-    for name, (count, spent) in sorted(rows.items(), key=lambda item: -item[1][1])[:40]:
-        print(f"{spent / steps / 1e3:8.2f} ms {count / steps:6.0f} x  {name}", file=sys.stderr)
-
-
-def gaps(events: list[tuple[float, float, str]]) -> tuple[float, list[tuple[float, str, str]]]:
-    """In which no kernel ran: together, and the longest first, with the kernels before and after; microseconds."""
-    waits, end, last = [], 0.0, ""
-    for begin, until, name in sorted(events):
-        if last and begin > end:
-            waits.append((begin - end, last, name))
-        if until > end:
-            end, last = until, name
-    return sum(wait[0] for wait in waits), sorted(waits, reverse=True)
 
 
 if __name__ == "__main__":

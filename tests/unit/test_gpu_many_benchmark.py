@@ -159,7 +159,15 @@ def test_speed_is_by_the_slowest_rank_of_each_step(bench: Any) -> None:
 
 def speed(tokens_per_s: float) -> dict[str, Any]:
     step = {"median": 0.1, "best": 0.08, "worst": 0.2}
-    more = {"rank0_s": 0.09, "peak_bytes": 2e9, "first_step_s": 3.0, "losses": [11.0, 10.5], "trained": 1}
+    more = {
+        "rank0_s": 0.09,
+        "watts": 690.4,
+        "mhz": 1575.0,
+        "peak_bytes": 2e9,
+        "first_step_s": 3.0,
+        "losses": [11.0, 10.5],
+        "trained": 1,
+    }
     return {"tokens_per_s": tokens_per_s, "step_s": step, "backend": "nccl", **more}
 
 
@@ -208,7 +216,7 @@ def test_table(bench: Any, found: dict[str, Any]) -> None:
     assert (
         lines[0] == f"30 steps, median of rounds of 10 (worst to best) of the slowest rank; {over}; NCCL_NVLS_ENABLE=0"
     )
-    ours = "| 95.0 % | 100.0 ms | 90.0 ms | 2.0 GB | 3.0 s | 11.000, 10.500 |"
+    ours = "| 95.0 % | 100.0 ms | 90.0 ms | 690 W, 1575 MHz | 2.0 GB | 3.0 s | 11.000, 10.500 |"
     assert f"| full, 4 GPUs | allhands | 380 (190 to 475) {ours}" in lines
     failed = next(line for line in lines if "out / of memory" in line)
     assert failed.count("|") == lines[2].count("|")
