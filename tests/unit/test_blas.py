@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -249,6 +250,17 @@ print(first is not None, native_library() is first)
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
     assert run_python(code, cache).split() == ["True", "True"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
+def test_native_code_for_a_lesser_processor_is_another_library(cache: Path) -> None:
+    """As valgrind needs it, which knows nothing wider than AVX2."""
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    code = "import allhands\nfrom allhands.blas import preload_blas\nstatus = preload_blas()\n"
+    code += "print(status.native is not None, 'AVX-512' in status.reason or 'AMX' in status.reason)"
+    assert run_python(code, cache, ALLHANDS_NATIVE="x86-64-v3").split() == ["True", "False"]
+    assert "the C compiler failed" in status(cache, ALLHANDS_NATIVE="no-such-processor")[1]
 
 
 def test_without_a_compiler_the_fast_blas_says_what_is_missing(cache: Path, tmp_path: Path) -> None:

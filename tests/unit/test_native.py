@@ -21,7 +21,7 @@ from allhands.model import native, native_arrays, native_products
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import Row, caches_for
 from allhands.model.quantized import UnpackedLinear, prepare_dense
-from allhands.native.library import wanted
+from allhands.native.library import architecture, wanted
 from allhands.train.gradient import make_gradient
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
@@ -338,6 +338,12 @@ def test_a_block_of_several_inputs_and_outputs_is_recomputed() -> None:
 
 def test_it_can_be_switched_off() -> None:
     assert not wanted({"ALLHANDS_NATIVE": "off"})
+
+
+def test_it_is_made_for_this_processor_unless_another_is_named() -> None:
+    assert {architecture({"ALLHANDS_NATIVE": each}) for each in ("", "on", "1")} == {"native"}
+    assert architecture({}) == "native"
+    assert architecture({"ALLHANDS_NATIVE": "x86-64-v3"}) == "x86-64-v3"
 
 
 def test_a_model_in_half_precision_has_its_gradient() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 _BUILD_S = 120.0
 _NAME = "liballhands.so"
 
@@ -47,12 +47,22 @@ def wanted(environ: Mapping[str, str]) -> bool:
     return environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
 
 
+def architecture(environ: Mapping[str, str]) -> str:
+    """For which processor to compile, as the compiler's -march has it: this one, unless ALLHANDS_NATIVE names another.
+
+    What only looks like this processor, as valgrind does, may know fewer instructions than Linux says.
+    """
+    named = environ.get("ALLHANDS_NATIVE", "")
+    return "native" if named.lower() in ("", "on", "1") else named
+
+
 def _built(directory: Path) -> Path:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError("no C compiler (install gcc: training is then up to twice as fast)")
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
-    target = directory / _key(Path(compiler), sources) / _NAME
+    flags = (*_FLAGS, f"-march={architecture(os.environ)}")
+    target = directory / _key(Path(compiler), sources, flags) / _NAME
     recorded = target.with_suffix(".sha256")
     if target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target):
         return target
@@ -60,7 +70,7 @@ def _built(directory: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made, digest = Path(scratch) / _NAME, Path(scratch) / recorded.name
         code = [str(path) for path in sources if path.suffix == ".c"]
-        command = [compiler, *_FLAGS, "-o", str(made), *code, "-lm"]
+        command = [compiler, *flags, "-o", str(made), *code, "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S)
         digest.write_text(_sha256(made) + "\n")
         # Several processes may do this at once: each rename is atomic and the contents are the same.
@@ -69,10 +79,10 @@ def _built(directory: Path) -> Path:
     return target
 
 
-def _key(compiler: Path, sources: list[Path]) -> str:
+def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
     """Of everything that the library depends on."""
     stat = compiler.resolve().stat()
-    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FLAGS}:{processor()}".encode())
+    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode())
     for path in sources:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
