@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
+from typing import Any, cast
 
 Run = Callable[[Any, Callable[[], None]], None]
 
@@ -28,11 +27,13 @@ class _Finder:
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec, spec.loader, self._run)
+            spec.loader = cast("Any", _Loader(spec, spec.loader, self._run))
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
+    """Not of :class:`importlib.abc.Loader`, which takes as long to import as this whole module."""
+
     def __init__(self, spec: ModuleSpec, own: Any, run: Run) -> None:
         self._spec, self._own, self._run = spec, own, run
 

@@ -34,6 +34,7 @@ LAYERS: dict[str, int] = {
     "allhands.importing": 0,
     "allhands.threads": 0,
     "allhands.import_structures": 0,
+    "allhands.kept_structures": 0,
     "allhands.formatting": 0,
     "allhands.gpus": 0,
     "allhands.faults": 0,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers.utils import import_utils
 
-from allhands.import_structures import Structures
+from allhands.kept_structures import Structures
 
 MODELS = Path(str(import_utils.__file__)).parents[1] / "models"
 LOOK: Callable[[Any], dict[Any, Any]] = import_utils.create_import_structure_from_path
