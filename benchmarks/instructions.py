@@ -36,7 +36,7 @@ from instructions_worker import PIECES
 from records import OURS, Row, row_of
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "numpy", "tokenizers", "transformers")
+PACKAGES = ("allhands", "click", "mlx", "mlx-cpu", "mlx-lm", "numpy", "tokenizers", "transformers", "typer")
 HELP = "allhands --help"
 EVENT = "instructions:u"
 _MLX_LM_FILES = 4096
