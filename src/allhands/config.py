@@ -139,8 +139,8 @@ class TrainConfig(_Strict):
     num_layers: int | None = Field(
         None, ge=-1, description="Blocks to train, counted from the last; -1 is all. [adapters: 16; full: all]"
     )
-    batch_size: int = Field(4, ge=1, description="Examples a batch: global, over all ranks.")
-    iters: int | None = Field(None, ge=1, description="Batches to train on. [1000, unless --epochs]")
+    batch_size: int = Field(4, ge=1, le=10**6, description="Examples a batch: global, over all ranks.")
+    iters: int | None = Field(None, ge=1, le=10**9, description="Batches to train on. [1000, unless --epochs]")
     epochs: float | None = Field(None, gt=0, description="Passes over the training set, instead of --iters.")
     val_batches: int = Field(25, ge=-1, description="Validation batches; -1 is the whole set, 0 none.")
     learning_rate: float = Field(1e-5, gt=0, description="Learning rate (the peak, with a schedule).")
@@ -180,7 +180,7 @@ class TrainConfig(_Strict):
     early_stopping_min_delta: float = Field(0.0, ge=0, description="Smallest change that is an improvement.")
     test: bool = Field(False, description="Evaluate on the test set (after training, with --train).")
     test_batches: int = Field(500, ge=-1, description="Test batches; -1 is the whole set.")
-    max_seq_length: int = Field(2048, ge=2, description="Tokens an example; what is longer is cut.")
+    max_seq_length: int = Field(2048, ge=2, le=10**8, description="Tokens an example; what is longer is cut.")
     mask_prompt: bool = Field(False, description="Train on the answers only.")
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."

@@ -229,3 +229,12 @@ def test_a_batch_of_more_than_all_examples_is_noted(tiny_model: Path, tmp_path: 
     flags = {"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0, "batch_size": batch}
     said = "train: 2 examples are less than a batch of 3: each step trains on all"
     assert load_data(build_config(flags)).notes == ((said,) if noted else ())
+
+
+def test_a_folder_with_the_name_of_a_split_is_no_matter_of_rights(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "train.jsonl").mkdir(parents=True)
+    config = build_config({"model": str(tiny_model), "data": str(tmp_path / "data"), "train": True, "val_batches": 0})
+    with pytest.raises(DataError, match="Is a directory") as caught:
+        open_data(config, find_splits(config), load_tokenizer(str(tiny_model)))
+    assert caught.value.where == str(tmp_path / "data" / "train.jsonl")
+    assert caught.value.hint == "a file is needed here, this is a folder"

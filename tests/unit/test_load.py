@@ -379,3 +379,10 @@ def test_a_vocabulary_alone_is_no_tokenizer(tmp_path: Path) -> None:
     # What is advised helps.
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     assert load_bare_tokenizer(str(tmp_path)).tokenizer.encode("this") == [94, letters["i"], letters["s"]]
+
+
+def test_a_tokenizer_of_which_only_the_settings_are_there_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ModelError) as caught:
+        load_bare_tokenizer(str(tmp_path))
+    assert caught.value.message == "tokenizer.json is missing, which says how texts are cut"

@@ -139,7 +139,7 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
     cores = allowed_cores()
     if cores_per_rank and cores_per_rank * size > cores:
         raise ConfigError(
-            f"{size} ranks with {cores_per_rank} cores each, but there are {cores} cores",
+            f"{size} rank{'s' * (size > 1)} with {cores_per_rank} cores each, but there are {cores}",
             where="--cores-per-rank",
             hint="lower one of the two",
         )

@@ -104,7 +104,7 @@ def _read(path: Path, kind: FileType, options: ReadOptions, name: str) -> Iterat
                 hint = f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else fill
                 yield Problem(name, 0, "the file is empty", hint)
     except OSError as error:
-        yield Problem(str(path), 0, f"cannot read the file: {error.strerror or error}", _os_hint(error))
+        yield Problem(str(path), 0, f"cannot read the file: {error.strerror or error}", read_hint(error))
 
 
 def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
@@ -159,13 +159,14 @@ def _cut_short(error: Exception, path: Path, name: str) -> Problem:
     if isinstance(error, gzip.BadGzipFile) and "Not a gzipped" in str(error):
         return Problem(name, 0, "the name ends in .gz, but the content is not gzip", "take .gz from the name")
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-        hint = _os_hint(error)
+        hint = read_hint(error)
     else:
         hint = f"the file is cut off or damaged: fetch it again; to see how much is whole: gzip -t {path.name}"
     return Problem(name, 0, f"cannot be read to its end, only the rows before were read: {error}", hint)
 
 
-def _os_hint(error: OSError) -> str:
+def read_hint(error: OSError) -> str:
+    """What to do about a file that cannot be read."""
     if isinstance(error, PermissionError):
         return "give yourself permission to read it: chmod u+r FILE"
     if isinstance(error, IsADirectoryError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub, split_names
-from allhands.data.reading import TYPE_NAMES, file_type, read_records
+from allhands.data.reading import TYPE_NAMES, file_type, read_hint, read_records
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.store import input_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
@@ -162,8 +162,8 @@ def _hash(path: Path) -> str:
     try:
         return input_hash(path)
     except OSError as error:
-        hint = "give yourself permission to read it: chmod u+r FILE"
-        raise DataError(f"cannot read the file: {error.strerror}", where=str(path), hint=hint) from error
+        message = f"cannot read the file: {error.strerror}"
+        raise DataError(message, where=str(path), hint=read_hint(error)) from error
 
 
 @contextmanager

@@ -255,6 +255,12 @@ def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWr
                 hint='put a tokenizer_config.json there that names its class, as {"tokenizer_class": "GPT2Tokenizer"}, '
                 "with merges.txt; or save it from transformers with save_pretrained, which writes tokenizer.json",
             ) from error
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            raise ModelError(
+                "tokenizer.json is missing, which says how texts are cut",
+                where=str(path),
+                hint="copy tokenizer.json of the same model there",
+            ) from error
         raise ModelError(
             f"the tokenizer cannot be loaded: {first_line(error)}",
             where=str(path),

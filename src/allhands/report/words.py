@@ -345,7 +345,7 @@ def _fitting(train: Curve, valid: Curve) -> Judgement:
     low, last = float(valid.losses[best]), float(valid.losses[-1])
     first, end = _ends(train)
     text = (
-        f"No sign of overfitting or underfitting: training loss went from {first:.3f} to {end:.3f}; "
-        f"validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
+        f"No sign of overfitting or underfitting: training loss went from {first:.3f} to {end:.3f} "
+        f"(medians of {_tenth(train)} reports); validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
     )
     return Judgement("fitting", "good", f"{text} and is {last:.3f} at the end.")
