@@ -37,7 +37,6 @@ from allhands.monitor import (
     read_samples,
 )
 from allhands.monitor.picture import plot_memory
-from allhands.monitor.process import ProportionalMemory
 from allhands.monitor.sampler import PhaseClock
 from allhands.recorder import Metrics
 
@@ -185,23 +184,6 @@ def test_mlx_is_asked_once_the_training_has_begun() -> None:
     assert sample.mlx_active_bytes - before == pytest.approx(20 * MIB, rel=0.01)
     assert sample.mlx_peak_bytes is not None
     assert sample.mlx_peak_bytes >= sample.mlx_active_bytes
-
-
-@linux
-def test_a_dear_share_is_read_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[float] = []
-
-    class Dear:
-        def memory_full_info(self) -> Any:
-            reads.append(time.thread_time())
-            while time.thread_time() < reads[-1] + 0.01:  # 10 ms: not again for ten seconds
-                pass
-            return psutil.Process().memory_full_info()
-
-    memory = ProportionalMemory(Dear())  # type: ignore[arg-type]
-    first = memory.read()
-    assert [memory.read() for _ in range(5)] == [first] * 5
-    assert len(reads) == 1
 
 
 class Driver:

@@ -13,8 +13,9 @@ import psutil
 
 from allhands.monitor.nvml import Gpu, GpuReading
 
-# Reading the proportional share walks all pages: it may take this part of the time, and no more.
-_PSS_SHARE = 0.0005
+# Reading the proportional share walks all pages: it may take this part of the time, and no more; ten times as much when
+# the process has grown or shrunk by such a part, because what was read before is wrong then.
+_PSS_SHARE, _PSS_SHARE_CHANGING, _CHANGED = 0.0005, 0.005, 0.1
 
 
 def peak_rss_bytes() -> int:
@@ -44,16 +45,23 @@ class ProportionalMemory:
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
-        self._next = float("-inf")
+        self._read_at, self._took, self._resident = float("-inf"), 0.0, 0
         self._bytes = 0
         self._kind: Literal["pss", "uss", "rss"] = "rss"
 
-    def read(self) -> tuple[int, Literal["pss", "uss", "rss"]]:
-        """Return the latest value, and what it is."""
-        began = time.thread_time()
-        if time.monotonic() >= self._next:
+    def read(self, resident: int, *, last: bool = False) -> tuple[int, Literal["pss", "uss", "rss"]]:
+        """Return the latest value, and what it is.
+
+        Args:
+            resident: bytes that are resident now.
+            last: read it anew, whatever that takes: this is what remains of the process.
+        """
+        changed = abs(resident - self._resident) > _CHANGED * self._resident
+        rest = self._took / (_PSS_SHARE_CHANGING if changed else _PSS_SHARE)
+        if last or time.monotonic() >= self._read_at + rest:
+            began = time.thread_time()
             self._measure()
-            self._next = time.monotonic() + (time.thread_time() - began) / _PSS_SHARE
+            self._took, self._read_at, self._resident = time.thread_time() - began, time.monotonic(), resident
         return self._bytes, self._kind
 
     def _measure(self) -> None:

@@ -150,7 +150,7 @@ class ProcessSampler:
         self._ended.set()
         self._thread.join(_JOIN_S)
         try:
-            self._keep(replace(self.sample(), ended=True))
+            self._keep(replace(self.sample(last=True), ended=True))
         except Exception as error:
             self._tell(error)
         with self._lock, suppress(OSError):
@@ -158,15 +158,19 @@ class ProcessSampler:
                 os.close(self._fd)
             self._fd = -1
 
-    def sample(self) -> Sample:
+    def sample(self, *, last: bool = False) -> Sample:
         """Return how this process is now; loads and phases are counted since the call before.
+
+        Args:
+            last: whether no other follows.
 
         Raises:
             Exception: whatever the system, or MLX, raises.
         """
         self._traffic = self._traffic or Traffic()
         phase, step, phases = self.clock.take()
-        pss_bytes, pss_kind = self._proportional.read()
+        rss_bytes = self.resident()
+        pss_bytes, pss_kind = self._proportional.read(rss_bytes, last=last)
         # MLX is asked only once the training thread has used it, so that nothing is set up in this one.
         device: dict[str, Any] = {**mlx_memory(), **self._gpu.read()} if step is not None else {}
         who = self._identity
@@ -179,7 +183,7 @@ class ProcessSampler:
             run=who.run,
             attempt=who.attempt,
             every_s=self._every_s,
-            rss_bytes=self._process.memory_info().rss,
+            rss_bytes=rss_bytes,
             pss_bytes=pss_bytes,
             pss_kind=pss_kind,
             peak_rss_bytes=peak_rss_bytes(),
