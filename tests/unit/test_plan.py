@@ -420,6 +420,14 @@ def history(ranks: int = 2, **parts: float) -> RunHistory:
     return made
 
 
+def started_again(*attempts: int) -> RunHistory:
+    """One that goes on so often: of the second attempt on after a fault, by a person's command else."""
+    made = history()
+    assert made.started is not None
+    starts = [made.started, *(replace(made.started, step=1, attempt=attempt) for attempt in attempts)]
+    return replace(made, restarts=[(1, 1.0)] * len(attempts), starts=starts)
+
+
 @pytest.mark.parametrize(
     ("made", "seen"),
     [
@@ -429,7 +437,8 @@ def history(ranks: int = 2, **parts: float) -> RunHistory:
         (history(data_wait_s=0.1), ["10 % of a step was waiting for data"]),
         (history(rest=0.4), ["40 % of a step is the same on every rank, however many there are"]),
         (history(1, rest=0.4), []),
-        (replace(history(), restarts=[(1, 1.0)] * 3), ["it was started again 3 times"]),
+        (started_again(2, 3, 4), ["it was started again 3 times after faults"]),
+        (started_again(2, 1, 2, 1), []),
         (replace(history(16), ended=RunEnded(50, "finished", 200_000.0)), ["16 ranks computed for 2.3 days"]),
         (replace(history(comm_s=0.3), train=[]), []),
     ],

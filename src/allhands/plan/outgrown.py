@@ -75,10 +75,12 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
                 "parameters sharded: torchtitan, DeepSpeed (ZeRO-3)",
             )
         )
-    if len(history.restarts) >= _RESTARTS:
+    # Not by a person's --resume: that is the first attempt of another command.
+    faults = sum(start.attempt > 1 for start in history.starts)
+    if faults >= _RESTARTS:
         found.append(
             Sign(
-                f"it was started again {len(history.restarts)} times",
+                f"it was started again {faults} times after faults",
                 "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
             )
         )
