@@ -131,6 +131,35 @@ def test_it_can_be_plotted_beside_others(tmp_path: Path, capsys: pytest.CaptureF
     assert "0.400" in told
 
 
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_picture_is_drawn_again_but_nothing_else_is_drawn_over(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Metrics(tmp_path / "run", world=ALONE) as metrics:
+        for step in range(1, 6):
+            metrics.log(step, {"loss": 1.0 / step})
+    out = tmp_path / f"mine{suffix}"
+
+    def plot(*more: str) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(["plot", str(tmp_path / "run"), "--out", str(out), *more])
+        return ended.value.code
+
+    assert plot() == 0
+    assert plot() == 0
+    out.write_bytes(b"precious")
+    capsys.readouterr()
+    assert plot() == 2
+    assert out.read_bytes() == b"precious"
+    told = capsys.readouterr().err
+    assert f"{out}: a file is there already that is no picture of runs" in told
+    assert "--force" in told
+    assert plot("--force") == 0
+    (tmp_path / f"memory{suffix}").write_bytes(b"mine, too")  # what the second picture is called
+    assert plot() == 2
+    assert (tmp_path / f"memory{suffix}").read_bytes() == b"mine, too"
+
+
 @pytest.mark.parametrize("value", ["2", None, mx.zeros((2,)), [1]])
 def test_what_is_no_number(tmp_path: Path, value: Any) -> None:
     metrics = Metrics(tmp_path, world=ALONE)

@@ -316,6 +316,7 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png"),
     title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no such picture.")] = False,
 ) -> None:
     """Draw the loss curves of runs on one graph; print their times.
 
@@ -323,7 +324,7 @@ def plot(
     """
     from allhands.cli.plot import run_plot
 
-    run_plot(runs, out, title)
+    run_plot(runs, out, title, force=force)
 
 
 def monitor(
