@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from allhands.blas import available_cores, cache_dir, kernels_held_back
+from allhands.blas import available_cores, cache_dir, flags_of_full_width, kernels_held_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has its own BLAS")
 
@@ -192,6 +192,21 @@ def test_kernels_below_the_processor_are_named(kernels: str, flags: set[str], wo
     assert (words or "") in (said or "")
 
 
+@pytest.mark.parametrize(
+    ("vendor", "family", "whole"), [("AuthenticAMD", 25, False), ("AuthenticAMD", 26, True), ("GenuineIntel", 6, True)]
+)
+def test_zen_4_has_half_of_avx_512(vendor: str, family: int, whole: bool) -> None:
+    one = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nflags\t\t: fpu avx2 fma avx512f avx512bw avx512dq avx512vl\n"
+    flags = flags_of_full_width(f"processor\t: 0\n{one}\nprocessor\t: 1\n{one}\n")
+    assert flags == (AVX512 - {"avx512_bf16"} if whole else AVX2) | {"fpu"}
+    assert (kernels_held_back("Haswell", "Haswell", flags) is not None) == whole
+
+
+def test_arm_has_other_words_for_it() -> None:
+    assert flags_of_full_width("processor\t: 0\nFeatures\t: fp asimd\n") == {"fp", "asimd"}
+    assert flags_of_full_width("") == set()
+
+
 def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Path) -> None:
     code = (
         "import allhands\nfrom allhands.accelerator import detect\nfrom allhands.blas import preload_blas\n"
@@ -202,6 +217,9 @@ def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Pa
         return run_python(code, cache, OPENBLAS_CORETYPE=kernels, ALLHANDS_NATIVE=native).splitlines()
 
     reason, warning = said(code, "")
+    if "avx512f" not in flags_of_full_width(Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+        assert said(code, "Haswell")[1] == "None"
+        pytest.skip("a processor without AVX-512 of its full width, on which those kernels cost nothing")
     if "SkylakeX" not in reason and "Cooperlake" not in reason:
         pytest.skip(f"a processor without AVX-512, on which these kernels are the best: {reason}")
     assert warning == "None"
