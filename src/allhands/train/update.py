@@ -52,7 +52,6 @@ class GraphUpdate:
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._travelling = travelling
         initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
         apart = getattr(optimizer, "matrices_only", False)
@@ -65,7 +64,9 @@ class GraphUpdate:
         self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
         # seconds.
-        self._function: Any = mx.compile(self._compute) if compiled and not self._joins_kernels() else self._compute
+        joins_kernels = self._joins_kernels()
+        self._function: Any = mx.compile(self._compute) if compiled and not joins_kernels else self._compute
+        self._squares_first = travelling and joins_kernels
 
     def _joins_kernels(self) -> bool:
         """Whether all weights are updated by kernels of our own, as few arrays."""
@@ -129,7 +130,7 @@ class GraphUpdate:
             sums.clear()
             weights, state = {str(i): array for i, array in enumerate(joined.parts())}, joined.state()
             joined.forget()
-            if squares is None and self._travelling and self._by_kernels(weights):
+            if squares is None and self._squares_first:
                 # By itself, so that only the last of them waits for the last of the sums.
                 squares = _squares(list(reversed(gradients.values())))
                 mx.async_eval(squares)
