@@ -58,6 +58,7 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SCALINGS = ("weak", "strong")
 BUCKET_MB = 128.0  # of `allhands train` over NCCL
 PARTS = {"compute_s": "compute", "comm_s": "communication", "data_wait_s": "data wait"}
+CONSTANTS = ("together", "under_way", "alone_bytes", "taper")
 _LEAST_S = 20.0  # no peer is done in less
 
 
@@ -127,6 +128,20 @@ def buckets(text: str) -> tuple[float, ...]:
     return found
 
 
+def constants(text: str) -> dict[str, float]:
+    """An option's constants of ``allhands.distributed.reduce``, by their names in small letters."""
+    found = dict[str, float]()
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            equals = ""
+        if name not in CONSTANTS or not equals:
+            raise argparse.ArgumentTypeError(f"{part!r}: give {', '.join(f'{name}=NUMBER' for name in CONSTANTS)}")
+    return found
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,6 +161,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--shard-optimizer", choices=("auto", "on", "off"), default="auto", help="of allhands (%(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        type=constants,
+        default={},
+        help="of allhands' exchange, as together=1,under_way=2,alone_bytes=16e6: see allhands.distributed.reduce",
     )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
@@ -188,7 +209,7 @@ def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     if case.peer in OURS:
         python = options.python.get("mlx", sys.executable)
         asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "shard": options.shard_optimizer}
-        asked |= {"apart": case.peer == "apart", "profile": options.profile}
+        asked |= {"apart": case.peer == "apart", "profile": options.profile, "set": options.set}
         launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
         # A rank that fails ends the measurement.
         launch += ["--max-restarts", "0", "--log-dir", str(out.with_suffix("")), "--", python]
@@ -298,6 +319,7 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             "steps": options.steps,
             "backend": options.backend,
             "shard_optimizer": options.shard_optimizer,
+            **({"set": options.set} if options.set else {}),
             # How NCCL was set from outside changes what is measured.
             "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         },
@@ -348,6 +370,7 @@ def report(record: Mapping[str, Any]) -> str:
     every = [one for peers in record["results"].values() for one in peers.items() if "error" not in one[1]]
     over = {f"{who.partition(',')[0]} over {one['backend']}": None for who, one in every if one["backend"] != "none"}
     settings += [", ".join(over)] if over else []
+    settings += [f"{name}={value:g}" for name, value in record["settings"].get("set", {}).items()]
     settings += [f"{name}={value}" for name, value in record["settings"]["nccl"].items()]
     lines = [
         "; ".join(settings),

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,10 +56,12 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     from rounds import WARM_UP, in_rounds, sizes_of
 
     from allhands.data.prefetch import Prefetcher
+    from allhands.distributed import reduce
     from allhands.distributed.backend import Alone
-    from allhands.distributed.reduce import barrier
     from allhands.train.dividing import worth_dividing
 
+    for name, value in asked["set"].items():
+        setattr(reduce, f"_{name.upper()}", int(value))
     sizes = sizes_of(asked["steps"])
     total = sum(sizes)
     model = build(asked["work"])
@@ -105,13 +108,13 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
             # On all ranks, so that none waits for one that it makes slower.
             if number == len(WARM_UP) and asked["profile"]:
                 profiler = gpu_profile.begin()
-            barrier(communicator)
+            reduce.barrier(communicator)
             if number == len(WARM_UP):
                 counted.append(time.time())
 
         times, steps = in_rounds(run, asked["steps"], before=before)
         counted.append(time.time())
-    profile = [] if profiler is None else gpu_profile.described(gpu_profile.end(profiler), sum(sizes[len(WARM_UP) :]))
+    profile = [] if profiler is None else _profile(gpu_profile.end(profiler), sum(sizes[len(WARM_UP) :]), communicator)
     losses = [told[-1] for told in steps]
     at = 0
     for seconds, size in zip(times, sizes, strict=True):
@@ -120,11 +123,28 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
         at += size
     everyone = communicator.all_gather(mx.array(mine)[None]).tolist()
     peaks = communicator.all_gather(mx.array([mx.get_peak_memory() / 1e6])).tolist()
-    barrier(communicator)  # nobody leaves while another may still be in the exchange
+    reduce.barrier(communicator)  # nobody leaves while another may still be in the exchange
     names = ("times", "compute_s", "comm_s", "data_wait_s")
     found = {name: [[step[i] for step in rank] for rank in everyone] for i, name in enumerate(names)}
     told = {"losses": losses, "trained": trained, "counted": counted, "profile": profile}
     return {**found, **told, "peak_bytes": [1e6 * peak for peak in peaks]}
+
+
+def _profile(events: Sequence[tuple[float, float, str]], steps: int, communicator: Any) -> list[str]:
+    """Lines about what this rank's GPU did, and for how long ranks waited for each other; called by all of them."""
+    import gpu_profile
+    import mlx.core as mx
+
+    calls = gpu_profile.exchanges(events)
+    counts = communicator.all_gather(mx.array([len(calls)])).tolist()
+    lines = gpu_profile.described(events, steps)
+    # A profiler may lose some.
+    if min(counts) == max(counts) > 0:
+        first = calls[0][0]
+        # From this rank's first one, so that float32 has them to a tenth of a microsecond.
+        mine = mx.array([(start - first, end - first) for start, end in calls])
+        lines.insert(0, gpu_profile.described_waits(communicator.all_gather(mine[None]).tolist(), steps))
+    return lines
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -60,6 +61,38 @@ def described(events: Sequence[Event], steps: int) -> list[str]:
     for name, (count, spent) in sorted(rows.items(), key=lambda item: -item[1][1])[:40]:
         lines.append(f"{spent / steps / 1e3:8.2f} ms {count / steps:6.0f} x  {name}")
     return lines
+
+
+def exchanges(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Beginning and end of each call of the exchange, in their order."""
+    return sorted((start, until) for start, until, name in events if _exchanges(name))
+
+
+def waits(ranks: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """For each rank, how long its calls were on its GPU, and of that while another rank's had not begun; microseconds.
+
+    Args:
+        ranks: the same calls on every rank, by each one's own clock. A call ends everywhere at once, which tells how
+            the clocks differ.
+    """
+    late = [statistics.median(other[1] - one[1] for one, other in zip(ranks[0], calls, strict=True)) for calls in ranks]
+    began = [max(call[0] - by for call, by in zip(calls, late, strict=True)) for calls in zip(*ranks, strict=True)]
+    return [
+        (
+            sum(end - start for start, end in calls),
+            sum(max(0.0, min(last + by, end) - start) for (start, end), last in zip(calls, began, strict=True)),
+        )
+        for calls, by in zip(ranks, late, strict=True)
+    ]
+
+
+def described_waits(ranks: Sequence[Sequence[tuple[float, float]]], steps: int) -> str:
+    """A line for a person."""
+    told = [
+        f"{of / steps / 1e3:.1f} ms of {whole / steps / 1e3:.1f} on rank {n}"
+        for n, (whole, of) in enumerate(waits(ranks))
+    ]
+    return f"calls of the exchange wait for another rank's to begin: {', '.join(told)}"
 
 
 def _exchanges(name: str) -> bool:

@@ -17,7 +17,7 @@ import allhands
 import mlx.core as mx, numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
 from allhands.data.loader import MicroBatch
-from allhands.distributed import shards
+from allhands.distributed import reduce, shards
 from allhands.distributed.backend import connect
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
@@ -38,7 +38,8 @@ def batch(number, sole):
                       targets=((ids * 5) % 96).reshape(-1).astype(np.int32), num_tokens=80,
                       examples=np.arange(2, dtype=np.int32), sole=sole and number not in (1, 2, 3))
 
-def trained(overlap, ahead, poisoned, sole, shard, clipped):
+def trained(overlap, ahead, poisoned, sole, shard, clipped, together=False):
+    reduce._TOGETHER, reduce._UNDER_WAY = together, int(together)
     mx.random.seed(2)
     model = Model(ModelArgs.from_dict(shape))
     fuse(model, 40)
@@ -78,7 +79,8 @@ os._exit(0)
 
 
 # Whether it overlaps, hands out ahead, is poisoned, is told of lone batches, divides the optimizer; the clipped norm.
-CASES: list[tuple[bool, bool, bool, bool, bool, float | None]] = [
+# Last, where it is there: ranks meet before each bucket, and wait for sums in their order.
+CASES: list[tuple[Any, ...]] = [
     *((overlap, ahead, False, False, False, 1.0) for overlap in (False, True) for ahead in (False, True)),
     *((overlap, ahead, True, False, False, 1.0) for overlap, ahead in ((False, False), (False, True), (True, True))),
     *((True, True, poisoned, True, False, 1.0) for poisoned in (False, True)),
@@ -89,6 +91,7 @@ CASES: list[tuple[bool, bool, bool, bool, bool, float | None]] = [
         for poisoned in (False, True)
     ),
     (True, True, False, True, True, 1.0),
+    *((True, True, False, True, shard, None, True) for shard in (False, True)),
 ]
 
 
@@ -171,3 +174,12 @@ def test_ranks_that_keep_a_part_of_the_optimizer_clip_by_the_norm_of_all() -> No
     assert min(step[3] for step in expected) > 1.0, "else nothing is clipped"
     assert [step[:4] for step in steps] == [pytest.approx(step[:4], rel=1e-5) for step in expected]
     assert steps != ran(True, True, False, True, True, None)[0]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_ranks_that_meet_before_each_bucket_train_the_same_model(shard: bool) -> None:
+    steps, weights, begun = all_cases()[True, True, False, True, shard, None, True]
+    expected, reference, _ = ran(False, False, False, clipped=None)
+    assert begun == [False, False, True, True, True, False]
+    assert [step[:3] for step in steps] == [step[:3] for step in expected]
+    assert weights == reference

@@ -74,6 +74,42 @@ def test_a_call_ends_before_attention_and_large_arrays_go_by_themselves(
         assert (np.array(total) == 2 * np.array(array)).all()
 
 
+def test_ranks_meet_before_each_bucket(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "_TOGETHER", True)
+    arrays = [mx.array(np.arange(count, dtype=np.float32)) + 1 for _ in range(2) for count in LAYER]
+    begun = begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()), cuts={0, 4})
+    # One number, then the bucket's sums.
+    assert twin.calls == [1, 80 + 160 + 20, 1, 30, 1, 80, 1, 160, 1, 20 + 30]
+    for total, array in zip(begun.arrays, arrays, strict=True):
+        assert (np.array(total) == 2 * np.array(array)).all()
+    sums = [at for at, (what, _) in enumerate(twin.events) if what == "sum"]
+    for meeting, bucket in zip(sums[::2], sums[1::2], strict=True):
+        # What is summed was handed out before the meeting, the meeting before the bucket, and what waits for it after.
+        assert [what for what, _ in twin.events[meeting - 1 : bucket + 3]] == [
+            "eval",
+            "sum",
+            "eval",
+            "sum",
+            "eval",
+            "eval",
+        ]
+    assert twin.place_of(arrays[-1]) < sums[0]
+
+
+def test_sums_are_waited_for_once_and_in_order(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "_UNDER_WAY", 2)
+    arrays = [mx.array(np.arange(count, dtype=np.float32)) + 1 for _ in range(2) for count in LAYER]
+    stream = mx.new_stream(mx.default_device())
+    begun = begin_sums(twin, arrays, bucket_bytes=4 * 100, stream=stream)
+    assert twin.calls == [80, 160, 20 + 30, 80, 160, 20, 30]
+    for total, array in zip(begun.arrays, arrays, strict=True):
+        assert (np.array(total) == 2 * np.array(array)).all()
+    # Each bucket is two calls of MLX's; after the third the first arrives, and so on; the last two together.
+    evals = ["sum", "eval"]
+    kinds = [what for what, _ in twin.events]
+    assert kinds == [*["eval", *evals] * 2, *["eval", *evals, "eval"] * 5, "eval"]
+
+
 def test_without_cuts_buckets_are_filled(twin: Twin) -> None:
     arrays = [mx.ones((count,)) for _ in range(4) for count in LAYER]
     begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()))

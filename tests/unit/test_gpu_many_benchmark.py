@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from benchmark_scripts import BENCHMARKS, scripts_on_the_path
 
+from allhands.distributed import reduce
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -81,6 +83,9 @@ def test_usual_command_has_all_works_and_peers_but_the_quantised_one(bench: Any)
         (["--bucket-mb", "8,-1"], "give sizes in MB, or none"),
         (["--bucket-mb", "many"], "give sizes in MB, or none"),
         (["--peers", "allhands,mlx_lm"], "'mlx_lm' is none of"),
+        (["--set", "together"], "'together': give together=NUMBER, under_way=NUMBER"),
+        (["--set", "together=1,rest=2"], "'rest=2': give together=NUMBER"),
+        (["--set", "alone_bytes=many"], "'alone_bytes=many': give together=NUMBER"),
     ],
 )
 def test_wrong_arguments(bench: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +106,14 @@ def test_ranks_of_allhands_are_started_by_allhands(bench: Any) -> None:
     assert task["work"] == {**bench.WORKS["full"], "dtype": "bfloat16"}
     alone = bench.command(case(bench, 4, bucket_mb=0.0), options, Path("/scratch/x.json"))
     assert json.loads(alone[-1])["bucket_bytes"] == 0
+
+
+def test_constants_of_the_exchange_can_be_set(bench: Any) -> None:
+    options = bench.parse(["--set", "together=1,alone_bytes=16e6"])
+    words = bench.command(case(bench, 2), options, Path("/scratch/x.json"))
+    assert json.loads(words[-1])["set"] == {"together": 1.0, "alone_bytes": 16e6}
+    # Those that there are.
+    assert all(isinstance(getattr(reduce, f"_{name.upper()}"), int) for name in bench.CONSTANTS)
 
 
 def test_command_of_allhands_is_one_that_it_understands(bench: Any, tmp_path: Path) -> None:

@@ -73,3 +73,19 @@ def test_a_profile_is_told_by_the_step(modules: Any) -> None:
     assert "exchange 20.0 ms a step in 1 calls, 10.0 ms of it beside kernels that compute" in lines
     assert "   65.00 ms      1 x  gemm" in lines
     assert not [line for line in modules.gpu_profile.described(events[:2], 1) if "exchange" in line]
+
+
+def test_how_long_ranks_wait_for_each_other_s_calls(modules: Any) -> None:
+    # By a clock that is 1,000 ahead. The first call waits 30 on rank 0, the second 5 on rank 1, the third for nobody.
+    first = [(100.0, 150.0), (205.0, 225.0), (300.0, 310.0)]
+    second = [(1130.0, 1150.0), (1200.0, 1225.0), (1300.0, 1310.0)]
+    assert modules.gpu_profile.waits([first, second]) == [(80.0, 30.0), (55.0, 5.0)]
+    # Of three the last to begin counts.
+    third = [(2140.0, 2150.0), (2205.0, 2225.0), (2300.0, 2310.0)]
+    assert modules.gpu_profile.waits([first, second, third]) == [(80.0, 40.0), (55.0, 15.0), (40.0, 0.0)]
+    events = [(start, until, "ncclDevKernel") for start, until in reversed(first)] + [(0.0, 90.0, "product")]
+    assert modules.gpu_profile.exchanges(events) == first
+    line = modules.gpu_profile.described_waits(
+        [[(1e3 * a, 1e3 * b) for a, b in calls] for calls in (first, second)], 10
+    )
+    assert line.endswith("begin: 3.0 ms of 8.0 on rank 0, 0.5 ms of 5.5 on rank 1")

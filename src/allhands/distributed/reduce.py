@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -16,6 +18,11 @@ BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have
 # Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
+# Whether ranks begin the exchange of each bucket together.
+_TOGETHER = False
+# How many buckets may be on their way before the stream that computes is told to wait for the first of them; with 0
+# whatever uses a sum waits for it.
+_UNDER_WAY = 0
 # Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
 # can be a few calls ahead of it, not more.
 _NCCL_BUCKET_BYTES = 128_000_000
@@ -116,6 +123,7 @@ def begin_sums(
     """
     sums: list[mx.array] = list(arrays)
     computed: list[mx.array] = []
+    beside = _Beside(communicator, stream)
     order = list(range(len(arrays) - 1, -1, -1))
     if lookups is not None:
         order.remove(lookups.index)
@@ -129,29 +137,20 @@ def begin_sums(
             sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
     if shards is not None:
         for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
-            mx.async_eval([arrays[i] for i in bucket])
-            with mx.stream(stream):
-                rows = [shards.padded(i, arrays[i]) for i in bucket]
-                # Each by itself: those that are divided are large, and to put them together would be to copy them.
-                totals = [sum_scatter(communicator, row) for row in rows]
-            mx.async_eval(totals)
+            # Each by itself: those that are divided are large, and to put them together would be to copy them.
+            exchange = partial(_scattered, communicator, shards, arrays, bucket)
+            beside.begin([arrays[i] for i in bucket], exchange, partial(_put_parts, shards, bucket, sums))
             computed = [arrays[bucket[-1]]]
-            for i, total in zip(bucket, totals, strict=True):
-                sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
     for bucket in _buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
-        mx.async_eval([arrays[i] for i in bucket])
         # The largest first: see Leaves.before_attention for what is computed first beside them.
         large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
-        calls = [*([i] for i in large), [i for i in bucket if i not in large]]
+        calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
         # Putting small ones together is done there, too: that does not hold up the backward pass.
-        with mx.stream(stream):
-            totals = [(call, communicator.all_sum(_end_to_end(arrays, call)).reshape(-1)) for call in calls if call]
-        mx.async_eval([total for _, total in totals])
+        exchange = partial(_summed, communicator, arrays, calls)
+        beside.begin([arrays[i] for i in bucket], exchange, partial(_put_calls, arrays, calls, sums))
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
-        for call, total in totals:
-            _take_apart(total, arrays, call, sums)
     if lookups is not None:
         mx.async_eval(lookups.rows)
         with mx.stream(stream):
@@ -159,7 +158,94 @@ def begin_sums(
         mx.async_eval(rows)
         computed = [*computed[-1:], lookups.rows]
         lookups = replace(lookups, rows=rows)
+    beside.end()
     return Begun(sums, computed, lookups)
+
+
+class _Beside:
+    """Buckets that travel on a stream of their own while another computes."""
+
+    def __init__(self, communicator: Communicator, stream: Any) -> None:
+        self._communicator = communicator
+        self._stream = stream
+        self._zero = mx.zeros((1,)) if _TOGETHER else None
+        self._under_way = deque[tuple[list[mx.array], _Put]]()
+
+    def begin(self, arrays: list[mx.array], exchange: Callable[[], list[mx.array]], put: _Put) -> None:
+        """Hand out ``arrays``, then what ``exchange`` makes of them: ``put`` is given that for later use."""
+        met = self._meet(arrays)
+        if met is None:
+            mx.async_eval(arrays)
+        with mx.stream(self._stream):
+            totals = exchange()
+        mx.async_eval(totals)
+        if met is not None:
+            # What is computed next waits for the others, and begins when the exchange does.
+            mx.async_eval(mx.depends([self._zero], [met]))  # type: ignore[list-item]
+        if not _UNDER_WAY:
+            put(totals)
+            return
+        self._under_way.append((totals, put))
+        if len(self._under_way) > _UNDER_WAY:
+            self._arrive([self._under_way.popleft()])
+
+    def end(self) -> None:
+        """After the last one."""
+        if self._under_way:
+            self._arrive(self._under_way)
+
+    def _meet(self, arrays: list[mx.array]) -> mx.array | None:
+        """Where ranks meet when they have computed ``arrays``, which are handed out.
+
+        A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
+        kernel of that rank's ends. Ranks that are not at the same place of their passes wait for each other in turn.
+        """
+        if self._zero is None:
+            return None
+        here = mx.depends([self._zero], arrays)[0]
+        mx.async_eval(arrays, here)
+        with mx.stream(self._stream):
+            met = self._communicator.all_sum(here)
+        mx.async_eval(met)
+        return met
+
+    def _arrive(self, buckets: Collection[tuple[list[mx.array], _Put]]) -> None:
+        """Let the stream that computes wait for ``buckets``.
+
+        Else it waits for every array by itself, as often as it is used, and MLX's host may be no more than some thirty
+        such waits ahead of a GPU: with all of them at the update, it cannot hand out anything that comes after.
+        """
+        here = [mx.depends(totals, []) for totals, _ in buckets]
+        mx.async_eval(here)
+        for totals, (_, put) in zip(here, buckets, strict=True):
+            put(totals)
+
+
+# Puts what a bucket's exchange has made at its places.
+_Put = Callable[[Sequence[mx.array]], None]
+
+
+def _scattered(
+    communicator: Communicator, shards: Shards, arrays: Sequence[mx.array], bucket: Sequence[int]
+) -> list[mx.array]:
+    rows = [shards.padded(i, arrays[i]) for i in bucket]
+    return [sum_scatter(communicator, row) for row in rows]
+
+
+def _put_parts(shards: Shards, bucket: Sequence[int], into: list[mx.array], totals: Sequence[mx.array]) -> None:
+    for i, total in zip(bucket, totals, strict=True):
+        into[i] = shards.shaped(i, total)
+
+
+def _summed(communicator: Communicator, arrays: Sequence[mx.array], calls: Sequence[Sequence[int]]) -> list[mx.array]:
+    return [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
+
+
+def _put_calls(
+    arrays: Sequence[mx.array], calls: Sequence[Sequence[int]], into: list[mx.array], totals: Sequence[mx.array]
+) -> None:
+    for call, total in zip(calls, totals, strict=True):
+        _take_apart(total, arrays, call, into)
 
 
 def begin_wholes(
