@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from allhands.aliases import ALIASES, ELSEWHERE
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, in_our_words
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -416,7 +416,7 @@ def _explain(
     found: dict[str, tuple[str, str]] = {}  # of each option the first problem: where, and what
     for one in error.errors():
         key, *inner = [str(part) for part in one["loc"]] or [""]
-        message = _in_our_words(str(one["msg"]))
+        message = in_our_words(str(one["msg"]))
         if not key:
             return ConfigError(message, hint="change one of the options named")
         got = one.get("input")
@@ -443,10 +443,3 @@ def _known_instead(key: str, inner: Sequence[str], message: str) -> str:
     if message != "is unknown" or len(inner) != 1 or key not in _INSIDE:
         return ""
     return f"; it has {', '.join(_INSIDE[key].model_fields)}"
-
-
-def _in_our_words(message: str) -> str:
-    """Pydantic's message, shorter: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
-    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("Field required", "is missing").replace("Extra inputs are not permitted", "is unknown")
-    return message.partition(", unable to parse")[0]

@@ -89,3 +89,10 @@ class Regroup(AllhandsError):
     """Ended at a checkpoint, because the supervisor asked for it, to go on with other ranks; not an error."""
 
     exit_code = 75
+
+
+def in_our_words(message: str) -> str:
+    """Pydantic's message, shorter: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
+    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("Field required", "is missing").replace("Extra inputs are not permitted", "is unknown")
+    return message.partition(", unable to parse")[0]

@@ -11,14 +11,15 @@ import fcntl
 import os
 import secrets
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from allhands.errors import StorageError
+from allhands.errors import ConfigError, StorageError
 
 _DRAFT = ".draft-"
+_LOOK_BYTES = 8192
 # Directories that a supervisor keeps for its ranks: marks of claim_mark, separated by spaces.
 CLAIMED = "ALLHANDS_CLAIMED"
 _PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
@@ -205,6 +206,34 @@ def require_writable(path: Path) -> None:
         draft.unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(path, error) from None
+
+
+def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool) -> None:
+    """Refuse to write over a file of somebody else's, unless asked to.
+
+    Args:
+        marks: one of which is in every file of ours, near its beginning or its end.
+        kind: what ours are, in words.
+
+    Raises:
+        ConfigError: there is a directory, or another file.
+    """
+    if path.is_dir():
+        raise ConfigError("there is a directory of that name", where=str(path), hint="choose another file: --out")
+    if force or not path.exists():
+        return
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_LOOK_BYTES)
+            stream.seek(max(0, path.stat().st_size - _LOOK_BYTES))
+            content += stream.read()
+    except OSError as error:
+        raise ConfigError(
+            f"a file is there that cannot be read: {error.strerror}", where=str(path), hint="choose another: --out"
+        ) from None
+    if not any(mark in content for mark in marks):
+        hint = "choose another file with --out, or add --force to replace it"
+        raise ConfigError(f"a file is there already that is no {kind}", where=str(path), hint=hint)
 
 
 def _require_name(path: Path) -> None:

@@ -171,6 +171,21 @@ def test_a_choice_that_is_none_is_told_in_plain_words(capsys: pytest.CaptureFixt
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("train", "--iters", "abc"), "'--iters': must be a valid integer (got 'abc')"),
+        (("train", "--learning-rate", "1e"), "'--learning-rate': must be a valid number (got '1e')"),
+        (("generate", "--temp", "-1"), "'--temp': must be greater than or equal to 0 (got '-1')"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run_main(capsys, *arguments)
+    assert (code, err.splitlines()[-1]) == (2, f"Error: Invalid value for {told}")
+
+
 def test_a_near_miss_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--batch-size" in run_main(capsys, "train", "--batch-sise", "3")[2]
     assert "train" in run_main(capsys, "trian")[2]

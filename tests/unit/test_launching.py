@@ -347,6 +347,7 @@ def test_ranks_of_this_computer_are_as_many_as_asked_for(
     tmp_path: Path, err: Err, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "supervise", lambda *_, **__: 128 + signal.SIGTERM)
+    monkeypatch.setattr(launching, "allowed_cores", lambda: 4)
     job = Job(tmp_path / "out", tmp_path / "out/logs", num_ranks=3, backend="ring")
     assert launching.run(job, ["true"]) == 143
     assert err() == ""
@@ -378,6 +379,23 @@ def test_more_processes_than_cores_can_carry_are_refused_at_once(monkeypatch: py
             ask()
         assert told.value.where == "-n"
         assert "-n 2 gives each a core of its own; 16 at most" in str(told.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "told"),
+    [
+        (2, 0, ""),
+        (3, 0, "allhands: 3 processes on 2 cores take turns: with -n 2 each has a core of its own\n"),
+        (3, 4, ""),
+    ],
+)
+def test_processes_that_take_turns_are_told_of(
+    ranks: int, gpus: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
+    monkeypatch.setattr("allhands.gpus.nvidia_gpus", lambda: gpus)
+    launching._tell_cores(Job(Path(), Path(), num_ranks=ranks, backend="ring"))
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize("verb", ["train", "pretrain", "eval", "plan", "launch", "cluster bench"])

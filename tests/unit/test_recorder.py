@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from allhands.cli.main import main
 from allhands.distributed.backend import Alone
 from allhands.errors import ConfigError
 from allhands.metrics.history import read_metrics
+from allhands.monitor import Sample, encode_sample, monitor_file
 from allhands.recorder import Metrics
 from allhands.world import World
 
@@ -155,9 +157,16 @@ def test_a_picture_is_drawn_again_but_nothing_else_is_drawn_over(
     assert f"{out}: a file is there already that is no picture of runs" in told
     assert "--force" in told
     assert plot("--force") == 0
-    (tmp_path / f"memory{suffix}").write_bytes(b"mine, too")  # what the second picture is called
+    memory = tmp_path / f"memory{suffix}"  # what the second picture is called, for which the run was too short
+    memory.write_bytes(b"mine, too")
+    assert plot() == 0
+    sample = Sample(0.0, "rank", 0, "here", 7, "one", 1, 1.0, 10**8, 10**8, "pss", 10**8, 1.0)
+    samples = "".join(f"{encode_sample(replace(sample, time=time))}\n" for time in (1.0, 2.0, 3.0))
+    monitor_file(tmp_path / "run", "rank", 0).write_text(samples)
     assert plot() == 2
-    assert (tmp_path / f"memory{suffix}").read_bytes() == b"mine, too"
+    assert memory.read_bytes() == b"mine, too"
+    assert plot("--force") == 0
+    assert memory.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("value", ["2", None, mx.zeros((2,)), [1]])

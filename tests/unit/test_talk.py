@@ -249,12 +249,13 @@ def test_the_table_shows_as_many_rows_as_asked_side_by_side() -> None:
     prompts = [f"question {i}" for i in range(5)]
     comparison = compared(prompts, [f"before {i} [bold]" for i in range(5)], [f"after {i}" for i in range(5)])
     out = io.StringIO()
-    Console(file=out, width=120).print(comparison_table(comparison, 3))
+    Console(file=out, width=120).print(comparison_table(comparison, 3, 60))
     text = out.getvalue()
     line = next(line for line in text.splitlines() if "question 2" in line)
     # What a model says is text, whatever it looks like.
     assert line.index("question 2") < line.index("before 2 [bold]") < line.index("after 2")
     assert "question 3" not in text
+    assert "an answer ends after 60 tokens, wherever it is" in text
 
 
 def test_compare_writes_prompts_answers_and_scores(

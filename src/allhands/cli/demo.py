@@ -60,7 +60,7 @@ def run_demo(out: Path, iters: int, seed: int) -> None:
     after, speed = answers(model, adapter, prompts, MAX_TOKENS)
     show_speed(console, "with adapter", speed)
     comparison = compared(prompts, before, after)
-    console.print(comparison_table(comparison, 4))
+    console.print(comparison_table(comparison, 4, MAX_TOKENS))
     for line in score_lines(comparison):
         console.print(line)
     save_comparison(comparison, out / ANSWERS_FILE)

@@ -182,6 +182,7 @@ def run(job: Job, command: Sequence[str]) -> int:
     """
     check(job)
     _tell_slots(job)
+    _tell_cores(job)
     run_id = secrets.token_hex(8)
     notices = Notices(
         job.memory_hint,
@@ -222,6 +223,16 @@ def _tell_slots(job: Job) -> None:
         return
     count = f"{slots} slot{'s' * (slots != 1)}: {slots} rank{'s' * (slots != 1)} now"
     say(f"{job.hostfile} has {count}, up to {job.num_ranks} when computers are added to it")
+
+
+def _tell_cores(job: Job) -> None:
+    """That processes must take turns, where they compute on cores; which may be meant, to try what many do."""
+    from allhands.gpus import nvidia_gpus
+
+    cores = allowed_cores()
+    if job.hostfile is None and job.size > cores and not nvidia_gpus():
+        turns = f"{job.size} processes on {cores} core{'s' * (cores > 1)} take turns"
+        say(f"{turns}: with -n {cores} each has a core of its own")
 
 
 def _journal(job: Job) -> Journal:

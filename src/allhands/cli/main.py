@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from allhands.aliases import ELSEWHERE, canonical_flag
 from allhands.cli import commands
-from allhands.errors import AllhandsError, ConfigError
+from allhands.errors import AllhandsError, ConfigError, in_our_words
 
 _INTERRUPTED = 130
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
@@ -82,14 +83,21 @@ def _exit_of(error: Exception) -> int | None:
         return ConfigError.exit_code
     show = getattr(error, "show", None)
     if callable(show):
-        # The parser shows the validator's own words, with what they are before them.
         if isinstance(message := getattr(error, "message", None), str):
-            vars(error)["message"] = message.removeprefix("Value error, ")
+            vars(error)["message"] = _told_by_validator(message, error.__cause__)
         show()
         return int(getattr(error, "exit_code", 2))
     if type(error).__name__ in ("Exit", "Abort"):
         return int(getattr(error, "exit_code", 1))
     return None
+
+
+def _told_by_validator(message: str, cause: BaseException | None) -> str:
+    """A validator's message, of which the parser shows every word, in ours and with the value."""
+    short = in_our_words(message)
+    errors: Callable[[], list[Any]] | None = getattr(cause, "errors", None)
+    value = errors()[0].get("input") if callable(errors) else None
+    return f"{short} (got {value!r})" if isinstance(value, str) and repr(value) not in short else short
 
 
 def _hint_for_flag(flag: str | None) -> str | None:

@@ -34,8 +34,8 @@ def report(
     overfitting and underfitting, speed, memory, restarts, machines, data, samples and configuration.
     """
     from allhands.cluster.journal import read_events
-    from allhands.files import make_directory, write_whole
-    from allhands.report import make_page, read_facts, to_html, to_markdown
+    from allhands.files import make_directory, require_ours, write_whole
+    from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
     from allhands.report.markdown import one_line
 
     _require_different(runs)
@@ -44,7 +44,7 @@ def report(
         raise ConfigError(f"{target} is no name of an HTML file", where="--out", hint="choose one that ends in .html")
     beside = target.with_suffix(".md")
     for file in (target, beside):
-        _require_room(file, force=force)
+        require_ours(file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=force)
     found = [read_facts(run, _journal(run, read_events)) for run in runs]
     page = make_page(found, title=title, now=time.time())
     texts = {target: to_html(page), beside: to_markdown(page)}
@@ -88,23 +88,3 @@ def _journal(run: Path, read: Callable[[Path], list[dict[str, Any]]]) -> list[di
     if not run.is_dir():
         run = run.parent
     return read(run) or read(run / "logs")
-
-
-def _require_room(file: Path, *, force: bool) -> None:
-    """Refuse to write over anything but an earlier report, unless asked to."""
-    if file.is_dir():
-        raise ConfigError("there is a directory of that name", where=str(file), hint="choose another file: --out")
-    if force or not file.exists():
-        return
-    from allhands.report import html, markdown
-
-    try:
-        with file.open("rb") as stream:
-            begin = stream.read(4096)
-    except OSError as error:
-        raise ConfigError(
-            f"a file is there that cannot be read: {error.strerror}", where=str(file), hint="choose another: --out"
-        ) from None
-    if html.MARK.encode() not in begin and markdown.MARK.encode() not in begin:
-        hint = "choose another file with --out, or add --force to replace it"
-        raise ConfigError("a file is there already that is no report", where=str(file), hint=hint)

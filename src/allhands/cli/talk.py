@@ -120,9 +120,10 @@ def show_speed(console: Console, label: str, speed: Any) -> None:
     )
 
 
-def comparison_table(comparison: Comparison, show: int) -> Table:
-    """The first ``show`` answers side by side."""
-    table = Table(show_lines=True, expand=True)
+def comparison_table(comparison: Comparison, show: int, max_tokens: int) -> Table:
+    """The first ``show`` answers side by side, which end after ``max_tokens``."""
+    caption = f"an answer ends after {max_tokens} tokens, wherever it is"
+    table = Table(show_lines=True, expand=True, caption=caption, caption_justify="left")
     table.add_column("prompt", ratio=2)
     table.add_column("before", ratio=4)
     table.add_column("after", ratio=4)
@@ -169,7 +170,7 @@ def run_compare(
     after, speed_after = answers(model, adapter_path, prompts, max_tokens)
     show_speed(console, "after", speed_after)
     comparison = compared(prompts, before, after)
-    console.print(comparison_table(comparison, show))
+    console.print(comparison_table(comparison, show, max_tokens))
     # Answers that are learned from other data are no worse for being no pirate's.
     if data == "demo" or comparison.before_share or comparison.after_share:
         for line in score_lines(comparison):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
     """
     suffix = picture_suffix(out)
     tracks = _tracks(samples)
-    if max((len(track.samples) for track in tracks), default=0) < _FEWEST:
+    if not can_be_drawn(samples):
         raise DataError("too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S")
     with matplotlib.style.context(["default", STYLE]):
         figure = _draw(tracks, Board(samples).peak_together_bytes)
@@ -97,6 +98,11 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
         make_directory(out.parent, private=private)
         write_whole(out, lambda draft: figure.savefig(draft, format=suffix[1:], dpi=_DPI), private=private)
     return out
+
+
+def can_be_drawn(samples: Sequence[Sample]) -> bool:
+    """Whether some process has samples enough for a line."""
+    return max(Counter(key_of(sample) for sample in samples).values(), default=0) >= _FEWEST
 
 
 def _tracks(samples: Sequence[Sample]) -> list[_Track]:

@@ -88,7 +88,7 @@ AGAIN = "Is it needed more than once?"
 LONG = "Does it take an hour or more on one machine?"
 FITS = "Does it fit one machine?"
 SMALLER = "Does it fit with flags that save memory?"
-MORE = "Are there other machines?"
+MORE = "Are there others to help?"
 DIVIDED = "Does it fit with the optimizer divided?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
@@ -130,7 +130,9 @@ def advise(at: Situation) -> Advice:
         return walk.end(
             "one machine",
             "stay on one machine",
-            "it is done within the hour: what several computers would save is not felt, and they must be set up",
+            "it is done within the hour: "
+            + ("what several processes" if at.together else "several computers must be set up, and what they")
+            + " would save is not felt",
         )
     pays = at.speed_up >= _WORTH and at.exposed < _EATEN
     if not walk.ask(FITS, at.fits_one, "as it is asked for"):
@@ -141,7 +143,7 @@ def advise(at: Situation) -> Advice:
         walk.ask(SMALLER, True, at.fits_smaller, besides="long")
         walk.flags = at.fits_smaller
     if not walk.ask(MORE, at.machines > 1, f"{at.machines}"):
-        return walk.end("one machine", "stay on one machine", "there is no other to help")
+        return walk.end("one machine", "stay on one machine", "there is none")
     waiting = f"{100 * at.exposed:.0f} % of a step would be waiting for it"
     if walk.ask(FAST, at.exposed < _FELT, waiting, "it pays" if pays else ""):
         return walk.end("data parallel", "plain data parallel", *_beyond(at))
