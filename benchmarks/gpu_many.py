@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -70,6 +71,7 @@ class Case:
         rows: examples of each rank in each step.
         bucket_mb: of allhands' all-reduces; 0: each array by itself.
         dtype: of weights and gradients.
+        constants: of allhands' exchange that have another value, and that.
     """
 
     work: str
@@ -79,6 +81,7 @@ class Case:
     rows: int
     bucket_mb: float = BUCKET_MB
     dtype: str = "bfloat16"
+    constants: tuple[tuple[str, float], ...] = ()
 
     @property
     def name(self) -> str:
@@ -89,9 +92,10 @@ class Case:
     @property
     def who(self) -> str:
         """The peer, with what is not usual of it."""
-        if self.bucket_mb == BUCKET_MB:
-            return TITLES[self.peer]
-        return f"{TITLES[self.peer]}, {f'buckets of {self.bucket_mb:g} MB' if self.bucket_mb else 'no buckets'}"
+        told = [TITLES[self.peer]]
+        if self.bucket_mb != BUCKET_MB:
+            told.append(f"buckets of {self.bucket_mb:g} MB" if self.bucket_mb else "no buckets")
+        return ", ".join([*told, *(f"{name} {value:g}" for name, value in self.constants)])
 
     @property
     def described(self) -> dict[str, Any]:
@@ -128,18 +132,18 @@ def buckets(text: str) -> tuple[float, ...]:
     return found
 
 
-def constants(text: str) -> dict[str, float]:
-    """An option's constants of ``allhands.distributed.reduce``, by their names in small letters."""
-    found = dict[str, float]()
-    for part in text.split(","):
+def constants(text: str) -> tuple[tuple[str, float], ...]:
+    """An option's constants of ``allhands.distributed.reduce``, by their names in small letters; ``none`` is none."""
+    found = list[tuple[str, float]]()
+    for part in () if text == "none" else text.split(","):
         name, equals, value = part.strip().partition("=")
         try:
-            found[name] = float(value)
+            found.append((name, float(value)))
         except ValueError:
             equals = ""
         if name not in CONSTANTS or not equals:
             raise argparse.ArgumentTypeError(f"{part!r}: give {', '.join(f'{name}=NUMBER' for name in CONSTANTS)}")
-    return found
+    return tuple(found)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -165,8 +169,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set",
         type=constants,
-        default={},
-        help="of allhands' exchange, as together=1,under_way=2,alone_bytes=16e6: see allhands.distributed.reduce",
+        action="append",
+        help="of allhands' exchange, as together=1,under_way=2: see allhands.distributed.reduce; again for another "
+        "measurement, none for that as it is",
     )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
@@ -197,9 +202,10 @@ def cases(options: argparse.Namespace, dtype: str = "bfloat16") -> Iterator[Case
                     # On one GPU nothing is exchanged anyway.
                     if peer == "apart" and gpus == 1:
                         continue
-                    sizes = options.bucket_mb if peer == "allhands" and gpus > 1 else (BUCKET_MB,)
-                    for size in sizes:
-                        yield Case(work, gpus, scaling if gpus > 1 else "weak", peer, rows, size, dtype)
+                    varied = peer == "allhands" and gpus > 1
+                    sizes = options.bucket_mb if varied else (BUCKET_MB,)
+                    for size, some in itertools.product(sizes, options.set or [()] if varied else [()]):
+                        yield Case(work, gpus, scaling if gpus > 1 else "weak", peer, rows, size, dtype, some)
 
 
 def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
@@ -209,7 +215,7 @@ def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     if case.peer in OURS:
         python = options.python.get("mlx", sys.executable)
         asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "shard": options.shard_optimizer}
-        asked |= {"apart": case.peer == "apart", "profile": options.profile, "set": options.set}
+        asked |= {"apart": case.peer == "apart", "profile": options.profile, "set": dict(case.constants)}
         launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
         # A rank that fails ends the measurement.
         launch += ["--max-restarts", "0", "--log-dir", str(out.with_suffix("")), "--", python]
@@ -319,7 +325,7 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             "steps": options.steps,
             "backend": options.backend,
             "shard_optimizer": options.shard_optimizer,
-            **({"set": options.set} if options.set else {}),
+            **({"set": [dict(some) for some in options.set]} if options.set else {}),
             # How NCCL was set from outside changes what is measured.
             "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         },
@@ -370,7 +376,6 @@ def report(record: Mapping[str, Any]) -> str:
     every = [one for peers in record["results"].values() for one in peers.items() if "error" not in one[1]]
     over = {f"{who.partition(',')[0]} over {one['backend']}": None for who, one in every if one["backend"] != "none"}
     settings += [", ".join(over)] if over else []
-    settings += [f"{name}={value:g}" for name, value in record["settings"].get("set", {}).items()]
     settings += [f"{name}={value}" for name, value in record["settings"]["nccl"].items()]
     lines = [
         "; ".join(settings),

@@ -108,10 +108,33 @@ def test_ranks_of_allhands_are_started_by_allhands(bench: Any) -> None:
     assert json.loads(alone[-1])["bucket_bytes"] == 0
 
 
-def test_constants_of_the_exchange_can_be_set(bench: Any) -> None:
-    options = bench.parse(["--set", "together=1,alone_bytes=16e6"])
-    words = bench.command(case(bench, 2), options, Path("/scratch/x.json"))
-    assert json.loads(words[-1])["set"] == {"together": 1.0, "alone_bytes": 16e6}
+def test_constants_of_the_exchange_can_be_set_for_a_measurement_each(bench: Any) -> None:
+    options = bench.parse(
+        [
+            "--set",
+            "none",
+            "--set",
+            "together=1,alone_bytes=16e6",
+            "--works",
+            "full",
+            "--gpus",
+            "1,2",
+            "--scaling",
+            "weak",
+        ]
+    )
+    asked = [
+        (one.gpus, one.who, json.loads(bench.command(one, options, Path("/scratch/x.json"))[-1]).get("set"))
+        for one in bench.cases(options)
+        if one.peer in ("allhands", "torch")
+    ]
+    assert asked == [
+        (1, "allhands", {}),
+        (1, "PyTorch DDP, eager", None),
+        (2, "allhands", {}),
+        (2, "allhands, together 1, alone_bytes 1.6e+07", {"together": 1.0, "alone_bytes": 16e6}),
+        (2, "PyTorch DDP, eager", None),
+    ]
     # Those that there are.
     assert all(isinstance(getattr(reduce, f"_{name.upper()}"), int) for name in bench.CONSTANTS)
 
