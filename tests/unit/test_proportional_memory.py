@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import time
 from typing import Any
@@ -59,10 +60,11 @@ def test_what_remains_of_a_process_is_its_share_at_the_end(monkeypatch: pytest.M
     monkeypatch.setattr(process, "_PSS_SHARE_CHANGING", 1e-9)  # in between it is never read again
     sampler = ProcessSampler(Identity("rank"))
     first = sampler.sample()
-    held = bytearray(64 << 20)
-    held[::4096] = b"x" * len(held[::4096])
-    assert sampler.sample().pss_bytes == first.pss_bytes
-    last = sampler.sample(last=True)
-    assert last.pss_bytes == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.05)
-    assert last.pss_bytes != first.pss_bytes
-    del held
+    # New pages: what the process has freed before might be used again.
+    with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        for page in range(0, len(held), mmap.PAGESIZE):
+            held[page] = 1
+        assert sampler.sample().pss_bytes == first.pss_bytes
+        last = sampler.sample(last=True)
+        assert last.pss_bytes == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.05)
+        assert last.pss_bytes != first.pss_bytes
