@@ -38,8 +38,8 @@ def batch(number, sole):
                       targets=((ids * 5) % 96).reshape(-1).astype(np.int32), num_tokens=80,
                       examples=np.arange(2, dtype=np.int32), sole=sole and number not in (1, 2, 3))
 
-def trained(overlap, ahead, poisoned, sole, shard, clipped, together=False):
-    reduce._TOGETHER, reduce._UNDER_WAY = together, int(together)
+def trained(overlap, ahead, poisoned, sole, shard, clipped, together=0):
+    reduce._TOGETHER, reduce._UNDER_WAY = together, together
     mx.random.seed(2)
     model = Model(ModelArgs.from_dict(shape))
     fuse(model, 40)
@@ -91,7 +91,7 @@ CASES: list[tuple[Any, ...]] = [
         for poisoned in (False, True)
     ),
     (True, True, False, True, True, 1.0),
-    *((True, True, False, True, shard, None, True) for shard in (False, True)),
+    *((True, True, False, True, shard, None, together) for shard in (False, True) for together in (1, 2)),
 ]
 
 
@@ -177,8 +177,9 @@ def test_ranks_that_keep_a_part_of_the_optimizer_clip_by_the_norm_of_all() -> No
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_ranks_that_meet_before_each_bucket_train_the_same_model(shard: bool) -> None:
-    steps, weights, begun = all_cases()[True, True, False, True, shard, None, True]
+@pytest.mark.parametrize("together", [1, 2])
+def test_ranks_that_meet_before_each_bucket_train_the_same_model(shard: bool, together: int) -> None:
+    steps, weights, begun = all_cases()[True, True, False, True, shard, None, together]
     expected, reference, _ = ran(False, False, False, clipped=None)
     assert begun == [False, False, True, True, True, False]
     assert [step[:3] for step in steps] == [step[:3] for step in expected]

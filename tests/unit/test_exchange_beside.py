@@ -75,7 +75,7 @@ def test_a_call_ends_before_attention_and_large_arrays_go_by_themselves(
 
 
 def test_ranks_meet_before_each_bucket(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "_TOGETHER", True)
+    monkeypatch.setattr(reduce, "_TOGETHER", 1)
     arrays = [mx.array(np.arange(count, dtype=np.float32)) + 1 for _ in range(2) for count in LAYER]
     begun = begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()), cuts={0, 4})
     # One number, then the bucket's sums.
@@ -94,6 +94,15 @@ def test_ranks_meet_before_each_bucket(twin: Twin, monkeypatch: pytest.MonkeyPat
             "eval",
         ]
     assert twin.place_of(arrays[-1]) < sums[0]
+
+
+def test_an_exchange_begins_a_moment_after_ranks_have_met(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "_TOGETHER", 2)
+    arrays = [mx.array(np.arange(count, dtype=np.float32)) + 1 for count in LAYER]
+    begun = begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()))
+    assert twin.calls == [1, 1, 80, 1, 1, 160, 1, 1, 20 + 30]
+    for total, array in zip(begun.arrays, arrays, strict=True):
+        assert (np.array(total) == 2 * np.array(array)).all()
 
 
 def test_sums_are_waited_for_once_and_in_order(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have
 # Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
-# Whether ranks begin the exchange of each bucket together.
-_TOGETHER = False
+# Whether ranks begin the exchange of each bucket together: 1, before what is computed next; 2, a moment after that.
+_TOGETHER = 0
 # How many buckets may be on their way before the stream that computes is told to wait for the first of them; with 0
 # whatever uses a sum waits for it.
 _UNDER_WAY = 0
@@ -180,7 +180,7 @@ class _Beside:
             totals = exchange()
         mx.async_eval(totals)
         if met is not None:
-            # What is computed next waits for the others, and begins when the exchange does.
+            # What is computed next waits for the others.
             mx.async_eval(mx.depends([self._zero], [met]))  # type: ignore[list-item]
         if not _UNDER_WAY:
             put(totals)
@@ -207,6 +207,10 @@ class _Beside:
         with mx.stream(self._stream):
             met = self._communicator.all_sum(here)
         mx.async_eval(met)
+        for _ in range(_TOGETHER - 1):
+            with mx.stream(self._stream):
+                later = self._communicator.all_sum(here)
+            mx.async_eval(later)
         return met
 
     def _arrive(self, buckets: Collection[tuple[list[mx.array], _Put]]) -> None:
