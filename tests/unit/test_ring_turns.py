@@ -158,7 +158,12 @@ print(time.monotonic() - start)
 
 
 def test_a_last_rank_that_comes_first_costs_no_second(tmp_path: Path) -> None:
-    path = hostfile(tmp_path, 2, more=())
+    # By itself MLX calls again after a second, of which the first waits for 0.6; a busy computer is late now and then.
+    assert any(_seconds_of_first(hostfile(tmp_path, 2, more=())) < 0.3 for _ in range(4))
+
+
+def _seconds_of_first(path: Path) -> float:
+    """How long the first of two ranks takes to join the last, which has come before it."""
     command = [sys.executable, "-c", _RANK]
     variables = {"PATH": "/usr/bin:/bin", "MLX_HOSTFILE": str(path)}
     ranks = [
@@ -167,5 +172,4 @@ def test_a_last_rank_that_comes_first_costs_no_second(tmp_path: Path) -> None:
     ]
     seconds = [float(each.communicate(timeout=60)[0]) for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0]
-    # MLX by itself takes a second more on both.
-    assert seconds[0] < 0.7, seconds
+    return seconds[0]

@@ -230,7 +230,7 @@ class ProcessSampler:
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
-            _log.warning("the memory of this process is not recorded (%s); the run goes on", error)
+            _log.warning("the memory of this process is not recorded (%s)", error)
 
 
 def _wanted(text: str | None) -> float:
