@@ -35,20 +35,20 @@ def end(profiler: Any) -> list[Event]:
 def described(events: Sequence[Event], steps: int) -> list[str]:
     """Lines for a person: what ``steps`` steps wait for, what they exchange, and the kernels by their time."""
     computing = [event for event in events if not _exchanges(event[2])]
-    idle, waits = gaps(computing)
+    idle, without = gaps(computing)
     lines = [f"idle {idle / steps / 1e3:.1f} ms a step; the longest waits:"]
     bounds = [0, 5, 30, 100, 1e9]
     for low, high in pairwise(bounds):
-        among = [wait for wait, _, _ in waits if low <= wait < high]
+        among = [wait for wait, _, _ in without if low <= wait < high]
         lines.append(f"from {low:g} us: {len(among) / steps:.0f}, {sum(among) / steps / 1e3:.2f} ms")
-    for length, before, after in waits[: 3 * steps : steps]:
+    for length, before, after in without[: 3 * steps : steps]:
         lines.append(f"{length / 1e3:8.2f} ms between {before[:60]} and {after[:60]}")
-    exchanges = [event for event in events if _exchanges(event[2])]
-    if exchanges:
-        whole = sum(until - start for start, until, _ in exchanges)
-        together = sum(overlap(exchanges, computing))
+    calls = [event for event in events if _exchanges(event[2])]
+    if calls:
+        whole = sum(until - start for start, until, _ in calls)
+        together = sum(overlap(calls, computing))
         lines.append(
-            f"exchange {whole / steps / 1e3:.1f} ms a step in {len(exchanges) / steps:.0f} calls, "
+            f"exchange {whole / steps / 1e3:.1f} ms a step in {len(calls) / steps:.0f} calls, "
             f"{together / steps / 1e3:.1f} ms of it beside kernels that compute"
         )
     rows: dict[str, list[float]] = {}

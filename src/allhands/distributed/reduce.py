@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -123,133 +123,93 @@ def begin_sums(
     """
     sums: list[mx.array] = list(arrays)
     computed: list[mx.array] = []
-    beside = _Beside(communicator, stream)
+    under_way = deque[list[int]]()
     order = list(range(len(arrays) - 1, -1, -1))
     if lookups is not None:
         order.remove(lookups.index)
         order[:0] = [lookups.index] if lookups.besides else []
         # These are there before anything is computed.
-        mx.async_eval(lookups.ids)
-        with mx.stream(stream):
-            lookups = replace(lookups, ids=communicator.all_gather(lookups.ids))
-        mx.async_eval(lookups.ids)
+        with _beside([lookups.ids], stream) as gathered:
+            gathered.append(communicator.all_gather(lookups.ids))
+        lookups = replace(lookups, ids=gathered[0])
         if shards is not None and shards.divided[lookups.index]:
             sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
     if shards is not None:
         for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
-            # Each by itself: those that are divided are large, and to put them together would be to copy them.
-            exchange = partial(_scattered, communicator, shards, arrays, bucket)
-            beside.begin([arrays[i] for i in bucket], exchange, partial(_put_parts, shards, bucket, sums))
+            with _together([arrays[i] for i in bucket], stream, communicator) as totals:
+                # Each by itself: those that are divided are large, and to put them together would be to copy them.
+                totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
             computed = [arrays[bucket[-1]]]
+            for i, total in zip(bucket, totals, strict=True):
+                sums[i] = shards.shaped(i, total)
+            _arrive(sums, under_way, bucket)
         order = [i for i in order if not shards.divided[i]]
     for bucket in _buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
         # The largest first: see Leaves.before_attention for what is computed first beside them.
         large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
         calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
-        # Putting small ones together is done there, too: that does not hold up the backward pass.
-        exchange = partial(_summed, communicator, arrays, calls)
-        beside.begin([arrays[i] for i in bucket], exchange, partial(_put_calls, arrays, calls, sums))
+        with _together([arrays[i] for i in bucket], stream, communicator) as totals:
+            # Putting small ones together is done there, too: that does not hold up the backward pass.
+            totals += [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
+        for call, total in zip(calls, totals, strict=True):
+            _take_apart(total, arrays, call, sums)
+        _arrive(sums, under_way, bucket)
     if lookups is not None:
-        mx.async_eval(lookups.rows)
-        with mx.stream(stream):
-            rows = communicator.all_gather(lookups.rows)
-        mx.async_eval(rows)
+        with _beside([lookups.rows], stream) as gathered:
+            gathered.append(communicator.all_gather(lookups.rows))
         computed = [*computed[-1:], lookups.rows]
-        lookups = replace(lookups, rows=rows)
-    beside.end()
+        lookups = replace(lookups, rows=gathered[0])
+    if under_way:
+        mx.async_eval([sums[i] for bucket in under_way for i in bucket])
     return Begun(sums, computed, lookups)
 
 
-class _Beside:
-    """Buckets that travel on a stream of their own while another computes."""
-
-    def __init__(self, communicator: Communicator, stream: Any) -> None:
-        self._communicator = communicator
-        self._stream = stream
-        self._zero = mx.zeros((1,)) if _TOGETHER else None
-        self._under_way = deque[tuple[list[mx.array], _Put]]()
-
-    def begin(self, arrays: list[mx.array], exchange: Callable[[], list[mx.array]], put: _Put) -> None:
-        """Hand out ``arrays``, then what ``exchange`` makes of them: ``put`` is given that for later use."""
-        met = self._meet(arrays)
-        if met is None:
-            mx.async_eval(arrays)
-        with mx.stream(self._stream):
-            totals = exchange()
-        mx.async_eval(totals)
-        if met is not None:
-            # What is computed next waits for the others.
-            mx.async_eval(mx.depends([self._zero], [met]))  # type: ignore[list-item]
-        if not _UNDER_WAY:
-            put(totals)
-            return
-        self._under_way.append((totals, put))
-        if len(self._under_way) > _UNDER_WAY:
-            self._arrive([self._under_way.popleft()])
-
-    def end(self) -> None:
-        """After the last one."""
-        if self._under_way:
-            self._arrive(self._under_way)
-
-    def _meet(self, arrays: list[mx.array]) -> mx.array | None:
-        """Where ranks meet when they have computed ``arrays``, which are handed out.
-
-        A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
-        kernel of that rank's ends. Ranks that are not at the same place of their passes wait for each other in turn.
-        """
-        if self._zero is None:
-            return None
-        here = mx.depends([self._zero], arrays)[0]
-        mx.async_eval(arrays, here)
-        with mx.stream(self._stream):
-            met = self._communicator.all_sum(here)
-        mx.async_eval(met)
-        for _ in range(_TOGETHER - 1):
-            with mx.stream(self._stream):
-                later = self._communicator.all_sum(here)
-            mx.async_eval(later)
-        return met
-
-    def _arrive(self, buckets: Collection[tuple[list[mx.array], _Put]]) -> None:
-        """Let the stream that computes wait for ``buckets``.
-
-        Else it waits for every array by itself, as often as it is used, and MLX's host may be no more than some thirty
-        such waits ahead of a GPU: with all of them at the update, it cannot hand out anything that comes after.
-        """
-        here = [mx.depends(totals, []) for totals, _ in buckets]
-        mx.async_eval(here)
-        for totals, (_, put) in zip(here, buckets, strict=True):
-            put(totals)
+@contextmanager
+def _beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
+    """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of MLX's each."""
+    if arrays:
+        mx.async_eval(arrays)
+    made: list[mx.array] = []
+    with mx.stream(stream):
+        yield made
+    mx.async_eval(made)
 
 
-# Puts what a bucket's exchange has made at its places.
-_Put = Callable[[Sequence[mx.array]], None]
+@contextmanager
+def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
+    """As :func:`_beside`; with :data:`_TOGETHER` ranks meet in between, and what is computed next waits for it.
+
+    A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
+    kernel of that rank's ends. Ranks that are not at the same place of their passes wait for each other in turn.
+    """
+    if not _TOGETHER:
+        with _beside(arrays, stream) as made:
+            yield made
+        return
+    zero = mx.zeros((1,))
+    here = mx.depends([zero], arrays)[0]
+    with _beside([*arrays, here], stream) as met:
+        met.append(communicator.all_sum(here))
+    for _ in range(_TOGETHER - 1):
+        with _beside([], stream) as later:
+            later.append(communicator.all_sum(here))
+    with _beside([], stream) as made:
+        yield made
+    mx.async_eval(mx.depends([zero], met))
 
 
-def _scattered(
-    communicator: Communicator, shards: Shards, arrays: Sequence[mx.array], bucket: Sequence[int]
-) -> list[mx.array]:
-    rows = [shards.padded(i, arrays[i]) for i in bucket]
-    return [sum_scatter(communicator, row) for row in rows]
+def _arrive(sums: Sequence[mx.array], under_way: deque[list[int]], bucket: list[int]) -> None:
+    """With :data:`_UNDER_WAY`: let the stream that computes wait for the first bucket where ``bucket`` is one too many.
 
-
-def _put_parts(shards: Shards, bucket: Sequence[int], into: list[mx.array], totals: Sequence[mx.array]) -> None:
-    for i, total in zip(bucket, totals, strict=True):
-        into[i] = shards.shaped(i, total)
-
-
-def _summed(communicator: Communicator, arrays: Sequence[mx.array], calls: Sequence[Sequence[int]]) -> list[mx.array]:
-    return [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
-
-
-def _put_calls(
-    arrays: Sequence[mx.array], calls: Sequence[Sequence[int]], into: list[mx.array], totals: Sequence[mx.array]
-) -> None:
-    for call, total in zip(calls, totals, strict=True):
-        _take_apart(total, arrays, call, into)
+    Else it waits for every sum by itself, as often as it is used, and MLX's host may be no more than some thirty such
+    waits ahead of a GPU: with all of them at the update, it cannot hand out anything that comes after.
+    """
+    if _UNDER_WAY:
+        under_way.append(bucket)
+        if len(under_way) > _UNDER_WAY:
+            mx.async_eval([sums[i] for i in under_way.popleft()])
 
 
 def begin_wholes(
@@ -268,10 +228,8 @@ def begin_wholes(
             wholes_of = [shards.whole(i, communicator, parts[i]) for i in bucket]
             mx.eval(wholes_of)
         else:
-            mx.async_eval([parts[i] for i in bucket])
-            with mx.stream(stream):
-                wholes_of = [shards.whole(i, communicator, parts[i]) for i in bucket]
-            mx.async_eval(wholes_of)
+            with _beside([parts[i] for i in bucket], stream) as wholes_of:
+                wholes_of += [shards.whole(i, communicator, parts[i]) for i in bucket]
         for i, whole in zip(bucket, wholes_of, strict=True):
             wholes[i] = whole
     return wholes
@@ -279,11 +237,9 @@ def begin_wholes(
 
 def begin_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
     """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
-    mx.async_eval([value for value in scalars if isinstance(value, mx.array)])
-    with mx.stream(stream):
-        total = communicator.all_sum(_as_array(scalars))
-    mx.async_eval(total)
-    return total
+    with _beside([value for value in scalars if isinstance(value, mx.array)], stream) as totals:
+        totals.append(communicator.all_sum(_as_array(scalars)))
+    return totals[0]
 
 
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
