@@ -59,7 +59,7 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SCALINGS = ("weak", "strong")
 BUCKET_MB = 128.0  # of `allhands train` over NCCL
 PARTS = {"compute_s": "compute", "comm_s": "communication", "data_wait_s": "data wait"}
-CONSTANTS = ("together", "under_way", "alone_bytes", "taper")
+CONSTANTS = ("together_bytes", "alone_bytes", "taper")
 _LEAST_S = 20.0  # no peer is done in less
 
 
@@ -170,8 +170,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--set",
         type=constants,
         action="append",
-        help="of allhands' exchange, as together=1,under_way=2: see allhands.distributed.reduce; again for another "
-        "measurement, none for that as it is",
+        help="of allhands' exchange, as together_bytes=1e12,taper=1: see allhands.distributed.reduce; again for "
+        "another measurement, none for that as it is",
     )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,11 +17,10 @@ BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have
 # Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
-# Whether ranks begin the exchange of each bucket together: 1, before what is computed next; 2, a moment after that.
-_TOGETHER = 0
-# How many buckets may be on their way before the stream that computes is told to wait for the first of them; with 0
-# whatever uses a sum waits for it.
-_UNDER_WAY = 0
+# From how many bytes on ranks begin the exchange of a bucket together. On two H100s, with 1.24 billion numbers, a step
+# of 32 x 1024 tokens a GPU takes 1.6 % less time for it, one of 8 x 1024 as much as before, and both 8 % less memory
+# (benchmarks/results/gpu_many-2026-11-25.md).
+_TOGETHER_BYTES = 0
 # Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
 # can be a few calls ahead of it, not more.
 _NCCL_BUCKET_BYTES = 128_000_000
@@ -123,7 +121,6 @@ def begin_sums(
     """
     sums: list[mx.array] = list(arrays)
     computed: list[mx.array] = []
-    under_way = deque[list[int]]()
     order = list(range(len(arrays) - 1, -1, -1))
     if lookups is not None:
         order.remove(lookups.index)
@@ -142,7 +139,6 @@ def begin_sums(
             computed = [arrays[bucket[-1]]]
             for i, total in zip(bucket, totals, strict=True):
                 sums[i] = shards.shaped(i, total)
-            _arrive(sums, under_way, bucket)
         order = [i for i in order if not shards.divided[i]]
     for bucket in _buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
         # The largest first: see Leaves.before_attention for what is computed first beside them.
@@ -155,36 +151,37 @@ def begin_sums(
         computed = [*computed[-1:], arrays[bucket[-1]]]
         for call, total in zip(calls, totals, strict=True):
             _take_apart(total, arrays, call, sums)
-        _arrive(sums, under_way, bucket)
     if lookups is not None:
         with _beside([lookups.rows], stream) as gathered:
             gathered.append(communicator.all_gather(lookups.rows))
         computed = [*computed[-1:], lookups.rows]
         lookups = replace(lookups, rows=gathered[0])
-    if under_way:
-        mx.async_eval([sums[i] for bucket in under_way for i in bucket])
     return Begun(sums, computed, lookups)
 
 
 @contextmanager
 def _beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
-    """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of MLX's each."""
+    """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of MLX's each.
+
+    What is made is computed in the order of the list: MLX begins with the last array that it is given.
+    """
     if arrays:
         mx.async_eval(arrays)
     made: list[mx.array] = []
     with mx.stream(stream):
         yield made
-    mx.async_eval(made)
+    mx.async_eval(made[::-1])
 
 
 @contextmanager
 def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
-    """As :func:`_beside`; with :data:`_TOGETHER` ranks meet in between, and what is computed next waits for it.
+    """As :func:`_beside`, but ranks meet in between, and what is computed next waits for that.
 
     A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
-    kernel of that rank's ends. Ranks that are not at the same place of their passes wait for each other in turn.
+    kernel of that rank's ends: ranks that are not at the same place of their passes would wait for each other in turn.
+    They do before what is smaller than :data:`_TOGETHER_BYTES`.
     """
-    if not _TOGETHER:
+    if sum(array.nbytes for array in arrays) < _TOGETHER_BYTES:
         with _beside(arrays, stream) as made:
             yield made
         return
@@ -192,24 +189,9 @@ def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicato
     here = mx.depends([zero], arrays)[0]
     with _beside([*arrays, here], stream) as met:
         met.append(communicator.all_sum(here))
-    for _ in range(_TOGETHER - 1):
-        with _beside([], stream) as later:
-            later.append(communicator.all_sum(here))
     with _beside([], stream) as made:
         yield made
     mx.async_eval(mx.depends([zero], met))
-
-
-def _arrive(sums: Sequence[mx.array], under_way: deque[list[int]], bucket: list[int]) -> None:
-    """With :data:`_UNDER_WAY`: let the stream that computes wait for the first bucket where ``bucket`` is one too many.
-
-    Else it waits for every sum by itself, as often as it is used, and MLX's host may be no more than some thirty such
-    waits ahead of a GPU: with all of them at the update, it cannot hand out anything that comes after.
-    """
-    if _UNDER_WAY:
-        under_way.append(bucket)
-        if len(under_way) > _UNDER_WAY:
-            mx.async_eval([sums[i] for i in under_way.popleft()])
 
 
 def begin_wholes(
