@@ -374,8 +374,10 @@ def test_what_is_computed_first_travels_first() -> None:
     layers = [mx.full((5,), float(number)) for number in range(4)]
     twin, stream = OtherRank(), mx.new_stream(mx.cpu)
     begun = begin_sums(twin, layers, bucket_bytes=20, stream=stream)
-    begin_sum(twin, [9.0], stream=stream)
-    assert [call[0].item() for call in twin.calls] == [3.0, 2.0, 1.0, 0.0, 9.0]
+    begin_sum(twin, [9.0, 1.0], stream=stream)
+    # Ranks meet, by a single number, before each bucket; what is told at the end needs no meeting.
+    assert [call.size for call in twin.calls] == [*[1, 5] * 4, 2]
+    assert [call[0].item() for call in twin.calls if call.size > 1] == [3.0, 2.0, 1.0, 0.0, 9.0]
     assert mx.array_equal(begun.computed[-1], layers[0])
 
 
