@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -223,3 +224,31 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
     """All records in a directory, the oldest first."""
     every = [_read(path) for path in sorted(directory.glob("*.json"))]
     return sorted(every, key=lambda record: (record["date"], record["time"]))
+
+
+def not_measured_since(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """Of records of one benchmark and machine, the oldest first: what no later one has of the same work, each with its
+    place among them.
+
+    A run of some of a benchmark's works does not take the place of the others' figures.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    seen = set[str]()
+    for place in range(len(records) - 1, -1, -1):
+        record = records[place]
+        results = record["details"].get("results", {})
+        works = dict.fromkeys(_work_of(name) for name in results) or {"": None}
+        left = [work for work in works if work not in seen]
+        if len(left) == len(works):
+            found.append((place, dict(record)))
+        elif left:
+            rows = [row for row in record["rows"] if _work_of(row["name"]) in left]
+            kept = {name: one for name, one in results.items() if _work_of(name) in left}
+            found.append((place, {**record, "rows": rows, "details": {**record["details"], "results": kept}}))
+        seen.update(works)
+    return found[::-1]
+
+
+def _work_of(name: str) -> str:
+    """The work that a result or a row is of, as ``full`` of ``full, 2 GPUs: speed``."""
+    return re.split("[,:]", name, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""What has become worse: the newest record of each benchmark against the one before it, on the same machine.
+"""What has become worse: the newest record of each benchmark's works against the one before, on the same machine.
 
     python benchmarks/regressions.py
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records import EFFORT, OURS, machine_of, read_records, results_directory, rows_in
+from records import EFFORT, OURS, machine_of, not_measured_since, read_records, results_directory, rows_in
 
 LIMIT_PERCENT = 5.0
 Record = Mapping[str, Any]
@@ -60,7 +60,7 @@ def subject(record: Record) -> str:
 
 
 def compare(records: Sequence[Record]) -> list[Comparison]:
-    """The newest record of each subject; each of its figures with the last earlier record that has it.
+    """The newest record of each subject's works; each of its figures with the last earlier record that has it.
 
     Args:
         records: the oldest first.
@@ -68,7 +68,11 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     by_subject: dict[str, list[Record]] = {}
     for record in records:
         by_subject.setdefault(subject(record), []).append(record)
-    return [_compared(history[-1], history[:-1]) for history in by_subject.values()]
+    return [
+        _compared(newest, history[:place])
+        for history in by_subject.values()
+        for place, newest in not_measured_since(history)
+    ]
 
 
 def _compared(newest: Record, earlier: Sequence[Record]) -> Comparison:

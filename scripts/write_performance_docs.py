@@ -19,6 +19,7 @@ from records import (  # noqa: E402
     gpus_of,
     is_ours,
     machine_of,
+    not_measured_since,
     read_records,
     rows_in,
 )
@@ -148,13 +149,16 @@ def page(directory: Path = ROOT / "benchmarks" / "results") -> str:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """The last record of each benchmark on each machine."""
-    found: dict[tuple[str, str], Record] = {}
-    for record in records:
-        key = record["name"], machine_of(record)
-        found.pop(key, None)
-        found[key] = record
-    return list(found.values())
+    """The last record of each benchmark's works on each machine, the oldest first."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, record in enumerate(records):
+        places.setdefault((record["name"], machine_of(record)), []).append(place)
+    found = [
+        (history[nth], record)
+        for history in places.values()
+        for nth, record in not_measured_since([records[place] for place in history])
+    ]
+    return [record for _, record in sorted(found, key=lambda one: one[0])]
 
 
 def section(record: Record) -> str:

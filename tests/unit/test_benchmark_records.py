@@ -189,6 +189,30 @@ def test_the_last_record_that_has_the_figure_counts(bench: dict[str, Any]) -> No
     assert found_worse(bench, *records) == [("speed, against peer", 50.0)]
 
 
+def works(bench: dict[str, Any], day: int, name: str = "made_up", **speeds_of: tuple[float, float]) -> dict[str, Any]:
+    """A record of some works, each with our speed and the peer's."""
+    results = {
+        f"{work}, 2 GPUs": {
+            who: {"tokens_per_s": speed, "step_s": dict.fromkeys(("median", "best", "worst"), 1.0)}
+            for who, speed in zip(("allhands", "peer"), both, strict=True)
+        }
+        for work, both in speeds_of.items()
+    }
+    rows = bench["records"].work_rows({"results": results})
+    return {**record(bench, rows, date=f"2026-01-0{day}", results=results), "name": name}
+
+
+def test_a_run_of_one_work_does_not_hide_what_another_has_become(bench: dict[str, Any]) -> None:
+    first, second = works(bench, 1, full=(2, 1), lora=(2, 1)), works(bench, 2, full=(1.5, 1), lora=(1.5, 1))
+    last = works(bench, 3, lora=(1.6, 1))
+    assert found_worse(bench, first, second, last) == [("full, 2 GPUs: speed, against peer", 25.0)]
+    left = bench["records"].not_measured_since([first, second, last])
+    assert [place for place, _ in left] == [1, 2]
+    assert [list(one["details"]["results"]) for _, one in left] == [["full, 2 GPUs"], ["lora, 2 GPUs"]]
+    assert {row["name"] for row in left[0][1]["rows"]} == {"full, 2 GPUs: speed"}
+    assert left[1][1] == last
+
+
 def test_the_command_ends_with_1_and_names_what_is_worse(
     bench: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,6 +390,24 @@ def test_the_page_shows_the_newest_and_says_where_a_peer_is_ahead(
     assert "- By less than 5 %: LoRA on a Linux CPU (Some CPU, 2 cores): speed (peer)." in docs["page"](tmp_path)
     write("cpu_lora", speeds(bench, 100.0, 100.0), "2026-01-04")
     assert "In none of the figures above." in docs["page"](tmp_path)
+
+
+def test_the_page_shows_each_work_as_it_was_last_measured(
+    bench: dict[str, Any], docs: dict[str, Any], tmp_path: Path
+) -> None:
+    every = [
+        works(bench, 1, "gpu_many", full=(111, 1), lora=(222, 1), smol=(333, 1)),
+        works(bench, 2, "gpu_many", full=(444, 1)),
+        works(bench, 3, "gpu_many", smol=(555, 1)),
+    ]
+    for number, one in enumerate(every):
+        (tmp_path / f"gpu_many-{number}.json").write_text(json.dumps(one))
+    page = docs["page"](tmp_path)
+    shown = [line.split(" | ")[:2] for line in page.splitlines() if "tokens/s | " in line]
+    assert shown == [
+        [f"| {work}, 2 GPUs: speed, tokens/s", f"{n}"] for work, n in (("lora", 222), ("full", 444), ("smol", 555))
+    ]
+    assert page.count("- gpu_many, 2026-01-0") == 3
 
 
 def test_a_peer_that_failed_is_named(bench: dict[str, Any], docs: dict[str, Any]) -> None:

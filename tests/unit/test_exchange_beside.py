@@ -113,6 +113,17 @@ def test_without_cuts_buckets_are_filled(twin: Twin) -> None:
     assert twin.calls == [80 + 160 + 20 + 30, 80 + 160 + 20 + 30, 80 + 160 + 20 + 30, 80, 160, 20 + 30]
 
 
+@pytest.mark.parametrize(("one_call", "calls"), [(1160, [1160]), (580, [580] * 2), (290, [290] * 4), (1, [290] * 4)])
+def test_what_is_less_than_a_bucket_travels_in_parts_if_it_is_no_trifle(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch, one_call: int, calls: list[int]
+) -> None:
+    """As adapters' gradients are: in one call they would all be waited for after the backward pass."""
+    monkeypatch.setattr(reduce, "_ONE_CALL_BYTES", 4 * one_call)
+    arrays = [mx.ones((count,)) for _ in range(4) for count in LAYER]
+    begin_sums(twin, arrays, bucket_bytes=4 * 100_000, stream=mx.new_stream(mx.default_device()))
+    assert twin.calls == calls
+
+
 def test_what_the_other_stream_takes_was_handed_out_before(twin: Twin) -> None:
     """Else two streams meet within one call of MLX's, whose memory for that is given back by ``cudaFree``."""
     stream = mx.new_stream(mx.default_device())

@@ -15,6 +15,8 @@ from allhands.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have
+# What is not more than that travels in one call where a bucket is larger: it takes no longer than a few calls' latency.
+_ONE_CALL_BYTES = 4_000_000
 # Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
 # From how many bytes on ranks begin the exchange of a bucket together. On two H100s, with 1.24 billion numbers, a step
@@ -256,18 +258,19 @@ def _buckets(
 ) -> Iterator[list[int]]:
     """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
 
-    With ``tapering`` what would be the last bucket is several: nothing is computed any more beside the last of these.
-    Before one of ``cuts`` half full is full.
+    With ``tapering`` what would be the last bucket is several, also where it is the only one: nothing is computed any
+    more beside the last of these. Before one of ``cuts`` half full is full.
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         bucket: list[int] = []
         filled = 0
         left = sum(arrays[index].nbytes for index in order if arrays[index].dtype == dtype)
+        last = min(bucket_bytes, max(left, _TAPER * _ONE_CALL_BYTES)) // _TAPER
         for index in order:
             array = arrays[index]
             if array.dtype != dtype or array.size == 0:
                 continue
-            room = bucket_bytes // _TAPER if tapering and left <= bucket_bytes else bucket_bytes
+            room = last if tapering and left <= bucket_bytes else bucket_bytes
             left -= array.nbytes
             if bucket and (filled + array.nbytes > room or (index in cuts and 2 * filled >= room)):
                 yield bucket
