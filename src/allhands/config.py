@@ -12,12 +12,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from allhands.aliases import ALIASES, ELSEWHERE
 from allhands.errors import ConfigError, in_our_words
+from allhands.optimizer_arguments import checked_arguments
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -34,6 +43,19 @@ COMPILE_FROM_BATCHES = 400
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            kinds = {annotation, *get_args(annotation)}
+            if {"on", "off"} <= kinds:
+                return "on" if value else "off"  # what YAML makes of these words
+            # To Python true is 1: a file's `learning_rate: true` would train with that.
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("must be a number")
+        return value
 
 
 class LoraParameters(_Strict):
@@ -252,7 +274,7 @@ class TrainConfig(_Strict):
     sample_tokens: int = Field(100, ge=1, description="Tokens of a sample at most.")
     sample_temperature: float = Field(0.8, ge=0, description="Temperature of the samples; 0 is greedy.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
-    profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
+    profile: bool = Field(False, description="With each report, show what the time of an update goes into.")
 
     @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
     @classmethod
@@ -290,6 +312,11 @@ class TrainConfig(_Strict):
         if value == 0:
             raise ValueError("0 layers would train nothing: give a number from 1, or -1 for all")
         return value
+
+    @field_validator("optimizer_config")
+    @classmethod
+    def _arguments_of_optimizers(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {name: checked_arguments(name, arguments) for name, arguments in value.items()}
 
     @field_validator("rank_weights")
     @classmethod

@@ -37,6 +37,11 @@ _REMEDY = {
 }
 
 
+def written_path(error: OSError, otherwise: Path | str) -> Path:
+    """The path that could not be written; of a copy or a renaming the new one, not that which is only read."""
+    return Path(error.filename2 or error.filename or otherwise)
+
+
 def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     """A :class:`StorageError` that names the file and the remedy."""
     number = getattr(error, "errno", None)

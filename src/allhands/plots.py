@@ -116,7 +116,7 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
         axes.locator_params(integer=column == 0, nbins=8, axis="x")
         if len(curves) == 1 and curves[0].valid[2].size:
             _annotate_best(axes, curves[0], column, scale)
-    by_step.set(title="over steps", xlabel="step (one update of the weights)")
+    by_step.set(title="over steps", xlabel="step (one batch)")
     by_step.set_ylabel("loss per token (lower is better)")
     by_time.set(title="over time", xlabel=f"training time ({unit})")
     by_time.tick_params(labelleft=True)
@@ -303,7 +303,7 @@ _HEADINGS = {
     "cores per rank": "cores",
     "steps": "steps",
     "training time": "time",
-    "seconds per step": "s/step",
+    "seconds per update": "s/update",
     "tokens/s": "tokens\n/s",
     "speed-up": "speed\n-up",
     "final training loss": "train\nloss",
@@ -339,7 +339,7 @@ def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, lis
 def times_markdown(runs: Sequence[RunHistory]) -> str:
     """The same figures as :func:`times_table` as a Markdown table, one row a run.
 
-    Seconds per step and tokens per second are medians over the reports, which leaves out warm-up and pauses.
+    Seconds per update and tokens per second are medians over the reports, which leaves out warm-up and pauses.
     The speed-up is the ratio of tokens per second to the first run: it stays right when batch sizes differ.
     """
     measures = _measures(runs)
@@ -359,7 +359,7 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
         ("cores per rank", [str((run.started and run.started.cores_per_rank) or _NONE) for run in runs]),
         ("steps", [_steps(run) for run in runs]),
         ("training time", [_known(_total_s(run), format_duration) for run in runs]),
-        ("seconds per step", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
+        ("seconds per update", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
         ("tokens/s", [_known(speed, format_rate) for speed in speeds]),
         ("speed-up", [_known(speed / first, "{:.2f}x".format) for speed in speeds]),
         ("final training loss", [_known(_last_loss(run), "{:.3f}".format) for run in runs]),

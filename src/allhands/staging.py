@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from allhands.errors import StorageError
-from allhands.files import make_directory, make_private, make_unused, private_opener, storage_error, sync
+from allhands.files import make_directory, make_private, make_unused, private_opener, storage_error, sync, written_path
 
 _PARTIAL, _REPLACED = "partial", "replaced"
 
@@ -43,9 +43,10 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
             descriptor = _lock_directory(made)
         yield made
     except OSError as error:
-        raise storage_error(Path(error.filename or target), error) from error
+        path = written_path(error, target)
+        raise storage_error(target if _is_staging(path, target) else path, error) from error
     except StorageError as error:
-        if made is None or not (error.where or "").startswith(str(made)):
+        if not _is_staging(error.where or "", target):
             raise
         # The directory that was asked for: the other one is gone when this is read.
         raise StorageError(error.message, where=str(target), hint=error.hint) from error
@@ -144,6 +145,11 @@ def _lock_file(file: Path, private: bool) -> TextIO:
 
 def _prefix(target: Path, kind: str = _PARTIAL) -> str:
     return f".{target.name}.{kind}-"
+
+
+def _is_staging(path: Path | str, target: Path) -> bool:
+    """Whether ``path`` is a directory for ``target`` or lies in one."""
+    return str(path).startswith(str(target.parent / _prefix(target)))
 
 
 def _lock_directory(path: Path) -> int:

@@ -268,6 +268,11 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
     [
         (("--warmup-steps", "50"), "the warm-up of 50 updates is not shorter than the training of 3"),
         (("--optimizer-config", '{"adam": {"moment": 1}}'), "adam does not take these arguments"),
+        (("--optimizer", "sgd", "--optimizer-config", '{"sgd": {"nesterov": true}}'), "sgd does not take these"),
+        (("--optimizer-config", '{"adam": {"betas": [0.9]}}'), "adam: betas must be two numbers"),
+        (("--lr-schedule", '{"name": "cosine_decay", "arguments": [1e-3, 0]}'), "cosine_decay does not take"),
+        (("--lr-schedule", '{"name": "exponential_decay", "arguments": [-1, 2]}'), "gives update 0 a rate of -1"),
+        (("--shard-optimizer", "on", "-n", "2"), "operations are computed one by one on this processor"),
     ],
 )
 def test_what_is_refused_leaves_the_run_before_as_it_was(place: Path, more: tuple[str, ...], words: str) -> None:

@@ -24,6 +24,7 @@ LAYERS: dict[str, int] = {
     "allhands.errors": 0,
     "allhands.aliases": 0,
     "allhands.yaml_files": 0,
+    "allhands.optimizer_arguments": 0,
     "allhands.config": 0,
     "allhands.pretrain_config": 0,
     "allhands.eval_config": 0,

@@ -20,6 +20,7 @@ from allhands.checkpoints import Tensor, checkpoint_path, checkpoints_in, open_c
 from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
 from allhands.config import TrainConfig
 from allhands.errors import CheckpointError
+from allhands.pretrain_config import PretrainConfig
 
 STATE = {
     "iteration": 400,
@@ -221,6 +222,18 @@ def test_inspect_shows_what_a_checkpoint_holds(run: Path, full: Path) -> None:
     assert lines[begin + 4] == ""
     # Of a run's directory it is the latest one.
     assert invoke(inspect_checkpoint) == (code, text)
+
+
+def test_inspect_of_a_new_model_compares_with_the_defaults_of_pretraining(run: Path) -> None:
+    config = PretrainConfig.model_validate({"tokenizer": "words", "data": "stories", "layers": 2})
+    state = {**STATE, "config": config.model_dump(mode="json")}
+    made = write_checkpoint(checkpoint_path(run, 400), 400, RUN, state, {}, {"adapter_config.json": "{}"})
+    code, text = invoke(inspect_checkpoint, made.path)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    begin = lines.index("settings that differ from the defaults")
+    assert lines[begin + 1 : begin + 5] == ['data "stories"', "layers 2", 'tokenizer "words"', ""]
+    assert "tokenizer models/tiny" in lines
 
 
 def test_inspect_for_machines(full: Path) -> None:

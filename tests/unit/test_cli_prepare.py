@@ -77,6 +77,18 @@ def test_wrong_use_and_useless_data_have_their_codes(
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
+def test_what_is_lost_of_a_text_file_is_told_with_the_remedy(tmp_path: Path, tiny_model: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("\n\n".join(sentence(number) for number in range(40)))
+    remedy = "--documents blank-line makes one of each paragraph; or train with --packing"
+    short = ["--model", str(tiny_model), "--max-seq-length", "32"]
+    for more, rows, told in (([], 1, True), (["--documents", "blank-line"], 40, False)):
+        code, screen = invoke(str(book), "--out", str(tmp_path / f"out-{rows}"), *short, *more)
+        assert code == 0, screen
+        assert report_of(tmp_path / f"out-{rows}")["rows_read"] == rows
+        assert (remedy in " ".join(screen.split())) == told
+
+
 def test_tokens_of_a_model(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
     code, screen = invoke(str(tiny_data), "--out", str(tmp_path / "out"), "--model", str(tiny_model))
     assert code == 0, screen

@@ -216,6 +216,11 @@ def test_an_unknown_key_gets_a_suggestion(key: str, suggested: str, tmp_path: Pa
     assert refused({key: 1}).hint == error.hint
 
 
+def test_yaml_takes_on_and_off_for_booleans_and_they_are_what_was_written(tmp_path: Path) -> None:
+    config = build_config({}, yaml_of(tmp_path, "compile: on\nshard_optimizer: off\nmask_prompt: on\n"))
+    assert (config.compile, config.shard_optimizer, config.mask_prompt) == ("on", "off", True)
+
+
 def test_a_key_like_no_other_points_to_the_help() -> None:
     assert "--help" in str(refused({"zzzzzz": 1}).hint)
 
@@ -239,6 +244,14 @@ def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:
         ({"num_layers": 0}, "--num-layers", "train nothing"),
         ({"num_layers": -2}, "--num-layers", "greater than or equal to -1"),
         ({"learning_rate": 0.0}, "--learning-rate", "greater than 0"),
+        ({"learning_rate": True}, "--learning-rate", "must be a number"),
+        ({"warmup_steps": False}, "--warmup-steps", "must be a number"),
+        ({"optimizer_config": {"adamw": {"betas": [0.9]}}}, "--optimizer-config", "adamw: betas must be two numbers"),
+        ({"optimizer_config": {"adamw": {"betas": [0.9, 2]}}}, "--optimizer-config", "betas[1] must be less than 1"),
+        ({"optimizer_config": {"adam": {"eps": 0}}}, "--optimizer-config", "adam: eps must be greater than 0"),
+        ({"optimizer_config": {"adafactor": {"eps": 1}}}, "--optimizer-config", "adafactor: eps must be two numbers"),
+        ({"optimizer_config": {"muon": {"betas": 3}}}, "--optimizer-config", "muon: betas must be two numbers"),
+        ({"optimizer_config": '{"sgd": {"momentum": "x"}}'}, "--optimizer-config", "momentum must be a valid number"),
         ({"learning_rate": float("nan")}, "--learning-rate", "finite"),
         ({"learning_rate": float("inf")}, "--learning-rate", "finite"),
         ({"max_grad_norm": -1.0}, "--max-grad-norm", "greater than 0"),

@@ -199,6 +199,9 @@ def test_broken_directories(copy: Path) -> None:
     fails("index cannot be read")
     (copy / "model.safetensors.index.json").unlink()
     (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").mkdir()  # no file that can be opened: so for one without the right to read it
+    fails("cannot be read: Is a directory")
+    (copy / "model.safetensors").rmdir()
     fails("no model\\*.safetensors")
     (copy / "model.safetensors").write_bytes(whole)
     (copy / "tokenizer.json").write_text("{")

@@ -318,6 +318,7 @@ def test_what_they_have_together_counts_who_lives() -> None:
     board.add(replace(SAMPLE, rank=1, pid=20, attempt=2, time=1004.0, pss_bytes=1))
     assert board.together_bytes(1004.0) == 230_000_001
     assert [row.last.name for row in board.rows()] == ["orchestrator", "rank 0", "rank 1"]
+    assert board.together_bytes(1004.0, {("here", 9), ("here", 20)}) == 200_000_000
     assert not board.over(1004.0)
     assert board.over(1004.0, {("here", 9), ("here", 10), ("here", 20)})
     assert board.over(1004.0 + 60.0)

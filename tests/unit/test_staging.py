@@ -53,6 +53,22 @@ def stage(out: Path, use: Callable[[Path], None]) -> None:
         use(staged)
 
 
+def test_a_copy_that_fails_names_the_copy_or_what_was_asked_for(out: Path, tmp_path: Path) -> None:
+    """Not the file that is only read, nor a directory that is gone when a person reads this."""
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere" / "file"
+
+    def copy(to: Path) -> None:
+        raise OSError(28, "No space left on device", str(source), None, str(to))
+
+    with pytest.raises(StorageError) as caught:
+        stage(out, lambda staged: copy(staged / "file"))
+    assert caught.value.where == str(out)
+    with pytest.raises(StorageError) as caught:
+        stage(out, lambda staged: copy(elsewhere))
+    assert caught.value.where == str(elsewhere)
+    assert names(out) == ["old"]
+
+
 def test_an_exchange_that_is_killed_is_undone_by_the_next_run(out: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False)
     assert not out.exists()

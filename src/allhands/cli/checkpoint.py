@@ -251,7 +251,9 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     if (ranks := _number(state, "world_size")) is not None:
         facts.append(("ranks", f"{ranks:.0f}"))
     model = _mapping(state.get("model"))
-    facts += [("model", model["path"])] if "path" in model else []
+    # What a new model was given of another one is its tokenizer.
+    given = "tokenizer" if "tokenizer" in _mapping(state.get("config")) else "model"
+    facts += [(given, model["path"])] if "path" in model else []
     facts += [("its fingerprint", str(model["fingerprint"])[:_ID_DIGITS])] if "fingerprint" in model else []
     data = [f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in _mapping(state.get("data")).items() if sha]
     facts += [("data", ", ".join(data))] if data else []
@@ -270,13 +272,11 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _changed_settings(config: Any) -> dict[str, Any]:
     from allhands.config import TrainConfig
+    from allhands.pretrain_config import PretrainConfig
 
-    defaults = TrainConfig.model_validate({}).model_dump(mode="json")
-    return {
-        name: value
-        for name, value in sorted(_mapping(config).items())
-        if name not in defaults or value != defaults[name]
-    }
+    settings = _mapping(config)
+    defaults = (PretrainConfig if "tokenizer" in settings else TrainConfig).model_construct().model_dump(mode="json")
+    return {name: value for name, value in sorted(settings.items()) if name not in defaults or value != defaults[name]}
 
 
 def _tensor_table(tensors: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -41,7 +41,8 @@ MESSAGES = {
 REMEDIES = {
     "answers-lost": "raise --max-seq-length (the longest has {longest}), or shorten the prompts",
     "answers-cut": "raise --max-seq-length (the longest has {longest}), or split these records",
-    "cut": "raise --max-seq-length (the longest has {longest}), split the texts, or pack (--packing)",
+    "cut": "raise --max-seq-length (the longest has {longest}), split the texts (allhands data prepare "
+    "--documents blank-line), or pack (--packing)",
     "nothing-trained": "look at one with --row LINE",
     "no-end-of-turn": "use a model whose chat template ends each answer with a special token",
     "end-not-eos": "add that token to eos_token_id in the model's config.json",

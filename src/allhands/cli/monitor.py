@@ -6,7 +6,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +168,7 @@ def _history(run: Path) -> RunHistory | None:
 def view(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None, width: int = 200) -> Group:
     """A heading, a row a process, and what they have together."""
     table = table_of(board, now, gone, width)
-    return Group(Text(_heading(board, now, gone, history)), table, Text(_together(board, now)))
+    return Group(Text(_heading(board, now, gone, history)), table, Text(_together(board, now, gone)))
 
 
 def _heading(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None) -> str:
@@ -294,12 +294,12 @@ def _bytes(number: int | None) -> str:
     return _NONE if number is None else format_bytes(number)
 
 
-def _together(board: Board, now: float) -> str:
+def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> str:
     rows = board.rows()
     kind = (
         "" if all(row.last.pss_kind == "pss" for row in rows) else " (not all are PSS: what is shared may be missing)"
     )
-    live = board.together_bytes(now)
+    live = board.together_bytes(now, gone)
     text = f"{format_bytes(live)} now, " if live else ""
     return (
         f"together, pages that are shared counted once: {text}{format_bytes(board.peak_together_bytes)} at most{kind}"

@@ -408,7 +408,19 @@ class _Screen:
             self._console.print(f"  {line}", markup=False, no_wrap=True)
         if lengths.unit == "characters":
             self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
+        elif lengths.over_limit and self._whole_texts(flags):
+            self._say(
+                "a text file is one row: --documents blank-line makes one of each paragraph; or train with --packing, "
+                "which loses nothing"
+            )
         self._say(f"drawn in {flags.out / 'lengths.png'}")
+
+    def _whole_texts(self, flags: _Flags) -> bool:
+        """Whether a text file may have become a single row."""
+        from allhands.data.reading import file_type
+
+        files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
+        return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 
     def _next(self, flags: _Flags) -> None:
         from rich.text import Text

@@ -220,7 +220,7 @@ def train_line(report: TrainReport, total_steps: int, left_s: float, *, short: b
 
 
 def profile_line(report: TrainReport) -> str:
-    """What the time of a step goes into, on rank 0."""
+    """What the time of an update goes into, on rank 0: one of several batches, if gradients are accumulated."""
     parts = {
         "compute": report.compute_s,
         "communication": report.comm_s,
@@ -229,7 +229,7 @@ def profile_line(report: TrainReport) -> str:
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
     told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
-    return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}"
+    return f"  an update of {1e3 * report.step_time_s:.1f} ms: {told}"
 
 
 def _waiting(report: TrainReport) -> str:

@@ -213,7 +213,15 @@ def _check_weights(path: Path) -> list[Path]:
         )
     for file in files:
         try:
+            with file.open("rb"):  # MLX would not say why it cannot
+                pass
             mx.load(str(file))
+        except OSError as error:
+            raise ModelError(
+                f"the file of weights cannot be read: {error.strerror or error}",
+                where=str(file),
+                hint="allow reading it (chmod u+r), or fetch the model again",
+            ) from error
         except RuntimeError as error:
             raise ModelError(
                 f"the file of weights is torn: {first_line(error)}",

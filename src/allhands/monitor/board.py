@@ -107,9 +107,9 @@ class Board:
         """The processes: who orchestrates, agents, ranks."""
         return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
 
-    def together_bytes(self, now: float) -> int:
+    def together_bytes(self, now: float, gone: Collection[tuple[str, int]] = ()) -> int:
         """The proportional memory of all that live at ``now``: pages that they share count once."""
-        return sum(row.last.pss_bytes for row in self._rows.values() if row.state(now) == "lives")
+        return sum(row.last.pss_bytes for row in self._rows.values() if row.state(now, gone) == "lives")
 
     def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
         """Whether there are processes, and none of them lives."""

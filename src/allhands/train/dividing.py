@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mlx.nn as nn
+
 from allhands.config import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.errors import ConfigError
+from allhands.model.adapters import trained_weights
 from allhands.plan.strategies import ELEMENTWISE
 
 # Trained numbers from which on the update takes a GPU longer than 0.5 ms.
@@ -12,7 +15,13 @@ _WORTH_IT = 1 << 26
 
 
 def divides(
-    config: TrainConfig, communicator: Communicator, *, trained: int, masters: bool, eager: bool, wants_gradients: bool
+    config: TrainConfig,
+    communicator: Communicator,
+    model: nn.Module,
+    *,
+    masters: bool,
+    eager: bool,
+    wants_gradients: bool,
 ) -> bool:
     """Whether ranks divide the optimizer's state among them.
 
@@ -20,7 +29,6 @@ def divides(
     travel besides, which only who has too little memory will want.
 
     Args:
-        trained: numbers in all trained arrays.
         masters: whether the optimizer has float32 copies of them.
         eager: whether operations are computed when they are called.
         wants_gradients: whether somebody looks at whole gradients.
@@ -37,6 +45,7 @@ def divides(
     }
     found = next((problem for problem, here in problems.items() if here), None)
     if config.shard_optimizer == "auto":
+        trained = sum(array.size for array in trained_weights(model).values())
         return found is None and worth_dividing(communicator, trained, masters)
     if found is not None:
         hint = "add --compile on" if eager else f"leave it out, or take one of {', '.join(ELEMENTWISE)}"

@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 from mlx_lm.tuner.utils import build_schedule
 
-from allhands.config import TrainConfig
+from allhands.config import LrSchedule, TrainConfig
 from allhands.errors import ConfigError
 from allhands.pretrain_config import pretraining
 from allhands.train.optimizers import SGD, Adafactor, HiddenMuon, KernelAdam, KernelAdamW, Muon, Optimizer
@@ -54,7 +54,7 @@ def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = Fals
         made.masters = half and config.master_weights
         made.matrices_only = config.weight_decay_on == "matrices"
         return made
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{config.optimizer} does not take these arguments: {error}",
             where="--optimizer-config",
@@ -81,14 +81,7 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     peak, warmup = config.learning_rate, _warmup(config, total_updates)
     chosen = config.lr_schedule
     if chosen is not None and chosen.arguments is not None:
-        try:
-            return build_schedule({**chosen.model_dump(), "warmup": chosen.warmup or warmup})
-        except TypeError as error:
-            raise ConfigError(
-                f"{chosen.name} does not take these arguments: {error}",
-                where="--lr-schedule",
-                hint=f"see mlx.optimizers.{chosen.name}",
-            ) from None
+        return _given(chosen, chosen.warmup or warmup, total_updates)
     warmup = warmup or (chosen.warmup if chosen else 0)
     if warmup >= total_updates and warmup:
         raise ConfigError(
@@ -102,6 +95,22 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     start = max(chosen.warmup_init if chosen else 0.0, peak / (warmup + 1))
     rest = main if callable(main) else lambda _: mx.array(peak)
     return optim.join_schedules([optim.linear_schedule(start, peak, warmup), rest], [warmup])
+
+
+def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
+    """MLX's schedule with arguments of its own, looked at where it begins, in the middle and at its end."""
+    where, hint = "--lr-schedule", f"see mlx.optimizers.{chosen.name}"
+    try:
+        made = build_schedule({**chosen.model_dump(), "warmup": warmup})
+        rates = {at: float(made(mx.array(at))) for at in (0, warmup, total_updates // 2, max(total_updates - 1, 0))}
+    except (TypeError, ValueError, ArithmeticError) as error:
+        message = f"{chosen.name} does not take the arguments {chosen.arguments}: {error}"
+        raise ConfigError(message, where=where, hint=hint) from None
+    for at, rate in rates.items():
+        if not (math.isfinite(rate) and rate >= 0):
+            message = f"{chosen.name} with the arguments {chosen.arguments} gives update {at} a rate of {rate:g}"
+            raise ConfigError(message, where=where, hint=hint)
+    return made
 
 
 def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:

@@ -178,6 +178,7 @@ class _Run:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
+        self._divides(masters=False)
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -287,21 +288,12 @@ class _Run:
             first = state.iteration == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.iteration)
 
-        model, eager = self.ready.loaded.model, self.ready.accelerator.eager and config.compile != "on"
-        trained = sum(array.size for array in trained_weights(model).values())
         return TrainStep(
-            model,
+            self.ready.loaded.model,
             optimizer,
             self.ready.communicator,
-            eager=eager,
-            shard=divides(
-                config,
-                self.ready.communicator,
-                trained=trained,
-                masters=optimizer.masters,
-                eager=eager,
-                wants_gradients=bool(self.callbacks),
-            ),
+            eager=self._eager,
+            shard=self._divides(masters=optimizer.masters),
             compiled=compiled,
             max_grad_norm=config.max_grad_norm,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
@@ -312,6 +304,14 @@ class _Run:
             beat=beat,
             rehearse=lambda point: fire(point, state.iteration, self.mesh.rank),
         )
+
+    @property
+    def _eager(self) -> bool:
+        return self.ready.accelerator.eager and self.config.compile != "on"
+
+    def _divides(self, *, masters: bool) -> bool:
+        told = {"masters": masters, "eager": self._eager, "wants_gradients": bool(self.callbacks)}
+        return divides(self.config, self.ready.communicator, self.ready.loaded.model, **told)
 
     def _alike(self, sizing: Sizing) -> bool:
         """Whether all ranks cut their shares the same way; asked where that is of use."""
