@@ -265,13 +265,19 @@ def _labels(runs: Sequence[RunHistory]) -> list[str]:
         name = " ".join(run.name.split())
         label = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
         if run.started:
-            label += f" ({run.started.num_ranks} rank{'s' if run.started.num_ranks > 1 else ''})"
+            label += f" ({_ranks(run)} rank{'s' * (_ranks(run) != '1')})"
         labels.append(label)
     count, seen = Counter(labels), Counter[str]()
     for place, label in enumerate(labels):
         seen[label] += 1
         labels[place] = f"{label} #{seen[label]}" if count[label] > 1 else label
     return labels
+
+
+def _ranks(run: RunHistory) -> str:
+    """How many there were; of a run that went on with others each number once, since all have a part in its figures."""
+    starts = run.starts or filter(None, [run.started])
+    return ", ".join(dict.fromkeys(str(start.num_ranks) for start in starts)) or _NONE
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
@@ -355,7 +361,7 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     first = (speeds[:1] or [0.0])[0] or np.nan
     restarts = [len(run.restarts) for run in runs]
     measures = [
-        ("ranks", [str(run.started.num_ranks) if run.started else _NONE for run in runs]),
+        ("ranks", [_ranks(run) for run in runs]),
         ("cores per rank", [str((run.started and run.started.cores_per_rank) or _NONE) for run in runs]),
         ("steps", [_steps(run) for run in runs]),
         ("training time", [_known(_total_s(run), format_duration) for run in runs]),

@@ -45,10 +45,13 @@ class Tracker(Protocol):
 class TrackerSink:
     """A sink of training and validation reports; an error of the service is warned about once and ends nothing."""
 
-    def __init__(self, name: str, tracker: Tracker, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, *, batches_per_update: int = 1, patience_s: float = _PATIENCE_S
+    ) -> None:
         """``patience_s``: how long :meth:`close` waits for a service that takes no numbers, or takes them slowly."""
         self._name = name
         self._tracker = tracker
+        self._batches_per_update = batches_per_update
         self._patience_s = patience_s
         self._warned = False
         self._waiting: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_WAITING)
@@ -57,7 +60,7 @@ class TrackerSink:
         self._thread.start()
 
     def emit(self, event: Event) -> None:
-        if values := tracked_values(event):
+        if values := tracked_values(event, self._batches_per_update):
             try:
                 self._waiting.put_nowait((values, getattr(event, "step", 0)))
             except queue.Full:
@@ -92,13 +95,16 @@ class TrackerSink:
             _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
 
 
-def tracked_values(event: Event) -> dict[str, float]:
-    """The numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB."""
+def tracked_values(event: Event, batches_per_update: int = 1) -> dict[str, float]:
+    """The numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
+
+    An iteration is a batch, of which an update may take several.
+    """
     if isinstance(event, TrainReport):
         return {
             "train_loss": event.loss,
             "learning_rate": event.learning_rate,
-            "iterations_per_second": 1.0 / event.step_time_s if event.step_time_s else 0.0,
+            "iterations_per_second": batches_per_update / event.step_time_s if event.step_time_s else 0.0,
             "tokens_per_second": event.trained_tokens_per_s,
             "trained_tokens": event.trained_tokens,
             "peak_memory": max(event.peak_memory_bytes, default=0) / 1e9,
@@ -149,7 +155,8 @@ def start_trackers(
         ConfigError: nobody is logged in.
     """
     started = [(name, _start(name, project, directory, config)) for name in names]
-    return [TrackerSink(name, tracker) for name, tracker in started if tracker is not None]
+    batches = int(config.get("grad_accumulation_steps", 1))
+    return [TrackerSink(name, one, batches_per_update=batches) for name, one in started if one is not None]
 
 
 def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker | None:

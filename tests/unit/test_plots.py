@@ -372,6 +372,14 @@ def test_of_more_than_three_runs_each_has_a_row(tmp_path: Path) -> None:
     assert "starts" not in " ".join(heads)
 
 
+def test_a_run_that_went_on_with_other_ranks_names_all_numbers() -> None:
+    run = history("part")
+    assert run.started is not None
+    run.starts = [replace(run.started, num_ranks=ranks) for ranks in (2, 1, 1, 3)]
+    row = times_markdown([run]).splitlines()[2]
+    assert row.startswith("| part (2, 1, 3 ranks) | 2, 1, 3 | ")
+
+
 def test_restarts_are_counted_in_the_tables_only_if_there_are_any() -> None:
     runs = [history("one"), history("two")]
     assert not any("restarts" in line for line in (*table_lines(runs), times_markdown(runs)))

@@ -95,6 +95,7 @@ def test_the_numbers_have_mlx_lms_names_and_units() -> None:
         "peak_memory": 0.75,
         "grad_norm": 0.7,
     }
+    assert tracked_values(TRAIN, 3)["iterations_per_second"] == 12.0
     assert tracked_values(ValidReport(20, 1.5, 300, 9.0, 2.0, True)) == {"val_loss": 1.5, "val_time": 2.0}
     assert tracked_values(RunEnded(20, "finished", 9.0, test_loss=1.25)) == {"test_loss": 1.25}
     assert tracked_values(RunEnded(20, "finished", 9.0)) == tracked_values(SavedReport(20, "x")) == {}
@@ -177,10 +178,11 @@ def test_tensorboard_gets_files_beside_the_run(monkeypatch: pytest.MonkeyPatch, 
     module = ModuleType("tensorboardX")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    (sink,) = start_trackers(["tensorboard"], None, tmp_path, {"seed": 3})
+    (sink,) = start_trackers(["tensorboard"], None, tmp_path, {"seed": 3, "grad_accumulation_steps": 2})
     sink.emit(TRAIN)
     sink.close()
     assert written[0] == ("train_loss", 2.5, 10)
+    assert ("iterations_per_second", 8.0, 10) in written
     assert [name for name, _, _ in written[-2:]] == ["grad_norm", "closed"]
 
 
