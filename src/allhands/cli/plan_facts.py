@@ -16,7 +16,7 @@ from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device, device_of
 from allhands.plan.links import Exchange, Measured, link_of
-from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.plan.memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.outlook import Job, Prices
 from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
 from allhands.plan.speed import StepModel, fitted
@@ -117,7 +117,7 @@ def facts_of(
         blocks=model.blocks,
         work=work,
         of=on_cpu if kind == "cpu" else on_gpu,
-        present_bytes=_present(model.blocks, work, measured) if kind == "cpu" else 0,
+        present_bytes=_present(config, model.blocks, work, measured) if kind == "cpu" else 0,
         needed_bytes=measured.peak_bytes if kind == "cuda" and measured is not None else 0,
         quantised=model.bits > 0,
         once=asked.once,
@@ -426,11 +426,13 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
     )
 
 
-def _present(blocks: Blocks | None, work: Work | None, measured: Calibration | None) -> int:
+def _present(config: TrainConfig, blocks: Blocks | None, work: Work | None, measured: Calibration | None) -> int:
     """Bytes of a process on a CPU that are no arrays of its training: as it has said itself, or about so many."""
     if blocks is None or work is None or measured is None or measured.expected_bytes is None:
         return _PROGRAM_BYTES
-    return max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
+    # The steps that were measured have written nothing.
+    later = WRITING_BYTES if config.sample_prompts else 0
+    return later + max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
 
 
 def _prices(asked: Asked, devices: list[Device], notes: list[str]) -> Prices:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 Method = Literal["lora", "dora", "full"]
 
+WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
 _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2
 _CHUNK_ROWS = 256  # of the loss

@@ -13,12 +13,10 @@ from allhands.distributed.mesh import Mesh
 from allhands.formatting import format_bytes
 from allhands.model import native
 from allhands.model.load import LoadedModel
-from allhands.plan.memory import Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.plan.memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.sizes import left_to_adam
 from allhands.pretrain_config import pretraining
 from allhands.trees import flatten
-
-_WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
 
 
 def expected_bytes(
@@ -58,7 +56,7 @@ def expected_bytes(
     )
     if accelerator.kind == "cuda":
         return on_gpu(blocks, work).arrays
-    later = _WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
+    later = WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
     return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
 
 
