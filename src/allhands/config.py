@@ -26,7 +26,6 @@ from pydantic import (
 
 from allhands.aliases import ALIASES, ELSEWHERE
 from allhands.errors import ConfigError, in_our_words
-from allhands.optimizer_arguments import checked_arguments
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -316,6 +315,8 @@ class TrainConfig(_Strict):
     @field_validator("optimizer_config")
     @classmethod
     def _arguments_of_optimizers(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        from allhands.optimizer_arguments import checked_arguments  # the help has no use for it
+
         return {name: checked_arguments(name, arguments) for name, arguments in value.items()}
 
     @field_validator("rank_weights")
