@@ -222,8 +222,12 @@ def same(other: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
     """All records in a directory, the oldest first."""
-    every = [_read(path) for path in sorted(directory.glob("*.json"))]
-    return sorted(every, key=lambda record: (record["date"], record["time"]))
+    return oldest_first(_read(path) for path in sorted(directory.glob("*.json")))
+
+
+def oldest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sorted by when they were made."""
+    return sorted(records, key=lambda record: (record["date"], record["time"]))
 
 
 def not_measured_since(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, Any]]]:

@@ -20,6 +20,7 @@ from records import (  # noqa: E402
     is_ours,
     machine_of,
     not_measured_since,
+    oldest_first,
     read_records,
     rows_in,
 )
@@ -150,15 +151,10 @@ def page(directory: Path = ROOT / "benchmarks" / "results") -> str:
 
 def newest(records: Sequence[Record]) -> list[Record]:
     """The last record of each benchmark's works on each machine, the oldest first."""
-    places: dict[tuple[str, str], list[int]] = {}
-    for place, record in enumerate(records):
-        places.setdefault((record["name"], machine_of(record)), []).append(place)
-    found = [
-        (history[nth], record)
-        for history in places.values()
-        for nth, record in not_measured_since([records[place] for place in history])
-    ]
-    return [record for _, record in sorted(found, key=lambda one: one[0])]
+    histories: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        histories.setdefault((record["name"], machine_of(record)), []).append(record)
+    return oldest_first(record for history in histories.values() for _, record in not_measured_since(history))
 
 
 def section(record: Record) -> str:

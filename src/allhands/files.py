@@ -37,17 +37,20 @@ _REMEDY = {
 }
 
 
-def written_path(error: OSError, otherwise: Path | str) -> Path:
-    """The path that could not be written; of a copy or a renaming the new one, not that which is only read."""
-    return Path(error.filename2 or error.filename or otherwise)
-
-
 def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     """A :class:`StorageError` that names the file and the remedy."""
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error)
     hint = _REMEDY.get(number or 0, "check the free space and the rights of the directory")
     return StorageError(f"cannot be written: {reason}", where=str(path), hint=hint)
+
+
+def storage_error_of(error: OSError, otherwise: Path | str) -> StorageError:
+    """:func:`storage_error` of the path that ``error`` names; ``otherwise`` if it names none.
+
+    Of a copy or a renaming that is the new path, not the one that is only read.
+    """
+    return storage_error(Path(error.filename2 or error.filename or otherwise), error)
 
 
 def make_directory(path: Path, *, private: bool = False) -> Path:

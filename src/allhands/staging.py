@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import TextIO
 
 from allhands.errors import StorageError
-from allhands.files import make_directory, make_private, make_unused, private_opener, storage_error, sync, written_path
+from allhands.files import (
+    make_directory,
+    make_private,
+    make_unused,
+    private_opener,
+    storage_error,
+    storage_error_of,
+    sync,
+)
 
 _PARTIAL, _REPLACED = "partial", "replaced"
 
@@ -43,13 +51,9 @@ def staging(target: Path, *, private: bool = False) -> Generator[Path]:
             descriptor = _lock_directory(made)
         yield made
     except OSError as error:
-        path = written_path(error, target)
-        raise storage_error(target if _is_staging(path, target) else path, error) from error
+        raise _as_asked_for(storage_error_of(error, target), target) from error
     except StorageError as error:
-        if not _is_staging(error.where or "", target):
-            raise
-        # The directory that was asked for: the other one is gone when this is read.
-        raise StorageError(error.message, where=str(target), hint=error.hint) from error
+        raise _as_asked_for(error, target) from error.__cause__
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
@@ -147,9 +151,11 @@ def _prefix(target: Path, kind: str = _PARTIAL) -> str:
     return f".{target.name}.{kind}-"
 
 
-def _is_staging(path: Path | str, target: Path) -> bool:
-    """Whether ``path`` is a directory for ``target`` or lies in one."""
-    return str(path).startswith(str(target.parent / _prefix(target)))
+def _as_asked_for(error: StorageError, target: Path) -> StorageError:
+    """``error``, of ``target`` if it is of a directory for that: such a one is gone when this is read."""
+    if not (error.where or "").startswith(str(target.parent / _prefix(target))):
+        return error
+    return StorageError(error.message, where=str(target), hint=error.hint)
 
 
 def _lock_directory(path: Path) -> int:

@@ -23,7 +23,7 @@ from allhands.checkpoints.layout import (
 from allhands.checkpoints.reading import Checkpoint, check_sizes, described, with_state
 from allhands.checkpoints.writing import others_in, sweep
 from allhands.errors import CheckpointError
-from allhands.files import storage_error, written_path
+from allhands.files import storage_error_of
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def prune(
         for path in removed:
             _remove(path)
     except OSError as error:
-        raise storage_error(written_path(error, directory), error) from error
+        raise storage_error_of(error, directory) from error
     return removed
 
 

@@ -252,7 +252,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
         facts.append(("ranks", f"{ranks:.0f}"))
     model = _mapping(state.get("model"))
     # What a new model was given of another one is its tokenizer.
-    given = "tokenizer" if "tokenizer" in _mapping(state.get("config")) else "model"
+    given = "tokenizer" if _is_of_pretraining(_mapping(state.get("config"))) else "model"
     facts += [(given, model["path"])] if "path" in model else []
     facts += [("its fingerprint", str(model["fingerprint"])[:_ID_DIGITS])] if "fingerprint" in model else []
     data = [f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in _mapping(state.get("data")).items() if sha]
@@ -270,12 +270,17 @@ def _mapping(value: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
+def _is_of_pretraining(settings: Mapping[str, Any]) -> bool:
+    return "tokenizer" in settings
+
+
 def _changed_settings(config: Any) -> dict[str, Any]:
     from allhands.config import TrainConfig
     from allhands.pretrain_config import PretrainConfig
 
     settings = _mapping(config)
-    defaults = (PretrainConfig if "tokenizer" in settings else TrainConfig).model_construct().model_dump(mode="json")
+    kind = PretrainConfig if _is_of_pretraining(settings) else TrainConfig
+    defaults = kind.model_construct().model_dump(mode="json")
     return {name: value for name, value in sorted(settings.items()) if name not in defaults or value != defaults[name]}
 
 

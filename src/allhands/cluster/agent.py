@@ -29,7 +29,7 @@ from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
-from allhands.files import make_directory, storage_error, written_path
+from allhands.files import make_directory, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
 from allhands.versions import versions_of
 
@@ -345,7 +345,7 @@ def _work(agent: Agent, frames: queue.SimpleQueue[Frame | None]) -> None:
 
 def _refuse(link: Link, error: AllhandsError | OSError) -> None:
     if isinstance(error, OSError):
-        error = storage_error(written_path(error, "a file"), error)
+        error = storage_error_of(error, "a file")
     parts = {name: getattr(error, name) for name in ("message", "where", "hint")}
     link.send("refused", type=type(error).__name__, **parts)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from allhands.files import storage_error, written_path
+from allhands.files import storage_error_of
 
 _KEPT = 3
 _KEPT_JOBS = 5
@@ -38,7 +38,7 @@ def clear_logs(log_dir: Path) -> Path | None:
         for path in found:
             _move(path, place / path.name)
     except OSError as error:
-        raise storage_error(written_path(error, place), error) from None
+        raise storage_error_of(error, place) from None
     return place
 
 

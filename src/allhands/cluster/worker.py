@@ -36,7 +36,7 @@ from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.runfiles import BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
-from allhands.files import private_opener, storage_error, written_path
+from allhands.files import private_opener, storage_error_of
 from allhands.kernels import publish
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 
@@ -397,7 +397,7 @@ def as_allhands_error(error: BaseException) -> BaseException:
     rank ended first.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-        return storage_error(written_path(error, "a file"), error)
+        return storage_error_of(error, "a file")
     if not isinstance(error, RuntimeError):
         return error
     text = str(error)

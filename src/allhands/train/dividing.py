@@ -45,8 +45,10 @@ def divides(
     }
     found = next((problem for problem, here in problems.items() if here), None)
     if config.shard_optimizer == "auto":
+        if found is not None:
+            return False
         trained = sum(array.size for array in trained_weights(model).values())
-        return found is None and worth_dividing(communicator, trained, masters)
+        return worth_dividing(communicator, trained, masters)
     if found is not None:
         hint = "add --compile on" if eager else f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
         raise ConfigError(f"the optimizer cannot be divided: {found}", where="--shard-optimizer on", hint=hint)

@@ -15,7 +15,7 @@ from allhands.arrays import hand_out, hand_out_json
 from allhands.checkpoints import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, quick_step, run_name, survey
 from allhands.checkpoints.layout import entries
 from allhands.distributed.backend import Communicator
-from allhands.files import make_directory, storage_error, write_whole, written_path
+from allhands.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
 from allhands.model.adapters import CONFIG_FILE
 from allhands.model.fresh import MARK
@@ -221,7 +221,7 @@ def share_history(
         if lacks:
             _write(directory, curve, best)
     except OSError as error:
-        raise storage_error(written_path(error, directory), error) from error
+        raise storage_error_of(error, directory) from error
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:

@@ -17,7 +17,7 @@ from allhands.checkpoints.reading import sum_of
 from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
-from allhands.files import make_directory, storage_error, write_whole, written_path
+from allhands.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config
 from allhands.model.fresh import ModelFiles
@@ -145,7 +145,7 @@ class Saver:
                 return None
             path = self._write_best(request) if request.kind == "best" else self._write_last(request, there)
         except OSError as error:
-            raise storage_error(written_path(error, self._plan.directory), error) from error
+            raise storage_error_of(error, self._plan.directory) from error
         return SavedReport(request.iteration, str(path), request.pause_s, time.perf_counter() - begun)
 
     def _numbered(self, request: _Request) -> Path:
