@@ -43,6 +43,7 @@ from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
+from allhands.train.gradient_check import StartCheck
 from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
@@ -152,19 +153,13 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
-    if not accelerator.eager:
-        make_deterministic(model)
-    dropout = install_dropout(model, config.seed)
-    prepare_quantized(model, accelerator, compact=True)
-    at_once = accelerator.eager and config.compile != "on" and use_native(model) > 0
-    if accelerator.kind == "cuda":
-        fuse(model, config.max_seq_length)
-    elif accelerator.kind == "metal":
-        use_dense(model)
+    with _busy(surroundings):
+        check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
+        dropout = put_forms_in(model, config, accelerator)
+        if check is not None:
+            notes += check.finish(model, dropout)
     if start is not None:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
-    if config.grad_checkpoint:
-        checkpoint_layers(model.layers, at_once=at_once)
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
@@ -190,6 +185,26 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
     return Prepared(*parts, tuple(notes), run_id, kernels)
+
+
+def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> DropoutKeys | None:
+    """Let ``model``, of which it is settled what is trained, compute as its training on this device does.
+
+    Returns:
+        What a training step must set for each micro-batch; ``None`` if nothing is ever dropped.
+    """
+    if not accelerator.eager:
+        make_deterministic(model)
+    dropout = install_dropout(model, config.seed)
+    prepare_quantized(model, accelerator, compact=True)
+    at_once = accelerator.eager and config.compile != "on" and use_native(model) > 0
+    if accelerator.kind == "cuda":
+        fuse(model, config.max_seq_length)
+    elif accelerator.kind == "metal":
+        use_dense(model)
+    if config.grad_checkpoint:
+        checkpoint_layers(model.layers, at_once=at_once)
+    return dropout
 
 
 def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
