@@ -80,6 +80,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.operations": 3,
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,
+    "allhands.train.gradient_check": 3,
     "allhands.train.poison": 3,
     "allhands.train.state": 3,
     "allhands.train.resume": 3,

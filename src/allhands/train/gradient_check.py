@@ -29,7 +29,7 @@ from allhands.errors import ModelError, StorageError
 from allhands.files import make_directory, write_whole
 from allhands.model import moments
 from allhands.model.adapters import count_parameters
-from allhands.model.choices import Choices, settle
+from allhands.model.choices import Choices, settle, settled
 from allhands.model.dropout import DropoutKeys
 from allhands.model.load import LoadedModel
 from allhands.train.choosing import Settlement
@@ -51,6 +51,7 @@ _SECONDS = {"short": 1.0, "long": 2.0}
 _RATES = {"cpu": 1.5e10, "metal": 1e12, "cuda": 1e13}
 _QUANTISED_CPU_RATE = 2e9
 _ROOM_SHARE = 50  # of the device's memory, for what mlx_lm's model keeps for its backward pass
+_ROOM_SHARE_UNBOUNDED = 4
 _FORMAT = 1
 
 
@@ -170,20 +171,26 @@ class GradientCheck:
         self._rows: list[tuple[_Row, _Pass]] = []
         self.notes: list[str] = []
         self._dtype = "float32" if accelerator.kind == "cpu" else _computed_in(model)
-        sizes = _Sizes.of(model, config, accelerator)
+        sizes = _Sizes.of(model, config, accelerator, share=_ROOM_SHARE if bounded else _ROOM_SHARE_UNBOUNDED)
         lengths = [SHORT_TOKENS, longest] if longest > SHORT_TOKENS else [max(longest, 3)]
         speed = 1.0
         for length in lengths:
             kind = "short" if length <= SHORT_TOKENS else "long"
-            blocks, tokens = sizes.affordable(length, _SECONDS[kind] * speed) if bounded else (sizes.blocks, length)
+            blocks, tokens = sizes.affordable(length, _SECONDS[kind] * speed if bounded else math.inf)
             if tokens < length:
-                self.notes.append(f"compared on {tokens} of {length} tokens: more would take too long here")
+                self.notes.append(
+                    f"the gradient was compared with mlx_lm's on {tokens} of {length} tokens: "
+                    "more would take too long, or too much memory, here"
+                )
             row = _Row(_random_tokens(tokens, largest_token), blocks)
             started = time.perf_counter()
             try:
                 self._rows.append((row, self._theirs(model, row)))
             except Exception as error:  # whatever an architecture may raise in MLX's or its own code
-                self.notes.append(f"mlx_lm's own model cannot compute this gradient here: {_in_short(error)}")
+                self.notes.append(
+                    f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: "
+                    f"{_in_short(error)}"
+                )
                 break
             speed = min(1.0, _SECONDS[kind] / max(time.perf_counter() - started, 1e-3))
 
@@ -203,13 +210,18 @@ class GradientCheck:
             finally:
                 model.update(weights)
 
-    def compare(self, model: nn.Module, *, eager: bool, dropout: DropoutKeys | None) -> Verdict:
-        """Ours, by the model with its forms in place, beside mlx_lm's.
+    def compare(self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None) -> Verdict:
+        """Ours, by the model with its forms in place and by the choices of ``kernels``, beside mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
         """
-        compared = [self._compared(model, row, theirs, eager, dropout) for row, theirs in self._rows]
+        before = settled()
+        settle(kernels)
+        try:
+            compared = [self._compared(model, row, theirs, eager, dropout) for row, theirs in self._rows]
+        finally:
+            settle(before)
         self._rows.clear()
         mx.clear_cache()
         limit = _LIMITS[self._dtype]
@@ -314,7 +326,7 @@ class _Sizes:
     room: float
 
     @classmethod
-    def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator) -> _Sizes:
+    def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, share: int) -> _Sizes:
         inner = {**config, **(config.get("text_config") or {})}
         width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
         layers = list(getattr(model, "layers", ()))
@@ -329,7 +341,7 @@ class _Sizes:
             floats=40.0 * width,
             heads=_integer(inner, ("num_attention_heads", "n_head", "num_heads"), 32),
             rate=rate,
-            room=accelerator.memory_bytes / _ROOM_SHARE,
+            room=accelerator.memory_bytes / share,
         )
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
@@ -435,11 +447,7 @@ class StartCheck:
         Raises:
             ModelError: they differ, or ours cannot be computed.
         """
-        settle(self._kernels)
-        try:
-            verdict = self._check.compare(model, eager=self._eager, dropout=dropout)
-        finally:
-            settle(Choices())
+        verdict = self._check.compare(model, kernels=self._kernels, eager=self._eager, dropout=dropout)
         verdict.raise_if_wrong(self._name)
         remember(self._memory, verdict)
         return list(verdict.notes)
