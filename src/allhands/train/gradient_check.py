@@ -48,8 +48,9 @@ _LIMIT_GPU_FLOAT32 = 0.03
 _LOSS_LIMITS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03}
 # Seconds for each row, and how fast mlx_lm's own model computes, in floating-point operations a second: low guesses.
 _SECONDS = {"short": 1.0, "long": 2.0}
-_RATES = {"cpu": 1.5e10, "metal": 1e12, "cuda": 1e13}
-_QUANTISED_CPU_RATE = 2e9
+_RATES = {"cpu": 3e10, "metal": 1e12, "cuda": 1e13}
+# A CPU makes quantised weights dense, forward and backward: seconds for each.
+_DECODE_S = 2e-8
 _ROOM_SHARE = 50  # of the device's memory, for what mlx_lm's model keeps for its backward pass
 _ROOM_SHARE_UNBOUNDED = 4
 _FORMAT = 1
@@ -314,6 +315,7 @@ class _Sizes:
         floats: of a token and block that its backward pass needs, without attention's scores.
         heads: of queries, for the scores.
         rate: floating-point operations a second.
+        decode_s: to make a parameter dense.
         room: bytes that may be kept.
     """
 
@@ -323,6 +325,7 @@ class _Sizes:
     floats: float
     heads: int
     rate: float
+    decode_s: float
     room: float
 
     @classmethod
@@ -332,7 +335,6 @@ class _Sizes:
         layers = list(getattr(model, "layers", ()))
         in_blocks = sum(count_parameters(layer) for layer in layers)
         quantised = any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
-        rate = _QUANTISED_CPU_RATE if quantised and accelerator.kind == "cpu" else _RATES[accelerator.kind]
         per_block = in_blocks / max(len(layers), 1)
         return cls(
             blocks=max(len(layers), 1),
@@ -340,15 +342,18 @@ class _Sizes:
             beside=min(count_parameters(model) - in_blocks, width * _integer(inner, ("vocab_size",), 1 << 17)),
             floats=40.0 * width,
             heads=_integer(inner, ("num_attention_heads", "n_head", "num_heads"), 32),
-            rate=rate,
+            rate=_RATES[accelerator.kind],
+            decode_s=_DECODE_S if quantised and accelerator.kind == "cpu" else 0.0,
             room=accelerator.memory_bytes / share,
         )
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
         """How many blocks, and how many of ``tokens``, a pass of so many seconds can have."""
         while True:
-            left = seconds * self.rate - 6.0 * self.beside * min(tokens, _TRAINED)
-            by_time = left / (6.0 * self.per_block * tokens + 12.0 * self.floats / 40.0 * tokens**2)
+            trained = min(tokens, _TRAINED)
+            left = seconds - self.beside * (6.0 * trained / self.rate + self.decode_s)
+            operations = 6.0 * self.per_block * tokens + 0.3 * self.floats * tokens**2
+            by_time = left / (operations / self.rate + self.per_block * self.decode_s)
             by_room = self.room / (4.0 * tokens * (self.floats + 3.0 * self.heads * tokens))
             blocks = int(min(by_time, by_room, self.blocks))
             if blocks >= 1 or tokens <= SHORT_TOKENS:
