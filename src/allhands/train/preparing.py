@@ -37,6 +37,7 @@ from allhands.model.embedding import make_deterministic
 from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse, keep_dense
 from allhands.model.fused.linear import use_dense
+from allhands.model.known import calls_blocks
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
@@ -203,6 +204,11 @@ def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> D
     elif accelerator.kind == "metal":
         use_dense(model)
     if config.grad_checkpoint:
+        if not calls_blocks(model):
+            message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
+            raise ConfigError(
+                message, where="--grad-checkpoint", hint="leave it out; a smaller --batch-size saves memory"
+            )
         checkpoint_layers(model.layers, at_once=at_once)
     return dropout
 
