@@ -218,8 +218,7 @@ def test_tokens_of_a_date_are_found_again(flags: dict[str, Any]) -> None:
     new = datetime(2026, 5, 6)
     sources, tokenizer = find_splits(config), load_tokenizer(config.model)
     built = [
-        open_data(config, sources, tokenizer, moment=moment).stored["train"].built
-        for moment in (EVENING, new, new)
+        open_data(config, sources, tokenizer, moment=moment).stored["train"].built for moment in (EVENING, new, new)
     ]
     assert built == [False, True, False]
     assert load_data(config).dated is not None
