@@ -9,7 +9,7 @@ because transformers lets nothing but plain values into a template.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
@@ -58,20 +58,20 @@ class StoppedClock:
     Formats are learned as a template asks for them: it is asked again then, so any that it computes will do.
     """
 
-    def __init__(self, tokenizer: Any, moment: datetime) -> None:
+    def __init__(self, moment: datetime) -> None:
         """``moment``: by the clock on the wall, without a time zone."""
-        self._tokenizer = tokenizer
         self._moment = moment
         self._dates: dict[str, str] = {}
 
-    def rendered(self, messages: list[Any], tools: list[Any] | None, **options: Any) -> str:
-        """What ``apply_chat_template`` gives; raises what that does."""
-        source = _MACRO + self._tokenizer.get_chat_template(None, tools)
+    def rendered(self, source: str, render: Callable[..., str]) -> str:
+        """What ``render`` makes of the template ``source``; raises what that does.
+
+        Args:
+            render: is called with the template as ``chat_template`` and with ``allhands_dates`` for it.
+        """
         while True:
             try:
-                return self._tokenizer.apply_chat_template(
-                    messages, tools=tools, chat_template=source, allhands_dates=dict(self._dates), **options
-                )
+                return render(chat_template=_MACRO + source, allhands_dates=dict(self._dates))
             except Exception as error:
                 before, mark, wanted = str(error).partition(_UNKNOWN)
                 if not mark or before or wanted in self._dates:

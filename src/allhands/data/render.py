@@ -18,7 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -254,7 +254,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, moment: datetime | None = None) -> None:
         self._tokenizer = tokenizer
-        self._clock = StoppedClock(tokenizer, moment) if moment is not None and asks_date(tokenizer) else None
+        self._clock = StoppedClock(moment) if moment is not None and asks_date(tokenizer) else None
 
     @cached_property
     def answers(self) -> AnswerFinder:
@@ -269,14 +269,20 @@ class ChatTemplate:
             DataError: the template rejects the conversation.
         """
         try:
-            render = self._tokenizer.apply_chat_template if self._clock is None else self._clock.rendered
-            return render(list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt)
+            options: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
+            render = partial(self._tokenizer.apply_chat_template, list(messages), **options)
+            return render() if self._clock is None else self._clock.rendered(self._source(tools), render)
         except Exception as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
                 hint="many templates want user and assistant in turn, some no system message or tools: "
                 "change the record, or choose another model",
             ) from error
+
+    def _source(self, tools: list[Any] | None) -> str:
+        """The template that is used of those that the tokenizer may have."""
+        tokenizer: Any = self._tokenizer
+        return tokenizer.get_chat_template(None, tools)
 
     def dates_in(self, text: str) -> tuple[str, ...]:
         """The current date in a rendered conversation, in each spelling; only known of a ``moment``."""
