@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,9 @@ from twins import errors_of, run_ranks
 
 from allhands.arrays import load_arrays, tensors_of
 from allhands.checkpoints import find_latest, write_checkpoint
+from allhands.cluster.environment import Launch
+from allhands.cluster.join import surroundings_of
+from allhands.cluster.worker import WorkerContext
 from allhands.config import build_config
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DataError
@@ -224,6 +226,7 @@ def test_tokens_of_a_date_are_found_again(flags: dict[str, Any]) -> None:
     assert load_data(config).dated is not None
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_over_midnight_starts_again(flags: dict[str, Any], tmp_path: Path) -> None:
     """The template writes seconds, so that every second is another day."""
     words = ["--train", "--model", flags["model"], "--data", flags["data"], "--iters", "6", "--save-every", "2"]
@@ -236,5 +239,13 @@ def test_a_rank_that_is_killed_over_midnight_starts_again(flags: dict[str, Any],
     assert losses(tmp_path / "run")
 
 
-def test_surroundings_are_of_now() -> None:
-    assert abs((replace(Surroundings(), attempt=2).moment - datetime.now()).total_seconds()) < 60
+@pytest.mark.parametrize(("given", "expected"), [(EVENING.isoformat(), EVENING), ("yesterday", None), (None, None)])
+def test_a_rank_is_told_when_its_run_began(
+    given: str | None, expected: datetime | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ALLHANDS_RUN_BEGAN", raising=False)
+    if given is not None:
+        monkeypatch.setenv("ALLHANDS_RUN_BEGAN", given)
+    launch = Launch("allhands", 0, 1, 0, 1, "none", "a test")
+    moment = surroundings_of(WorkerContext(launch, None, None), launch, build_config({})).moment
+    assert moment == expected if expected else abs((moment - datetime.now()).total_seconds()) < 600
