@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from rich.console import Console
 from rich.table import Table
 
@@ -61,6 +60,8 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
         ModelError: they differ.
         ConfigError: there is nothing to compare.
     """
+    import mlx.core as mx
+
     console = Console(highlight=False, soft_wrap=True)
     wanted = {**settings, "model": model, "data": data, "max_seq_length": longest, "train": True, "val_batches": 0}
     config = build_config(wanted)

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -163,11 +164,13 @@ class View:
         tokens: (L,) ids.
         trained: (L,) bool, the targets of the loss.
         answer: (L,) bool, the answers with their ends; None where they cannot be told from the rest.
+        dates: the current date, in each spelling in which the chat template has written it.
     """
 
     tokens: NDArray[np.int32]
     trained: NDArray[np.bool_]
     answer: NDArray[np.bool_] | None
+    dates: tuple[str, ...] = ()
 
 
 class Examiner:
@@ -176,10 +179,9 @@ class Examiner:
     def __init__(self, tokenizer: Any, options: CheckOptions) -> None:
         self.tokenizer = tokenizer
         self.options = options
-        self._renderer = Renderer(
-            tokenizer, mask_prompt=options.mask_prompt, max_seq_length=WHOLE, train_on=options.train_on
-        )
-        self._answers = Renderer(tokenizer, mask_prompt=True, max_seq_length=WHOLE)
+        same: Any = {"max_seq_length": WHOLE, "moment": datetime.now()}
+        self._renderer = Renderer(tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same)
+        self._answers = Renderer(tokenizer, mask_prompt=True, **same)
         stops = getattr(tokenizer, "eos_token_ids", None)  # a set, or of a bare tokenizer the one token
         self.stops: set[int] = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
         # Where it is the end-of-text token too, two of them say nothing.
@@ -196,13 +198,13 @@ class Examiner:
         """
         rendered = self._renderer.render(record)
         if record.kind == "text" or self.options.masks:
-            return View(rendered.tokens, rendered.mask, rendered.mask)
+            return View(rendered.tokens, rendered.mask, rendered.mask, rendered.dates)
         try:
             alone = self._answers.render(record)
         except AllhandsError:  # prompts are trained too, so training does not mind
-            return View(rendered.tokens, rendered.mask, None)
+            return View(rendered.tokens, rendered.mask, None, rendered.dates)
         same = np.array_equal(alone.tokens, rendered.tokens)
-        return View(rendered.tokens, rendered.mask, alone.mask if same else None)
+        return View(rendered.tokens, rendered.mask, alone.mask if same else None, rendered.dates)
 
     @cached_property
     def facts(self) -> TemplateFacts:
@@ -227,7 +229,7 @@ class Examiner:
 def template_findings(tokenizer: Any) -> list[Finding]:
     """Whether an answer begins in generation as it did in training."""
     question: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer, datetime.now())
     if not has_chat_template(tokenizer):
         return []
     try:
@@ -272,6 +274,7 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "system-dropped": ("harms", 0.0, 2.0),
     "tools-dropped": ("harms", 0.0, 2.0),
     "weights-unused": ("harms", 0.0, 2.0),
+    "dated": ("note", 0.0, 2.0),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
     "in-train": ("harms", 0.0, 0.1),
@@ -330,7 +333,7 @@ class _Tally:
         self._warnings = Reasons()
         self._answers: Counter[bytes] = Counter()
         self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
-        self._texts: dict[str, Counter[str]] = {"special": Counter(), "end": Counter()}
+        self._texts: dict[str, Counter[str]] = {"special": Counter(), "end": Counter(), "dates": Counter()}
         self._largest, self._trained_prompt = -1, 0
 
     def add(self, item: Example | DataError) -> None:
@@ -399,6 +402,9 @@ class _Tally:
             yield "bos-twice"
         if self._options.vocab_size is not None and tokens.max(initial=-1) >= self._options.vocab_size:
             yield "vocabulary"
+        if view.dates:
+            self._texts["dates"].update(view.dates)
+            yield "dated"
         if record.kind != "text" and (found := examiner.special_text(text)):
             self._texts["special"].update(found)
             yield "special-text"

@@ -48,11 +48,13 @@ class Draft:
         framed: the tokenizer adds its special tokens, and an end-of-text token closes it. False for the
             output of a chat template, which has written all of them.
         spans: the character ranges that are targets, in order; None if all of it is.
+        dates: the current date, in each spelling in which the chat template has written it.
     """
 
     text: str
     framed: bool
     spans: tuple[Span, ...] | None
+    dates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import datetime
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.answers import AnswerFinder
+from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
 from allhands.data.messages import called_function
@@ -47,11 +49,13 @@ class Rendered:
         mask: (L,) bool; True where the token is a target of the loss. ``mask[0]`` is never True, since
             nothing predicts the first token.
         truncated: tokens cut off the end to keep ``max_seq_length``.
+        dates: the current date, in each spelling in which the chat template has written it.
     """
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     truncated: int
+    dates: tuple[str, ...] = ()
 
 
 class Renderer:
@@ -62,6 +66,8 @@ class Renderer:
     every assistant turn of a chat (``train_on="assistant"``) or the last one only (``"last"``), less those of
     weight 0. Tool calls and thinking belong to the answer; the header that opens a turn does not. A text has
     no prompt, so that all of it is a target in any case.
+
+    A chat template that writes the current date writes that of ``moment``, by default of when this was made.
     """
 
     def __init__(
@@ -71,12 +77,14 @@ class Renderer:
         mask_prompt: bool,
         max_seq_length: int,
         train_on: TrainOn = "assistant",
+        moment: datetime | None = None,
     ) -> None:
         if max_seq_length < 2:
             raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        self._template = ChatTemplate(tokenizer) if has_chat_template(tokenizer) else None
+        self._moment = moment or datetime.now()
+        self._template = ChatTemplate(tokenizer, self._moment) if has_chat_template(tokenizer) else None
         self._max_seq_length = max_seq_length
         self._masked = mask_prompt and train_on != "all"
         self._last_only = train_on == "last"
@@ -150,7 +158,8 @@ class Renderer:
         """What the model's chat template does, found by rendering small conversations."""
         if self._template is None:
             return TemplateFacts(present=False)
-        probe = Renderer(self._tokenizer, mask_prompt=True, max_seq_length=1 << 20, train_on="last")
+        options: Any = {"mask_prompt": True, "max_seq_length": 1 << 20, "train_on": "last", "moment": self._moment}
+        probe = Renderer(self._tokenizer, **options)
         try:
             trained = "".join(text for text, trained in probe.explain(PROBE).pieces if trained)
         except AllhandsError:
@@ -183,17 +192,19 @@ class Renderer:
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
         conversation, first_answer = _conversation(record)
         messages, text = template.accepted_form(conversation, record.tools)
+        dates = template.dates_in(text)
         if not self._masked:
-            return Draft(text, framed=False, spans=None)
+            return Draft(text, framed=False, spans=None, dates=dates)
         wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_answer]
         weights = [_weight(message, i) for i, message in enumerate(messages)]
         wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        return Draft(text, framed=False, spans=template.answers.spans(text, messages, record.tools, wanted))
+        spans = template.answers.spans(text, messages, record.tools, wanted)
+        return Draft(text, framed=False, spans=spans, dates=dates)
 
     def _finish(self, draft: Draft, encoded: Encoded) -> Rendered:
         mask = mask_of(draft, encoded, self._tokenizer.eos_token_id)
         limit = self._max_seq_length
-        return Rendered(encoded.tokens[:limit], mask[:limit], max(0, len(mask) - limit))
+        return Rendered(encoded.tokens[:limit], mask[:limit], max(0, len(mask) - limit), draft.dates)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -239,10 +250,11 @@ def _weight(message: Message, index: int) -> int | None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template."""
+    """A tokenizer's chat template. If it writes the current date: that of ``moment``, or else of the clock."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, moment: datetime | None = None) -> None:
         self._tokenizer = tokenizer
+        self._clock = StoppedClock(moment) if moment is not None and asks_date(tokenizer) else None
 
     @cached_property
     def answers(self) -> AnswerFinder:
@@ -257,15 +269,24 @@ class ChatTemplate:
             DataError: the template rejects the conversation.
         """
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
+            options: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
+            render = partial(self._tokenizer.apply_chat_template, list(messages), **options)
+            return render() if self._clock is None else self._clock.rendered(self._source(tools), render)
         except Exception as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
                 hint="many templates want user and assistant in turn, some no system message or tools: "
                 "change the record, or choose another model",
             ) from error
+
+    def _source(self, tools: list[Any] | None) -> str:
+        """The template that is used of those that the tokenizer may have."""
+        tokenizer: Any = self._tokenizer
+        return tokenizer.get_chat_template(None, tools)
+
+    def dates_in(self, text: str) -> tuple[str, ...]:
+        """The current date in a rendered conversation, in each spelling; only known of a ``moment``."""
+        return self._clock.dates_in(text) if self._clock else ()
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation and the header of the answer to come.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
 from allhands.arrays import hand_out_json
-from allhands.checkpoints import run_name
+from allhands.checkpoints import Checkpoint, run_name
 from allhands.config import TrainConfig
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
@@ -28,7 +29,15 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
 from allhands.kernels import launch_directly
-from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights, unfit
+from allhands.model.adapters import (
+    Trainable,
+    as_written,
+    dated_as,
+    load_trained,
+    make_trainable,
+    trained_weights,
+    unfit,
+)
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.choices import Choices, settle
 from allhands.model.documents import require_isolation
@@ -45,7 +54,16 @@ from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, find_splits, open_data
 from allhands.train.gradient_check import StartCheck
-from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
+from allhands.train.restore import (
+    AUTO,
+    Restored,
+    date_of,
+    find_checkpoint,
+    keeps_files,
+    receive,
+    seen_date,
+    tell_kept_aside,
+)
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
@@ -69,6 +87,7 @@ class Surroundings:
         regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
         run_id: one for all attempts of a run.
         attempt: which start of the run this is, from 1.
+        moment: when the run began, by the clock on the wall of whoever started it.
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
         log_file: where this rank's own lines go besides the console.
@@ -85,6 +104,7 @@ class Surroundings:
     regroup_requested: Callable[[], bool] = lambda: False
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     attempt: int = 1
+    moment: datetime = field(default_factory=datetime.now)
     console: Console | None = None
     cores_per_rank: int | None = None
     log_file: Path | None = None
@@ -117,6 +137,10 @@ class Prepared:
     run_id: str
     kernels: Settlement
 
+    def described(self) -> tuple[int, str, datetime | None]:
+        """What an adapter says of itself beside the options: trained blocks, model, date in its training data."""
+        return self.trainable.num_layers, str(self.loaded.path), self.data.dated
+
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
@@ -141,7 +165,11 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-        data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
+        made_data = partial(
+            open_data, config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0
+        )
+        data = made_data(moment=_moment(config, surroundings, directory, start, checkpoint))
+        notes += _date_told(data, surroundings)
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
@@ -164,11 +192,13 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints())
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated)
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
     if communicator.size > 1:
+        with _busy(surroundings):
+            data = _of_one_date(communicator, data, lambda moment: made_data(moment=moment))
         agree(communicator, run_facts(config, loaded, data, start))
     kernels = agreed(kernels, communicator)
     settle(kernels.choices)
@@ -206,11 +236,37 @@ def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> D
     if config.grad_checkpoint:
         if not calls_blocks(model):
             message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
-            raise ConfigError(
-                message, where="--grad-checkpoint", hint="leave it out; a smaller --batch-size saves memory"
-            )
+            hint = "leave it out; a smaller --batch-size saves memory"
+            raise ConfigError(message, where="--grad-checkpoint", hint=hint)
         checkpoint_layers(model.layers, at_once=at_once)
     return dropout
+
+
+def _moment(
+    config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None, checkpoint: Checkpoint | None
+) -> datetime:
+    """Whose date the chat template writes, if it writes the current one: the run's, once it has one."""
+    if not config.train:
+        kept = dated_as(start.parent) if start is not None else None
+    elif surroundings.mesh.is_main:
+        kept = date_of(checkpoint) if checkpoint is not None else None
+    else:
+        kept = seen_date(config, directory, surroundings.run_id, surroundings.attempt)
+    return kept or surroundings.moment
+
+
+def _date_told(data: Datasets, surroundings: Surroundings) -> list[str]:
+    """That the date is another than today's, where it is."""
+    if data.dated is None or data.dated.date() == surroundings.moment.date():
+        return []
+    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
+
+
+def _of_one_date(communicator: Communicator, data: Datasets, made: Callable[[datetime], Datasets]) -> Datasets:
+    """The data with rank 0's date: other ranks may have begun on another day, or live in another time zone."""
+    own = None if data.dated is None else data.dated.isoformat()
+    told: str | None = hand_out_json(communicator, own)
+    return data if own is None or told in (None, own) else made(datetime.fromisoformat(told))
 
 
 def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
