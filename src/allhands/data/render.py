@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.answers import AnswerFinder
+from allhands.data.calls import called_function
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
-from allhands.data.messages import called_function
 from allhands.data.records import Message, Record, as_turns
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 

@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
+from allhands.data.calls import called_function
 from allhands.data.messages import (
     INSTRUCTION_ROLES,
     TOOL_ROLES,
     Message,
-    Place,
-    called_function,
     check_messages,
     check_tool_answers,
-    check_tools,
-    quoted,
     require_answer,
 )
 from allhands.data.records import (
@@ -39,8 +36,10 @@ from allhands.data.records import (
     recognise,
     text_or_messages,
     to_record,
+    tools_part,
     with_system,
 )
+from allhands.data.values import Place, quoted
 from allhands.errors import DataError
 
 
@@ -157,7 +156,7 @@ def _preference(parts: Parts) -> Example:
     if chosen == rejected:
         names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
         place.fail(f"{names} are the same: there is nothing to prefer", "delete the record")
-    tools = check_tools(parts.get("tools"), parts.name("tools"), place)
+    tools = tools_part(parts)
     prompt, warnings = _question(parts), ()
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt, warnings = _shared(parts, chosen, rejected, prompt)
