@@ -37,6 +37,8 @@ INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Where the thinking before an answer may stand, besides in its words.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Pictures and sound that belong to a message or a record.
+MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 _OTHER_ROLES = {
     "human": "user",
     "gpt": "assistant",

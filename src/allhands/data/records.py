@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from allhands.data.calls import read_tools
 from allhands.data.columns import SHAPES, column_hint, fail_on_mapping
 from allhands.data.messages import (
+    MEDIA_KEYS,
     Message,
     asks_only,
     check_message,
@@ -157,7 +158,6 @@ _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations",
 _LISTS = ("chat", "conversation", "history")
 # Texts; or lists of messages, if all of those that are there are lists or such strings.
 _TEXTS_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected")
-_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def tools_part(parts: Parts) -> list[Any] | None:
 
 def unread_keys(parts: Parts) -> tuple[str, ...]:
     """Keys of a record under which pictures or sound stand, which cannot be trained on."""
-    return tuple(key for key in _MEDIA if parts.values.get(key) and key not in map(parts.name, _SHAPING))
+    return tuple(key for key in MEDIA_KEYS if parts.values.get(key) and key not in map(parts.name, _SHAPING))
 
 
 def _completion(parts: Parts) -> Record:
