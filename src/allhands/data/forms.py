@@ -75,6 +75,7 @@ def other_forms(form: Form) -> Iterator[Form]:
     yield replace(form, no_words=True, strings=True)
     yield replace(form, ids=True)
     yield replace(form, wrapped=True)
+    yield replace(form, ids=True, wrapped=True)
     for key in REASONING_KEYS:
         yield replace(form, reasoning=key)
 

@@ -261,6 +261,9 @@ def is_missing(text: str, part: Part) -> bool:
     words = part.text.strip()
     if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(words, text):
         return False
+    text = html.unescape(text) if "&" in text else text
+    if _written(words, text):
+        return False
     lines = [line for line in (line.strip() for line in words.splitlines()) if len(line) >= _SURE]
     return any(not _written(line, text) and not _squeezed(line, text) for line in lines)
 
@@ -272,7 +275,6 @@ def _written(words: str, text: str) -> bool:
 def _escaped(words: str) -> Iterator[str]:
     yield json.dumps(words, ensure_ascii=False)[1:-1]
     yield json.dumps(words)[1:-1]
-    yield html.escape(words, quote=False)
 
 
 def _squeezed(words: str, text: str) -> bool:
@@ -287,6 +289,7 @@ def _letters(text: str) -> str:
 
 # --- what to say of it -------------------------------------------------------------------------------
 
+_EXAMPLE = ", {sample} is never seen"
 _KEEP = "in the model's folder (chat_template.jinja)"
 # What is left out, and what to do about it.
 WORDS: dict[str, tuple[str, str]] = {
@@ -343,6 +346,12 @@ WORDS: dict[str, tuple[str, str]] = {
         "leave these records out, or put into words what is to be seen or heard",
     ),
 }
+
+
+def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
+    """What is left out, with an example of it if that is given, and what to do about it."""
+    message, remedy = WORDS[code]
+    return (message.replace(_EXAMPLE, "") if sample is None else message.format(sample=sample)), remedy
 
 
 def unheard(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from allhands.data.duplicates import normalise
-from allhands.data.heard import WORDS
+from allhands.data.heard import words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
@@ -191,8 +191,7 @@ class Intake:
         return len(measured.tokens)
 
     def _warn_of_unheard(self, code: str, where: str) -> None:
-        message, remedy = WORDS[code]
-        self.warnings.add(message.replace(", {sample} is never seen", ""), remedy, where)
+        self.warnings.add(*words_of(code), where)
 
     def _look_at_id(self, value: dict[str, Any], where: str) -> None:
         """Ids that repeat are no reason to leave a row out, but a sign that something was put together twice."""

@@ -27,7 +27,7 @@ from allhands.data.answers import AnswerFinder
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
 from allhands.data.forms import Form, other_forms
-from allhands.data.heard import WORDS, Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard
+from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, words_of
 from allhands.data.records import Message, Record, as_turns
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
@@ -206,7 +206,9 @@ class Renderer:
         except DataError as error:
             # What cannot be found because it is not there has a better remedy.
             gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
-            error.hint = WORDS[gone][1] if gone else error.hint
+            if gone:
+                words, error.hint = words_of(gone)
+                error.message = f"{error.message}: {words}"
             raise
         return Draft(written.text, framed=False, spans=spans, unheard=missing)
 

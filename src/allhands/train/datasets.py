@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import TrainConfig
-from allhands.data.heard import WORDS as UNHEARD
+from allhands.data.heard import words_of
 from allhands.data.records import ColumnNames
 from allhands.data.splits import (
     RecordSource,
@@ -288,8 +288,8 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
         first = _first(report.dropped, report.num_dropped)
         notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {first}")
     for part in report.left_out:
-        message, remedy = UNHEARD[part.code]
-        said = f"{split}: {part.count} of {report.num_records} examples: {message.format(sample=part.sample)}"
+        message, remedy = words_of(part.code, part.sample)
+        said = f"{split}: {part.count} of {report.num_records} examples: {message}"
         notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
     return notes
 
