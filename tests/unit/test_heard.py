@@ -176,6 +176,13 @@ def test_spellings_of_thinking(message: dict[str, Any]) -> None:
     assert codes(deaf, user(), answer("Yes.") | message) == ["reasoning-dropped"]
 
 
+def test_a_template_that_knows_no_key_for_thinking_may_keep_it_in_the_words() -> None:
+    for tokenizer in (tiny(CHATML), qwen25()):
+        assert codes(tokenizer, user(), answer("Yes.", reasoning_content="It is winter.")) == ["reasoning-key-unread"]
+    assert "<think>" in words_of("reasoning-key-unread")[1]
+    assert "<think>" not in words_of("reasoning-dropped")[1]
+
+
 @pytest.mark.parametrize("message", [*UNDER_A_KEY, {"content": "<think>\nIt is winter.\n</think>\n\nYes."}])
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_thinking_gets_to_the_place_that_a_template_has_for_it(message: dict[str, Any], key: str) -> None:

@@ -286,7 +286,15 @@ def test_a_null_that_somebody_wrote_stays() -> None:
     assert parse({"messages": [ASK, END], "tools": [{**tool, "strict": None}]}).tools != [tool]
 
 
-def test_pictures_and_sound_are_named() -> None:
+def test_what_stands_beside_a_record_and_is_not_trained_is_named() -> None:
     chat = {"messages": [ASK, END]}
     assert parse({**chat, "images": ["a.png"], "audio": None, "video": []}).unread == ("images",)
     assert parse(chat).unread == ()
+    alpaca = {"instruction": "i", "output": "o", "system": "s"}
+    assert parse({**chat, "system": "s", "reasoning": "r"}).unread == ("reasoning", "system")
+    assert parse({**chat, "system": " ", "reasoning": 3}).unread == ()
+    assert (parse({**alpaca, "thinking": "t"}).unread, parse(alpaca).unread) == (("thinking",), ())
+    assert parse({**chat, "rules": "s"}, system_feature="rules").unread == ()
+    assert parse({"text": "t", "reasoning": "r", "system": "s", "image": "i"}).unread == ("image",)
+    (warning,) = parse_example({**chat, "reasoning": "r"}, ColumnNames(), source="f", line=1).warnings
+    assert '"reasoning"' in warning

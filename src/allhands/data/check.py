@@ -272,7 +272,14 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "vocabulary": ("ruins", 0.0, 0.0),
     # What the chat template leaves out.
     **dict.fromkeys(
-        ("reasoning-dropped", "calls-dropped", "arguments-dropped", "results-dropped", "media-dropped"),
+        (
+            "reasoning-dropped",
+            "reasoning-key-unread",
+            "calls-dropped",
+            "arguments-dropped",
+            "results-dropped",
+            "media-dropped",
+        ),
         ("harms", 0.0, 0.1),
     ),
     **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),

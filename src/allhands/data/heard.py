@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from allhands.data.calls import called_function
 from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
+from allhands.data.values import quoted
 
 Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "schema"]
 
@@ -289,6 +290,8 @@ def _letters(text: str) -> str:
 
 # --- what to say of it -------------------------------------------------------------------------------
 
+# `data prepare` and `data check` tell of columns by themselves.
+COLUMN_UNREAD = "column-unread"
 _EXAMPLE = ", {sample} is never seen"
 _KEEP = "in the model's folder (chat_template.jinja)"
 # What is left out, and what to do about it.
@@ -296,6 +299,10 @@ WORDS: dict[str, tuple[str, str]] = {
     "reasoning-dropped": (
         "the chat template leaves out the thinking of the answer, {sample} is never seen",
         f"put a chat template that keeps thinking {_KEEP}; or, to train without it, take it out of the data",
+    ),
+    "reasoning-key-unread": (
+        "the chat template does not look for thinking under a key of its own, {sample} is never seen",
+        "write it before the words of the answer: <think>...</think>; or, to train without it, take it out of the data",
     ),
     "earlier-reasoning-dropped": (
         "the chat template leaves out the thinking of earlier answers, as it does in generation",
@@ -345,6 +352,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "pictures or sound are not trained on, only the words about them",
         "leave these records out, or put into words what is to be seen or heard",
     ),
+    COLUMN_UNREAD: (
+        "columns beside the conversation are not trained, {sample} is never seen",
+        "write a system message as the first message, and thinking before the words of the answer: <think>...</think>",
+    ),
 }
 
 
@@ -355,22 +366,42 @@ def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
 
 
 def unheard(
-    lost: Sequence[Part], parts: Sequence[Part], messages: Sequence[Message], trained: Collection[int]
+    lost: Sequence[Part],
+    parts: Sequence[Part],
+    messages: Sequence[Message],
+    trained: Collection[int],
+    *,
+    keeps_words: bool,
 ) -> tuple[Unheard, ...]:
     """What to say of the parts of a conversation that are lost, each kind once.
 
     Args:
         parts: all of it.
         trained: indices of the messages that are targets of the loss.
+        keeps_words: whether the template keeps thinking that stands in the words of an answer.
     """
     found: dict[str, str] = {}
     for part in lost:
         if (code := _code(part, lost, parts, messages, trained)) is not None:
+            if code == "reasoning-dropped" and keeps_words and _has_key(messages[part.index]):
+                code = "reasoning-key-unread"
             found.setdefault(code, _sample(part.text))
     for message in messages:
         if any(message.get(key) for key in MEDIA_KEYS):
             found.setdefault("media-dropped", "")
     return tuple(Unheard(code, sample) for code, sample in found.items())
+
+
+def unread(keys: Sequence[str]) -> Iterator[Unheard]:
+    """What to say of keys beside a conversation that training does not see."""
+    if any(key in MEDIA_KEYS for key in keys):
+        yield Unheard("media-dropped", "")
+    if columns := [quoted(key) for key in keys if key not in MEDIA_KEYS]:
+        yield Unheard(COLUMN_UNREAD, ", ".join(columns))
+
+
+def _has_key(message: Message) -> bool:
+    return any(isinstance(message.get(key), str) for key in REASONING_KEYS)
 
 
 def _sample(text: str) -> str:

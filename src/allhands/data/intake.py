@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from allhands.data.duplicates import normalise
-from allhands.data.heard import words_of
+from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
@@ -161,8 +161,8 @@ class Intake:
         content, length = hash64(line), len(text)
         if self._measure is not None:
             length = self._measured_length(self._measure(_measured(example, row)), where)
-        elif example.record is not None and example.record.unread:
-            self._warn_of_unheard("media-dropped", where)
+        elif example.record is not None:
+            self._warn_of_unheard(unread(example.record.unread), where)
         split = None if self.options.resplit else self.sources[number].split
         entry = Entry(
             name=row.source,
@@ -186,12 +186,13 @@ class Intake:
     def _measured_length(self, measured: int | Rendered, where: str) -> int:
         if isinstance(measured, int):
             return measured
-        for found in measured.unheard:
-            self._warn_of_unheard(found.code, where)
+        self._warn_of_unheard(measured.unheard, where)
         return len(measured.tokens)
 
-    def _warn_of_unheard(self, code: str, where: str) -> None:
-        self.warnings.add(*words_of(code), where)
+    def _warn_of_unheard(self, found: Iterable[Unheard], where: str) -> None:
+        for code, _ in found:
+            if code != COLUMN_UNREAD:
+                self.warnings.add(*words_of(code), where)
 
     def _look_at_id(self, value: dict[str, Any], where: str) -> None:
         """Ids that repeat are no reason to leave a row out, but a sign that something was put together twice."""

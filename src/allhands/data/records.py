@@ -16,6 +16,7 @@ from allhands.data.calls import read_tools
 from allhands.data.columns import SHAPES, column_hint, fail_on_mapping
 from allhands.data.messages import (
     MEDIA_KEYS,
+    REASONING_KEYS,
     Message,
     asks_only,
     check_message,
@@ -89,7 +90,8 @@ class Record:
     ``messages`` (content always a string) and ``tools`` are set for a chat; ``prompt`` and ``completion``
     for a completion, each a string or a list of messages; ``text`` for plain text. ``source`` is the file
     name and ``line`` the line (1-based) where the record begins; for a Hub dataset, its name and row. ``unread``
-    are the keys of what stood beside it and cannot be trained on: pictures, sound.
+    are the keys of what stood beside it and is not trained on: pictures, sound, a system message or thinking in a
+    column that its shape does not have.
     """
 
     kind: RecordKind
@@ -154,6 +156,8 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 _MISSING = object()
 # By default also known as; the first that is there counts.
 _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
+# Columns that may belong to an answer or a conversation.
+_BESIDE = (*REASONING_KEYS, "system")
 # Lists, which tables hold as strings of JSON.
 _LISTS = ("chat", "conversation", "history")
 # Texts; or lists of messages, if all of those that are there are lists or such strings.
@@ -325,11 +329,11 @@ def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Recor
         text = string_part(parts, "text")
         if not text.strip() and not empty_texts:
             place.fail(f"{quoted(parts.name('text'))} is empty: there is nothing to learn", DELETE)
-        return Record("text", text=text, source=place.source, line=place.line, unread=unread_keys(parts))
+        return Record("text", text=text, source=place.source, line=place.line, unread=unread_keys(parts, shape))
     tools = tools_part(parts)
     record = _completion(parts) if shape == "completion" else _chat_or_question(parts, shape)
     check_tool_answers(record.turns, parts.name(NEEDS[shape][-1]), place)
-    return replace(record, tools=tools, source=place.source, line=place.line, unread=unread_keys(parts))
+    return replace(record, tools=tools, source=place.source, line=place.line, unread=unread_keys(parts, shape))
 
 
 def tools_part(parts: Parts) -> list[Any] | None:
@@ -342,9 +346,14 @@ def tools_part(parts: Parts) -> list[Any] | None:
     return read_tools(parts.get("tools"), parts.name("tools"), functions, parts.place)
 
 
-def unread_keys(parts: Parts) -> tuple[str, ...]:
-    """Keys of a record under which pictures or sound stand, which cannot be trained on."""
-    return tuple(key for key in MEDIA_KEYS if parts.values.get(key) and key not in map(parts.name, _SHAPING))
+def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
+    """Keys of a record under which something stands that training does not see."""
+    own = set(map(parts.name, _SHAPING))
+    keys = [key for key in MEDIA_KEYS if parts.values.get(key)]
+    if shape != "text":
+        beside = REASONING_KEYS if shape in ("alpaca", "sharegpt") or parts.mapped("system") else _BESIDE
+        keys += [key for key in beside if isinstance(value := parts.values.get(key), str) and value.strip()]
+    return tuple(key for key in keys if key not in own)
 
 
 def _completion(parts: Parts) -> Record:

@@ -27,7 +27,7 @@ from allhands.data.answers import AnswerFinder
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
 from allhands.data.forms import Form, other_forms
-from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, words_of
+from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
 from allhands.data.records import Message, Record, as_turns
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
@@ -39,6 +39,7 @@ _WEIGHTS = ("weight", "loss_weight", "train")
 _BATCH = 512
 # Forms of conversations that are remembered.
 _MANY_FORMS = 4096
+_THOUGHT = "Bluebell"
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Renderer:
             draft = self._draft_plain(record)
         else:
             draft = self._draft_chat(self._template, record)
-        return replace(draft, unheard=(*draft.unheard, Unheard("media-dropped", ""))) if record.unread else draft
+        return replace(draft, unheard=(*draft.unheard, *unread(record.unread))) if record.unread else draft
 
     def _draft_plain(self, record: Record) -> Draft:
         """A completion for a tokenizer without chat template: prompt, completion, end-of-text token."""
@@ -269,6 +270,7 @@ class Written:
         text: what it makes of them.
         parts: all that the conversation says.
         lost: those of them that are not in the text.
+        keeps_words: thinking is in it if it stands in the words of the answer.
     """
 
     messages: list[Message]
@@ -276,10 +278,11 @@ class Written:
     text: str
     parts: list[Part]
     lost: list[Part]
+    keeps_words: bool
 
     def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
         """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
-        return unheard(self.lost, self.parts, messages, trained)
+        return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
 
 
 class ChatTemplate:
@@ -345,9 +348,20 @@ class ChatTemplate:
             except DataError as error:
                 rejected = error
                 continue
-            return Written(shaped, shaped_tools, text, marked.parts, lost_parts(text, marked.parts, lost))
+            gone = lost_parts(text, marked.parts, lost)
+            thought = any(part.kind == "reasoning" for part in gone)
+            return Written(shaped, shaped_tools, text, marked.parts, gone, thought and self._keeps_thinking)
         assert rejected is not None
         raise rejected
+
+    @cached_property
+    def _keeps_thinking(self) -> bool:
+        """Whether thinking in the words of the last answer stays."""
+        answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
+        try:
+            return _THOUGHT in self.text([{"role": "user", "content": "a"}, answer], None)
+        except DataError:
+            return False
 
     def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
         """The form in which least is lost, and the markers that are; none if all are rejected."""

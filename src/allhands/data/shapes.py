@@ -16,6 +16,7 @@ from typing import Any, cast
 from allhands.data.calls import called_function
 from allhands.data.messages import (
     INSTRUCTION_ROLES,
+    REASONING_KEYS,
     TOOL_ROLES,
     Message,
     check_messages,
@@ -37,6 +38,7 @@ from allhands.data.records import (
     text_or_messages,
     to_record,
     tools_part,
+    unread_keys,
     with_system,
 )
 from allhands.data.values import Place, quoted
@@ -247,6 +249,8 @@ ARGUMENTS_NOT_JSON = "tool call whose arguments are not a JSON object"
 PROMPT_DIFFERS = "the prompt is not part of the conversations of a preference, and not used"
 EMPTY_TEXT = "the text is empty: training leaves it out"
 
+_NOT_TRAINED = "beside the answer is not trained"
+
 # What to do about each; for a phrase that names a column see `remedy_of_warning`.
 _REMEDIES = {
     TWO_SYSTEM: "most chat templates use one or none: join them into the first",
@@ -265,6 +269,8 @@ _REMEDIES = {
 
 def remedy_of_warning(warning: str) -> str:
     """What to do about one of the warnings of an :class:`Example`."""
+    if warning.endswith(_NOT_TRAINED):
+        return "write it before the words of the answer (<think>...</think>), or into its message as reasoning_content"
     return _REMEDIES.get(warning, "rename the column, or map it to the part that it is")
 
 
@@ -347,6 +353,9 @@ def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
             yield f"the mapped column {quoted(parts.name(part))} is not there"
         elif not taken and parts.get(part) and (part != "input" or parts.mapped(part) or instructed):
             yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
+    for key in unread_keys(parts, shape):
+        if key in REASONING_KEYS:
+            yield f"{quoted(key)} {_NOT_TRAINED}"
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
         yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
     used = {parts.name(part) for part in NEEDS[shape]}
