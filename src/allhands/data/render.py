@@ -366,7 +366,7 @@ class ChatTemplate:
     def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
         """The form in which least is lost, and the markers that are; none if all are rejected."""
         best, lost = Form(), self._lost(Form(), marked)
-        if lost == frozenset():
+        if lost is not None and not lost:
             return best, lost
         tried = {self._shape(best, marked)}
         for _ in range(2):  # one form may only help together with another
