@@ -188,7 +188,7 @@ def test_a_template_that_knows_no_key_for_thinking_may_keep_it_in_the_words() ->
 def test_thinking_gets_to_the_place_that_a_template_has_for_it(message: dict[str, Any], key: str) -> None:
     written = "{% if m." + key + " %}[{{ m." + key + " }}]{% endif %}{{ m.content.split('</think>')[-1] | trim }}"
     record = [user(), answer("Yes.") | message]
-    assert codes(looped(written), *record) == []
+    assert codes(looped(written), *record) == codes(looped(written), *record, mask=True) == []
     assert rendered(looped(written), *record).endswith("[It is winter.]Yes.<|im_end|>\n")
 
 
@@ -310,6 +310,19 @@ def test_the_advice_about_the_opening_of_answers_is_for_data_that_lack_it() -> N
         "reasoning-dropped"
     }
     assert not set(severity(keeps, thinking)) & {"other-generation-prompt", "reasoning-dropped"}
+
+
+def test_answers_that_think_or_call_otherwise_are_not_the_same() -> None:
+    def call(place: str) -> list[Any]:
+        return [{"type": "function", "function": {"name": "tide", "arguments": {"place": place}}}]
+
+    places = [f"number {n}" for n in range(12)]
+    calling = [(user(f"When at {place}?"), answer("", tool_calls=call(place))) for place in places]
+    thinking = [(user("Is it?"), answer("Yes.", reasoning_content=f"At {place} it is.")) for place in places]
+    for records in (calling, thinking):
+        assert not {"same-answer", "repeats"} & set(severity(looped(AS_JSON[1]), records))
+    same = [(user(f"When at {place}?"), answer("", tool_calls=call("Skye"))) for place in places]
+    assert severity(looped(AS_JSON[1]), same)["same-answer"] == "harms"
 
 
 def test_every_code_has_words_and_a_remedy() -> None:

@@ -27,7 +27,7 @@ from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
-from allhands.data.shapes import Example, remedy_of_warning
+from allhands.data.shapes import Example, remedy_of_warning, spoken_words
 from allhands.errors import AllhandsError, DataError, ModelError
 
 Severity = Literal["ruins", "harms", "note"]
@@ -247,10 +247,9 @@ def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = No
 
 
 def answer_text(record: Record) -> str:
-    """The last answer of a chat or completion."""
-    said = record.completion if record.completion is not None else record.messages or ()
-    answers = [said] if isinstance(said, str) else [m["content"] for m in said if m["role"] == "assistant"]
-    return answers[-1].strip() if answers else ""
+    """The last answer of a chat or completion, with its thinking and its calls."""
+    answers = [message for message in record.turns if message["role"] == "assistant"]
+    return "\n".join(spoken_words(answers[-1:])).strip()
 
 
 # --- one split ---------------------------------------------------------------------------------------

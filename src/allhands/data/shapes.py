@@ -8,7 +8,7 @@ record but may be meant, and which columns were not used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -84,14 +84,16 @@ class Example:
         """
         if self.preference is not None:
             lists = [self.preference.get(key, []) for key in ("prompt", "chosen", "rejected", "completion")]
-            return "\n".join(_words(message for messages in lists for message in messages))
+            return "\n".join(spoken_words(message for messages in lists for message in messages))
         record = self.record
         assert record is not None
-        return record.text or "" if record.kind == "text" else "\n".join(_words(record.turns))
+        return record.text or "" if record.kind == "text" else "\n".join(spoken_words(record.turns))
 
 
-def _words(messages: Iterator[Message] | Sequence[Message]) -> Iterator[str]:
+def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
+    """What messages say, in order: thinking, words, tool calls."""
     for message in messages:
+        yield from (thought for key in REASONING_KEYS if isinstance(thought := message.get(key), str))
         if message["content"]:
             yield message["content"]
         for call in message.get("tool_calls") or ():
