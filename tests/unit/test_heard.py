@@ -165,6 +165,8 @@ UNDER_A_KEY = [{key: "It is winter."} for key in ("reasoning_content", "reasonin
 IN_THE_WORDS = [
     {"content": "It is winter.\n</think>\n\nYes."},
     {"content": "<thinking>It is winter.</thinking>Yes."},
+    {"content": "[THINK]It is winter.[/THINK]Yes."},
+    {"content": "<|begin_of_thought|>It is winter.<|end_of_thought|>Yes."},
     # The same words again: still left out.
     {"content": "<think>\nYes, it runs.\n</think>\n\nYes, it runs."},
 ]
@@ -172,7 +174,9 @@ IN_THE_WORDS = [
 
 @pytest.mark.parametrize("message", UNDER_A_KEY + IN_THE_WORDS)
 def test_spellings_of_thinking(message: dict[str, Any]) -> None:
-    deaf = looped("{{ m.content.split('</think>')[-1].split('</thinking>')[-1] }}")
+    deaf = looped(
+        "{{ m.content.split('</think>')[-1].split('</thinking>')[-1].split('[/THINK]')[-1].split('_thought|>')[-1] }}"
+    )
     assert codes(deaf, user(), answer("Yes.") | message) == ["reasoning-dropped"]
 
 

@@ -196,6 +196,8 @@ def test_an_answer_may_be_nothing_but_reasoning() -> None:
 def test_lists_in_strings_are_those_lists() -> None:
     chat = [ASK, CALLING, RESULT, END]
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "It's [a] list"}]
+    twice = json.dumps(json.dumps(chat))
+    assert parse({"messages": twice}).turns == chat
     for write in (json.dumps, repr, lambda value: json.dumps(value, indent=2)):
         assert parse({"messages": write(chat), "tools": write([TOOL])}).turns == chat
         assert parse({"conversations": write(sharegpt)}).turns[1]["content"] == "It's [a] list"
@@ -276,6 +278,19 @@ def test_what_arrow_fills_up_is_as_if_absent(tmp_path: Path) -> None:
     assert [(record.turns, record.tools) for record in read] == [(row["messages"], row["tools"]) for row in rows]
     # And so where the rows were written out as JSON Lines.
     assert [parse(row) for row in padded] == [parse(row) for row in rows]
+
+
+def test_a_null_for_something_that_the_tool_does_not_have_is_filling() -> None:
+    tool = {"type": "function", "function": {**FUNCTION, "parameters": {"properties": {"route": {}, "day": {}}}}}
+    filled = {
+        "type": "function",
+        "function": {"name": "ferry_status", "arguments": {"day": None, "hours": None, "route": 1}},
+    }
+    kept = {"type": "function", "function": {"name": "ferry_status", "arguments": {"day": None, "route": 1}}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [filled]}
+    for row in ({"messages": [ASK, calling]}, {"prompt": [ASK], "completion": [calling]}):
+        assert parse({**row, "tools": [tool]}).turns[1]["tool_calls"] == [kept]
+        assert parse(row).turns[1]["tool_calls"] == [filled]
 
 
 def test_a_null_that_somebody_wrote_stays() -> None:

@@ -72,7 +72,9 @@ def _calls_under(value: Any, what: str, place: Place) -> list[dict[str, Any]]:
     value = _decoded(value)
     calls = [_decoded(call) for call in cast(list[Any], value)] if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) or not call for call in calls) or value is False:
-        place.fail(f"{what} must be a list of objects", "see the chat format with tools")
+        several = what.endswith("s")
+        hint = "see the chat format with tools" if several else 'write {"name": "...", "arguments": "{...}"}'
+        place.fail(f"{what} must be {'a list of objects' if several else 'an object'}", hint)
     return [call for call in calls if not _is_empty(call)]
 
 
@@ -143,6 +145,37 @@ def _unpadded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _unpadded(item) for key, item in cast(dict[str, Any], value).items() if item is not None}
     return [_unpadded(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
+
+
+def without_foreign_nulls(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+    """The messages without arguments that are null and that the called tool does not have.
+
+    Tables give each call the arguments of all others, as nulls.
+    """
+    functions = map(called_function, tools or ())
+    known = {name: _fields(function) for function in functions if isinstance(name := function.get("name"), str)}
+
+    def cleared(call: dict[str, Any]) -> dict[str, Any]:
+        function = called_function(call)
+        arguments, fields = function.get("arguments"), known.get(function.get("name"))
+        if fields is None or not isinstance(arguments, dict):
+            return call
+        kept = {key: item for key, item in cast(dict[str, Any], arguments).items() if item is not None or key in fields}
+        return {**call, "function": {**function, "arguments": kept}}
+
+    return [
+        {**message, "tool_calls": [cleared(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _fields(function: dict[str, Any]) -> set[str] | None:
+    """The names of a tool's arguments; None if it does not say."""
+    schema = function.get("parameters")
+    fields = cast(dict[str, Any], schema).get("properties") if isinstance(schema, dict) else None
+    return set(cast(dict[str, Any], fields)) if isinstance(fields, dict) else None
 
 
 def _spoken(calls: list[dict[str, Any]]) -> list[Any]:

@@ -29,8 +29,12 @@ _NUMBER = 7_310_000
 _MANY = 9_999
 # Only so much of a call's arguments: a template treats all alike.
 _FIELDS, _ITEMS, _DEPTH = 32, 2, 6
-_THINKING = re.compile(r"(<(think|thinking|thought|reasoning)>)(.*?)(</\2>)", re.DOTALL)
-_UNOPENED = re.compile(r"\A()()(.*?)(</(?:think|thinking|thought|reasoning)>)", re.DOTALL)
+# How models and data sets write thinking into the words of an answer; groups: opening, its name, thinking, closing.
+_NAMES = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning|reflection|analysis)"
+_THINKING = re.compile(
+    rf"(<({_NAMES})>|\[THINK\]|<\|begin_of_thought\|>)(.*?)(</\2>|\[/THINK\]|<\|end_of_thought\|>)", re.DOTALL
+)
+_UNOPENED = re.compile(rf"\A()()(.*?)(</{_NAMES}>|\[/THINK\])", re.DOTALL)
 # What a template may recognise a message by.
 _OPENING = re.compile(r"\A<[\w|/:.-]{1,40}>")
 _CLOSING = re.compile(r"<[\w|/:.-]{1,40}>\Z")
@@ -265,8 +269,11 @@ def is_missing(text: str, part: Part) -> bool:
     text = html.unescape(text) if "&" in text else text
     if _written(words, text):
         return False
-    lines = [line for line in (line.strip() for line in words.splitlines()) if len(line) >= _SURE]
-    return any(not _written(line, text) and not _squeezed(line, text) for line in lines)
+    lines = [line for line in map(str.strip, words.splitlines()) if len(line) >= _SURE and not _written(line, text)]
+    if not lines:
+        return False
+    letters = _letters(text)
+    return not all(any(_letters(form) in letters for form in (line, *_escaped(line))) for line in lines)
 
 
 def _written(words: str, text: str) -> bool:
@@ -278,13 +285,8 @@ def _escaped(words: str) -> Iterator[str]:
     yield json.dumps(words)[1:-1]
 
 
-def _squeezed(words: str, text: str) -> bool:
-    """Whether the letters of words are in a text, whatever stands between them."""
-    whole = _letters(text)
-    return any(_letters(form) in whole for form in (words, *_escaped(words)))
-
-
 def _letters(text: str) -> str:
+    """The letters and digits of a text, whatever stands between them."""
     return "".join(filter(str.isalnum, text.casefold()))
 
 

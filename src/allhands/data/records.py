@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from allhands.data.calls import read_tools
+from allhands.data.calls import read_tools, without_foreign_nulls
 from allhands.data.columns import SHAPES, column_hint, fail_on_mapping
 from allhands.data.messages import (
     MEDIA_KEYS,
@@ -332,6 +332,10 @@ def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Recor
         return Record("text", text=text, source=place.source, line=place.line, unread=unread_keys(parts, shape))
     tools = tools_part(parts)
     record = _completion(parts) if shape == "completion" else _chat_or_question(parts, shape)
+    if tools and record.messages:
+        record = replace(record, messages=tuple(without_foreign_nulls(list(record.messages), tools)))
+    elif tools and isinstance(record.completion, list):
+        record = replace(record, completion=without_foreign_nulls(record.completion, tools))
     check_tool_answers(record.turns, parts.name(NEEDS[shape][-1]), place)
     return replace(record, tools=tools, source=place.source, line=place.line, unread=unread_keys(parts, shape))
 

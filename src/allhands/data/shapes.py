@@ -273,6 +273,8 @@ def remedy_of_warning(warning: str) -> str:
     """What to do about one of the warnings of an :class:`Example`."""
     if warning.endswith(_NOT_TRAINED):
         return "write it before the words of the answer (<think>...</think>), or into its message as reasoning_content"
+    if warning.startswith('"system" is not used'):
+        return 'write it as the first message, of role "system"'
     return _REMEDIES.get(warning, "rename the column, or map it to the part that it is")
 
 

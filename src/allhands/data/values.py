@@ -147,6 +147,8 @@ def list_if_text(value: Any, what: str, place: Place) -> Any:
     """
     if isinstance(value, str) and not value.strip():
         return None
+    if isinstance(value, str) and value.lstrip()[:2] == '"[':
+        value = parse_json(value, what, place)  # encoded twice
     return list_of_text(value, what, place) if is_list_text(value) else value
 
 
