@@ -157,7 +157,7 @@ def without_foreign_nulls(messages: list[dict[str, Any]], tools: list[Any] | Non
 
     def cleared(call: dict[str, Any]) -> dict[str, Any]:
         function = called_function(call)
-        arguments, fields = function.get("arguments"), known.get(function.get("name"))
+        arguments, fields = function.get("arguments"), known.get(str(function.get("name")))
         if fields is None or not isinstance(arguments, dict):
             return call
         kept = {key: item for key, item in cast(dict[str, Any], arguments).items() if item is not None or key in fields}

@@ -98,7 +98,8 @@ def check_messages(value: Any, name: str, place: Place, *, sharegpt: bool = Fals
     Raises:
         DataError: with ``name[index]`` in the message.
     """
-    value = list_if_text(value, quoted(name), place)
+    if isinstance(value, str):
+        value = list_if_text(value, quoted(name), place)
     if not isinstance(value, list):
         place.fail(
             f"{quoted(name)} is {type_name(value)}, it must be a list of messages",

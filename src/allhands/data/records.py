@@ -193,9 +193,11 @@ class Parts:
     def get(self, part: str) -> Any:
         """The value of a part; None if it is null or not there. A list that is written as a string is that list."""
         found = self._raw(part)
+        if not isinstance(found, str):
+            return found
         if part in _LISTS:
             return list_if_text(found, quoted(self.name(part)), self.place)
-        if part in _TEXTS_OR_MESSAGES and isinstance(found, str) and found.lstrip()[:1] == "[":
+        if part in _TEXTS_OR_MESSAGES and found.lstrip()[:1] == "[":
             values = [value for other in _TEXTS_OR_MESSAGES if (value := self._raw(other)) is not None]
             if all(isinstance(value, list) or messages_of_text(value) is not None for value in values):
                 return messages_of_text(found)
@@ -352,12 +354,11 @@ def tools_part(parts: Parts) -> list[Any] | None:
 
 def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
     """Keys of a record under which something stands that training does not see."""
-    own = set(map(parts.name, _SHAPING))
     keys = [key for key in MEDIA_KEYS if parts.values.get(key)]
     if shape != "text":
         beside = REASONING_KEYS if shape in ("alpaca", "sharegpt") or parts.mapped("system") else _BESIDE
         keys += [key for key in beside if isinstance(value := parts.values.get(key), str) and value.strip()]
-    return tuple(key for key in keys if key not in own)
+    return tuple(key for key in keys if key not in map(parts.name, _SHAPING)) if keys else ()
 
 
 def _completion(parts: Parts) -> Record:
