@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -28,7 +28,8 @@ from allhands.data.answers import AnswerFinder
 from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
-from allhands.data.messages import called_function
+from allhands.data.forms import Form, other_forms
+from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
 from allhands.data.records import Message, Record, as_turns
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
@@ -38,6 +39,9 @@ TrainOn = Literal["all", "last", "assistant"]
 _WEIGHTS = ("weight", "loss_weight", "train")
 # Records encoded at once: enough for all cores, and small beside the tokens that come of them.
 _BATCH = 512
+# Forms of conversations that are remembered.
+_MANY_FORMS = 4096
+_THOUGHT = "Bluebell"
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,14 @@ class Rendered:
             nothing predicts the first token.
         truncated: tokens cut off the end to keep ``max_seq_length``.
         dates: the current date, in each spelling in which the chat template has written it.
+        unheard: what the record holds and the tokens do not, because the chat template leaves it out.
     """
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     truncated: int
     dates: tuple[str, ...] = ()
+    unheard: tuple[Unheard, ...] = ()
 
 
 class Renderer:
@@ -176,8 +182,12 @@ class Renderer:
         """The record as one text and the ranges of its answers."""
         if record.kind == "text":
             # There is no prompt to mask: in a mixture with chats all of it is trained.
-            return Draft(record.text or "", framed=True, spans=None)
-        return self._draft_plain(record) if self._template is None else self._draft_chat(self._template, record)
+            draft = Draft(record.text or "", framed=True, spans=None)
+        elif self._template is None:
+            draft = self._draft_plain(record)
+        else:
+            draft = self._draft_chat(self._template, record)
+        return replace(draft, unheard=(*draft.unheard, *unread(record.unread))) if record.unread else draft
 
     def _draft_plain(self, record: Record) -> Draft:
         """A completion for a tokenizer without chat template: prompt, completion, end-of-text token."""
@@ -187,24 +197,37 @@ class Renderer:
                 hint="choose an instruction-tuned model, or give prompt and completion, or text",
             )
         text = record.prompt + record.completion
-        return Draft(text, framed=True, spans=((len(record.prompt), len(text)),) if self._masked else None)
+        spans = ((len(record.prompt), len(text)),) if self._masked else None
+        return Draft(text, framed=True, spans=spans, unheard=(Unheard("tools-dropped", ""),) if record.tools else ())
 
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
         conversation, first_answer = _conversation(record)
-        messages, text = template.accepted_form(conversation, record.tools)
-        dates = template.dates_in(text)
-        if not self._masked:
-            return Draft(text, framed=False, spans=None, dates=dates)
+        written = template.written(conversation, record.tools)
+        messages, dates = written.messages, template.dates_in(written.text)
         wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_answer]
+        if not self._masked:
+            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            missing = written.unheard(conversation, answers)
+            return Draft(written.text, framed=False, spans=None, dates=dates, unheard=missing)
         weights = [_weight(message, i) for i, message in enumerate(messages)]
         wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        spans = template.answers.spans(text, messages, record.tools, wanted)
-        return Draft(text, framed=False, spans=spans, dates=dates)
+        missing = written.unheard(conversation, wanted)
+        try:
+            spans = template.answers.spans(written.text, messages, written.tools, wanted)
+        except DataError as error:
+            # What cannot be found because it is not there has a better remedy.
+            gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
+            if gone:
+                words, error.hint = words_of(gone)
+                error.message = f"{error.message}: {words}"
+            raise
+        return Draft(written.text, framed=False, spans=spans, dates=dates, unheard=missing)
 
     def _finish(self, draft: Draft, encoded: Encoded) -> Rendered:
         mask = mask_of(draft, encoded, self._tokenizer.eos_token_id)
         limit = self._max_seq_length
-        return Rendered(encoded.tokens[:limit], mask[:limit], max(0, len(mask) - limit), draft.dates)
+        cut = max(0, len(mask) - limit)
+        return Rendered(encoded.tokens[:limit], mask[:limit], cut, dates=draft.dates, unheard=draft.unheard)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -249,12 +272,38 @@ def _weight(message: Message, index: int) -> int | None:
     return weight
 
 
+@dataclass(frozen=True)
+class Written:
+    """A conversation as a chat template takes it.
+
+    Attributes:
+        messages, tools: in the form that the template takes, see :class:`Form`.
+        text: what it makes of them.
+        parts: all that the conversation says.
+        lost: those of them that are not in the text.
+        keeps_words: thinking is in it if it stands in the words of the answer.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    text: str
+    parts: list[Part]
+    lost: list[Part]
+    keeps_words: bool
+
+    def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
+        """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
+        return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
+
+
 class ChatTemplate:
     """A tokenizer's chat template. If it writes the current date: that of ``moment``, or else of the clock."""
 
     def __init__(self, tokenizer: Tokenizer, moment: datetime | None = None) -> None:
         self._tokenizer = tokenizer
         self._clock = StoppedClock(moment) if moment is not None and asks_date(tokenizer) else None
+        # By the form of a conversation: how it is written best, and the markers that are lost all the same.
+        self._known: dict[bytes, tuple[Form, frozenset[int]]] = {}
 
     @cached_property
     def answers(self) -> AnswerFinder:
@@ -296,36 +345,67 @@ class ChatTemplate:
         """
         return self._tokenizer.encode(self.text(messages, None, prompt=True), add_special_tokens=False)
 
-    def accepted_form(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[Message], str]:
-        """The messages with tool-call arguments as objects, as most templates and mlx_lm's server have them;
-        and the rendered conversation.
+    def written(self, messages: list[Message], tools: list[Any] | None) -> Written:
+        """The conversation, rendered in the form in which the template leaves out least.
 
-        OpenAI's format has them as JSON strings, which such a template would quote a second time. A template
-        that takes only strings gets them as they are.
+        That is the usual one, with arguments of calls as objects, unless the template drops or rejects something in
+        it that it takes in another.
 
         Raises:
             DataError: the template rejects the conversation.
         """
-        parsed = [_with_parsed_arguments(message) for message in messages]
-        if parsed != messages:
+        marked = mark(messages, tools)
+        if marked.key not in self._known:
+            if len(self._known) >= _MANY_FORMS:
+                self._known.clear()
+            self._known[marked.key] = self._best_form(marked)
+        form, lost = self._known[marked.key]
+        rejected: DataError | None = None
+        # What depends on the words may need another form.
+        for one in dict.fromkeys((form, Form(), Form(strings=True))):
+            shaped, shaped_tools = one.messages(messages), one.tools(tools)
             try:
-                return parsed, self.text(parsed, tools)
-            except DataError:
-                pass
-        return messages, self.text(messages, tools)
+                text = self.text(shaped, shaped_tools)
+            except DataError as error:
+                rejected = error
+                continue
+            gone = lost_parts(text, marked.parts, lost)
+            thought = any(part.kind == "reasoning" for part in gone)
+            return Written(shaped, shaped_tools, text, marked.parts, gone, thought and self._keeps_thinking)
+        assert rejected is not None
+        raise rejected
 
-
-def _with_parsed_arguments(message: Message) -> Message:
-    def parsed(call: Message) -> Message:
-        arguments = called_function(call).get("arguments")
+    @cached_property
+    def _keeps_thinking(self) -> bool:
+        """Whether thinking in the words of the last answer stays."""
+        answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
         try:
-            value = json.loads(arguments) if isinstance(arguments, str) else None
-        except ValueError:
-            return call
-        if not isinstance(value, dict):
-            return call
-        changed = {**called_function(call), "arguments": value}
-        return {**call, "function": changed} if called_function(call) is not call else changed
+            return _THOUGHT in self.text([{"role": "user", "content": "a"}, answer], None)
+        except DataError:
+            return False
 
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [parsed(call) for call in calls]} if calls else message
+    def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
+        """The form in which least is lost, and the markers that are; none if all are rejected."""
+        best, lost = Form(), self._lost(Form(), marked)
+        if lost is not None and not lost:
+            return best, lost
+        tried = {self._shape(best, marked)}
+        for _ in range(2):  # one form may only help together with another
+            for form in other_forms(best):
+                if (shape := self._shape(form, marked)) in tried:
+                    continue
+                tried.add(shape)
+                now = self._lost(form, marked)
+                if now is not None and (lost is None or len(now) < len(lost)):
+                    best, lost = form, now
+        return best, frozenset() if lost is None else lost
+
+    def _shape(self, form: Form, marked: Marked) -> str:
+        return json.dumps([form.messages(marked.messages), form.tools(marked.tools)], default=str)
+
+    def _lost(self, form: Form, marked: Marked) -> frozenset[int] | None:
+        """The markers that are not in what the template makes of a form; None if it rejects that."""
+        try:
+            return lost_markers(self.text(form.messages(marked.messages), form.tools(marked.tools)), marked)
+        except DataError:
+            return None

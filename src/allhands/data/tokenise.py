@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
@@ -28,7 +28,7 @@ import psutil
 from allhands.data.dates import asks_date, date_facts
 from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
-from allhands.data.store import StoreWriter, TokenSetReport, file_hash
+from allhands.data.store import LeftOutPart, StoreWriter, TokenSetReport, file_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.versions import version_of
 
@@ -166,12 +166,14 @@ def fill_store(
     num_records = num_texts = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
     num_bytes = 0
     dropped: list[str] = []
+    left_out: dict[str, LeftOutPart] = {}
     with every_core():
         for chunk, results in _rendered(_chunks(records), rendering):
             kept: list[Rendered] = []
             for record, result in zip(chunk, results, strict=True):
                 if isinstance(result, AllhandsError):
                     raise result
+                _count_unheard(left_out, record, result)
                 if result.mask.any() and not record.is_blank:
                     kept.append(result)
                     num_bytes += len((record.text or "").encode())
@@ -214,7 +216,15 @@ def fill_store(
         num_trained,
         time.perf_counter() - started,
         num_bytes,
+        tuple(left_out.values()),
     )
+
+
+def _count_unheard(left_out: dict[str, LeftOutPart], record: Record, result: Rendered) -> None:
+    for code, sample in result.unheard:
+        known = left_out.get(code) or LeftOutPart(code, 0, sample, ())
+        places = known.places if len(known.places) >= _SHOWN else (*known.places, record.where)
+        left_out[code] = replace(known, count=known.count + 1, places=places)
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:

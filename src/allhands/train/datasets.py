@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from allhands.config import TrainConfig
 from allhands.data.dates import DATE_KEY, asks_date
+from allhands.data.heard import words_of
 from allhands.data.records import ColumnNames
 from allhands.data.splits import (
     RecordSource,
@@ -296,7 +297,12 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
             f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
         )
     if report.num_dropped:
-        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {_first(report)}")
+        first = _first(report.dropped, report.num_dropped)
+        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {first}")
+    for part in report.left_out:
+        message, remedy = words_of(part.code, part.sample)
+        said = f"{split}: {part.count} of {report.num_records} examples: {message}"
+        notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
     return notes
 
 
@@ -308,6 +314,6 @@ def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
     return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
 
 
-def _first(report: TokenSetReport) -> str:
-    shown = report.dropped[:3]
-    return ", ".join(shown) + (", ..." if report.num_dropped > len(shown) else "")
+def _first(places: Sequence[str], count: int) -> str:
+    shown = places[:3]
+    return ", ".join(shown) + (", ..." if count > len(shown) else "")
