@@ -69,7 +69,7 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "allhands"
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands"
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "allhands"
 
 
 class _BeforeMlx:

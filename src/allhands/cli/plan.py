@@ -125,6 +125,7 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     """
     from allhands.aliases import canonical_flag
     from allhands.cli.options import option_function
+    from allhands.cli.parser import App
     from allhands.config import TrainConfig, build_config
     from allhands.pretrain_config import PretrainConfig
     from allhands.yaml_files import read_yaml
@@ -135,7 +136,7 @@ def training_config(words: Sequence[str]) -> TrainConfig:
         if kind is TrainConfig and flag in words[:-1]:
             keys = read_yaml(words[list(words).index(flag) + 1]).keys()
             kind = PretrainConfig if {"shape", "tokenizer"} & keys else TrainConfig
-    app = typer.Typer(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
+    app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(flags.update, "", kind))
     app(args=list(words), prog_name="allhands plan", standalone_mode=False)
     return build_config({"train": True, **flags}, flags.get("config"), kind)

@@ -81,7 +81,7 @@ def facts_of(
     _check(config, asked, devices)
     kind = devices[0].kind if devices else _kind_here()
     model = _model(config, kind)
-    notes: list[str] = []
+    notes = list(config.notes)
     energy: list[str] = []
     prices = _prices(asked, devices, energy)  # before anything that takes long
     measured: Calibration | None = None

@@ -118,6 +118,7 @@ class Prepared:
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
+    told = config.notes
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
@@ -126,7 +127,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
-    checkpoint, notes = None, list[str]()
+    checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
@@ -134,7 +135,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
             tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
             config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
-            checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            checkpoint, found = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            notes += found
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
