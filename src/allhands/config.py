@@ -28,7 +28,7 @@ from allhands.aliases import ALIASES, ELSEWHERE, take_outdated
 from allhands.config_errors import canonical_key, explained, place_in_yaml
 from allhands.config_values import LocalPath, expanded_in, parse_json, parse_size
 from allhands.errors import ConfigError
-from allhands.paths import expanded
+from allhands.paths import local_path
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -399,7 +399,7 @@ def build_config(
     """
     from allhands.yaml_files import read_yaml
 
-    yaml_file = _config_file(yaml_file) if yaml_file else None
+    yaml_file = local_path(yaml_file, "--config") if yaml_file else None
     content = read_yaml(yaml_file) if yaml_file else {}
     notes = take_outdated(content)
     values = _canonical(content, str(yaml_file), kind) if yaml_file else {}
@@ -419,13 +419,6 @@ def _unused_alpha(value: Any, config: TrainConfig) -> list[str]:
         return []
     scale = config.lora_parameters.scale
     return [f"lora_parameters: alpha has no effect, as in mlx_lm: the factor on the adapter is scale ({scale:g})"]
-
-
-def _config_file(path: str | Path) -> str:
-    try:
-        return expanded(path)
-    except ValueError as error:
-        raise ConfigError(str(error), where="--config", hint="correct the path") from None
 
 
 def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainConfig]) -> dict[str, Any]:

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+from allhands.errors import ConfigError
+
+# Variables of the environment that are paths.
+VARIABLES = (
+    *("ALLHANDS_CACHE", "ALLHANDS_TOKEN_CACHE", "ALLHANDS_KERNEL_CACHE", "ALLHANDS_CHECKPOINT_DIR", "ALLHANDS_FAULTS"),
+    "XDG_CACHE_HOME",
+)
 
 
 class HomePath(str):
@@ -35,6 +44,29 @@ def expanded(text: str | os.PathLike[str]) -> str:
             return text
         raise ValueError(f"there is no user {first[1:]!r} here, whose home directory {first} would be")
     return HomePath(home + text[len(first) :], text)
+
+
+def local_path(path: str | os.PathLike[str], where: str) -> str:
+    """:func:`expanded`, of what ``where`` gives: an option, an argument or a variable.
+
+    Raises:
+        ConfigError: there is no such user here.
+    """
+    try:
+        return expanded(path)
+    except ValueError as error:
+        hint = "correct the path; ./~name is a file whose name begins with ~"
+        raise ConfigError(str(error), where=where, hint=hint) from None
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse a ``~user`` that is nobody before a directory of that name is made.
+
+    Raises:
+        ConfigError: a variable names one.
+    """
+    for name in VARIABLES:
+        local_path(environ.get(name, ""), name)
 
 
 def written(path: str) -> str:

@@ -11,6 +11,7 @@ from allhands.aliases import ELSEWHERE, canonical_flag
 from allhands.cli import commands
 from allhands.cli.parser import App
 from allhands.errors import AllhandsError, ConfigError, in_our_words
+from allhands.paths import check_variables
 
 _INTERRUPTED = 130
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     if _TRAINING.intersection(arguments[:1]):
         arguments = with_auto_resume(arguments)
     try:
+        check_variables(os.environ)
         result: Any = make_app(canonical_flag(arguments[0]) if arguments else "")(
             args=arguments, prog_name="allhands", standalone_mode=False
         )

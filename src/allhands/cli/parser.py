@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from allhands.errors import ConfigError
-from allhands.paths import expanded
+from allhands.paths import local_path
 
 # Options and arguments that are read as text and are paths, or names that may be: of models, of data sets.
 TEXT_PATHS = frozenset(
@@ -34,36 +34,30 @@ class Command(TyperCommand):
             ConfigError: an option that takes one value is given more than once, or a ``~user`` is nobody.
         """
         words = list(args)
-        self._refuse_twice(ctx, words)
+        typed, _, order = self.make_parser(ctx).parse_args(args=list(words))
+        if not any(option.is_eager for option in order):  # else it is --help: nothing is done
+            self._refuse_twice(ctx, words, order)
         rest: list[str] = super().parse_args(ctx, args)
-        by_name = {option.name: option for option in self.params}
-        for name, value in ctx.params.items():
-            where = _flag_of(by_name[name]) if name in by_name else name
-            ctx.params[name] = self._at_home(name, value, where)
+        for option in self.params:
+            if typed.get(option.name) is not None and option.name in ctx.params:
+                ctx.params[option.name] = self._at_home(option, typed[option.name], ctx.params[option.name])
         return rest
 
-    def _refuse_twice(self, ctx: Any, words: list[str]) -> None:
+    def _refuse_twice(self, ctx: Any, words: list[str], order: list[Any]) -> None:
         """The parser itself would take the last of several values without a word."""
-        _, _, order = self.make_parser(ctx).parse_args(args=list(words))
-        if any(option.is_eager for option in order):
-            return  # --help: nothing is done
         for option, count in Counter(order).items():
-            if count > 1 and not option.multiple and not option.count:  # arguments come once
+            if option.param_type_name == "option" and count > 1 and not option.multiple and not option.count:
                 raise twice(_spelled(option, words, ctx.token_normalize_func), _flag_of(option))
 
-    def _at_home(self, name: str, value: Any, where: str) -> Any:
+    def _at_home(self, option: Any, typed: Any, value: Any) -> Any:
+        """``value`` as typed, because a ``Path`` does not know any more whether it was ``~`` or ``./~``."""
         if isinstance(value, list | tuple):
-            members: list[Any] = [self._at_home(name, one, where) for one in value]  # pyright: ignore[reportUnknownVariableType]
-            return type(value)(members)  # pyright: ignore[reportUnknownVariableType]
-        try:
-            if isinstance(value, Path) and value.parts[:1] and value.parts[0].startswith("~"):
-                return Path(expanded(value))
-            if isinstance(value, str) and name in self.text_paths and value.startswith("~"):
-                return expanded(value)
-        except ValueError as error:
-            hint = "correct the path; ./~name is a file whose name begins with ~"
-            raise ConfigError(str(error), where=where, hint=hint) from None
-        return value
+            pairs: Any = zip(typed, value, strict=True)
+            return [self._at_home(option, *pair) for pair in pairs]
+        if isinstance(value, Path):
+            return Path(local_path(typed, _flag_of(option)))
+        is_text = isinstance(value, str) and option.name in self.text_paths
+        return local_path(typed, _flag_of(option)) if is_text else value
 
 
 class HostsCommand(Command):
