@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from command_line import call_allhands, parse, verbs
 from pydantic import BaseModel
-from support.command_line import call_allhands, parse, verbs
 
 import allhands
 from allhands.cli.plan import training_config

@@ -344,7 +344,7 @@ def _members(job: Job, run_id: str) -> Members:
 
 def _newest_step(job: Job, run_id: str) -> int | None:
     own = step_in(job.checkpoints, run_id) if job.checkpoints else None
-    return step_in(job.resume.expanduser()) if own is None and job.resume else own
+    return step_in(job.resume) if own is None and job.resume else own
 
 
 def step_in(place: Path, run_id: str | None = None) -> int | None:
@@ -368,7 +368,7 @@ def way_on(job: Job, run_id: str | None) -> str | None:
         return None
     # A program of one's own takes what it finds, whoever wrote it.
     own = step_in(job.checkpoints, run_id if job.resumes else None)
-    if own is None and job.resume is not None and (earlier := step_in(job.resume.expanduser())) is not None:
+    if own is None and job.resume is not None and (earlier := step_in(job.resume)) is not None:
         return f"to go on from step {earlier}: the same command"
     where = "the last checkpoint, if there is one" if own is None else f"step {own}"
     if own is None and job.hostfile is None:

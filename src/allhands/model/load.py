@@ -93,7 +93,7 @@ def load_bare_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -
     Raises:
         ModelError: the tokenizer is missing or torn.
     """
-    path = Path(path_or_repo).expanduser()
+    path = Path(path_or_repo)
     local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
     advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
     if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -394,7 +394,7 @@ def get_model(
     conversion = Conversion(quantize_bits, group_size, dequantize, dtype)
     say = report or silent
     path = resolve(source, report=say).resolve()
-    target = out.expanduser().resolve()
+    target = out.resolve()
     check_target(target, path, force)
     with staging(target) as staged:
         model, config = build(path, trust_remote_code)

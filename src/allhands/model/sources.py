@@ -7,6 +7,7 @@ the id of a Hub repository. :func:`resolve` makes a directory of each.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
     """
     if source == "demo":
         return demo_model(report=report)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
     if path.exists():

@@ -102,7 +102,7 @@ def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, 
         kind, below = described(options.adapter_path, options.source)
     assert below is not None
     path = resolve(below).resolve()
-    target = out.expanduser().resolve()
+    target = out.resolve()
     check_target(target, path, options.force)
     if holds_files(target) and not options.force:
         raise ConfigError("a model is there already", where=str(out), hint="add --force to replace it")

@@ -34,7 +34,7 @@ def find_source(text: str | None, store: Path) -> Source:
     """
     if text is None:
         return _own(store)
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.suffix == ".whl":
         return _wheel(path.resolve())
     if text and path.is_dir():
