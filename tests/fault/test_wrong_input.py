@@ -100,7 +100,7 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         else:
             own = directory_of(" ".join(arguments))
             shutil.copytree(place / "out", place / own)
-            job = Job(*train("--adapter-path", own, *arguments), cwd=place)
+            job = Job(*changed(train("--adapter-path", own), arguments), cwd=place)
         job.finish()
         return job
 

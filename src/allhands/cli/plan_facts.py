@@ -295,7 +295,7 @@ def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -
 
     numbers = adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
     if not numbers:
-        raise no_such_keys(config, linears(blocks))
+        raise no_such_keys(config, linears(blocks), config.lora_parameters.keys or ())
     return numbers
 
 

@@ -28,7 +28,15 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
 from allhands.kernels import launch_directly
-from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights, unfit
+from allhands.model.adapters import (
+    Trainable,
+    as_written,
+    load_trained,
+    make_trainable,
+    trained_weights,
+    unfit,
+    untrained,
+)
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.choices import Choices, settle
 from allhands.model.documents import require_isolation
@@ -154,6 +162,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
+    notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
     if not accelerator.eager:
         make_deterministic(model)
     dropout = install_dropout(model, config.seed)
@@ -195,6 +204,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
 
 
 def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
+    if not config.train and start is None:
+        return untrained(model)
     try:
         return make_trainable(model, config)
     except ConfigError as error:
@@ -268,7 +279,8 @@ def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: P
 
     Weights are compared as files, because ranks on other devices may hold them in other types.
     """
-    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(loaded.model).items()}
+    trained = trained_weights(loaded.model) if config.train or start is not None else {}
+    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained.items()}
     return {
         "config": config.shared_values(),
         "parameters": arrays,
