@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils as mlx_lm
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
@@ -40,6 +41,7 @@ class Use:
         num_layers: blocks that are trained, from the last; -1 is all.
         lora: shape of the adapters.
         adapter: directory of an adapter that is put on.
+        cached: whether it is computed as answers are, with a cache of keys and values.
         longest: tokens of a row at most.
     """
 
@@ -50,6 +52,7 @@ class Use:
     lora: dict[str, Any] | None = None
     grad_checkpoint: bool = False
     adapter: Path | None = None
+    cached: bool = False
     longest: int = _LENGTHS[-1]
 
     @property
@@ -74,6 +77,11 @@ def use_of(config: TrainConfig) -> Use | None:
         lora=config.lora_parameters.model_dump(),
         grad_checkpoint=config.grad_checkpoint,
     )
+
+
+def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = False) -> Use:
+    """That ``model`` answers prompts, with or without an adapter."""
+    return Use(model, trust_remote_code, adapter=adapter, cached=True)
 
 
 @contextmanager
@@ -183,7 +191,9 @@ def _failure_in_computing(model: Any, use: Use, error: Exception) -> Exception |
 def _passed(model: Any, use: Use, length: int) -> Any:
     """One row through the model, and in training back; not computed yet."""
     rows = mx.arange(length)[None] % 8
-    return model(rows) if use.fine_tune_type is None else nn.value_and_grad(model, _loss)(model, rows)
+    if use.fine_tune_type is not None:
+        return nn.value_and_grad(model, _loss)(model, rows)
+    return model(rows, cache=make_prompt_cache(model)) if use.cached else model(rows)
 
 
 def _prepare(model: Any, use: Use) -> None:
