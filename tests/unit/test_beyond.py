@@ -222,10 +222,9 @@ def test_keys_of_a_run_that_goes_on_and_of_an_adapter_that_is_tested(
 
 
 def test_a_model_without_a_layer_that_could_have_an_adapter(train: Callable[..., Any], tmp_path: Path) -> None:
+    layers = "[one.input_layernorm for one in self.model.layers]"
     model = own(tmp_path / "model", "")
     with (model / "own.py").open("a") as file:
-        file.write(
-            "\n    @property\n    def layers(self):\n        return [one.input_layernorm for one in self.model.layers]\n"
-        )
+        file.write(f"\n    @property\n    def layers(self):\n        return {layers}\n")
     with pytest.raises(ModelError, match="no layer in this model that could have an adapter"):
         train(model, trust_remote_code=True)

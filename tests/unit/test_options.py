@@ -267,3 +267,52 @@ def test_keys_given_twice(text: str, tmp_path: Path) -> None:
 def test_arguments_given_twice(flags: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="twice"):
         build_config(flags)
+
+
+# --- files of earlier versions of mlx_lm ----------------------------------------------------------------
+
+SHAPE = {"keys": ["self_attn.q_proj"], "rank": 8, "scale": 10.0}
+
+
+def yaml_of(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_files_of_earlier_mlx_lm_run_with_notes_on_what_has_no_effect(tmp_path: Path) -> None:
+    text = "lora_layers: 4\nuse_dora: false\nadapter_file: adapters.npz\nwandb: null\nlora_parameters:\n"
+    text += "  keys: [self_attn.q_proj]\n  rank: 8\n  alpha: 16.0\n  scale: 10.0\n  dropout: 0.0\n"
+    made = build_config({}, yaml_of(tmp_path, text))
+    assert made.num_layers == 4
+    assert made.lora_parameters.model_dump() == {
+        "rank": 8,
+        "scale": 10.0,
+        "dropout": 0.0,
+        "keys": ["self_attn.q_proj"],
+    }
+    assert [note.partition(" has no effect")[0] for note in made.notes] == [
+        "use_dora",
+        "adapter_file",
+        "lora_parameters: alpha",
+    ]
+    assert made.model_copy(update={"iters": 3}).notes == made.notes
+    # The same without them is the same run, and has no notes.
+    plain = build_config({}, yaml_of(tmp_path, "num_layers: 4\nlora_parameters: " + json.dumps(SHAPE)))
+    assert plain.notes == ()
+    assert plain.fingerprint() == made.fingerprint()
+    flag = build_config({"lora_parameters": json.dumps({**SHAPE, "alpha": 1})})
+    assert len(flag.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["use_dora: true\n", "wandb: mine\n", "lora_parameters:\n  alpha: 16\n", "no_such_key: null\n"]
+)
+def test_what_earlier_files_mean_otherwise_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        build_config({}, yaml_of(tmp_path, text))
+
+
+def test_the_name_of_a_dataset_in_earlier_files(tmp_path: Path) -> None:
+    found = build_config({}, yaml_of(tmp_path, "hf_dataset:\n  name: billsum\n  prompt_feature: text\n")).hf_dataset
+    assert getattr(found, "path", None) == "billsum"
