@@ -23,7 +23,8 @@ and `--batch-size 8` each computes about half of the eight examples.
 
 What takes one value is given once: twice on the command line, under two names, or twice in a file is an error, on every
 verb. A `~` or `~user` at the beginning of a path is that home directory, in flags (`--data=~/x`, too), in files and in
-Python; a `~` alone in YAML is its word for "not set". With several computers each puts its own home directory there.
+Python; a `~` alone in YAML is its word for "not set". With several computers each puts its own home directory there;
+`allhands launch`, whose programs are others', that of this computer.
 `allhands cluster sync` and `cluster check` take the paths of model and data as those of each computer likewise, and
 `cwd` and `python` of a hostfile may begin with `~/`.
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -375,6 +375,12 @@ class TrainConfig(_Strict):
         """What was given and has no effect, as in mlx_lm, for people."""
         return self._notes
 
+    def noted(self, notes: tuple[str, ...]) -> Self:
+        """The same with these notes."""
+        found = self.model_copy()
+        found._notes = notes
+        return found
+
     def shared_values(self) -> dict[str, Any]:
         """What all ranks must agree on, as plain JSON values."""
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
@@ -409,8 +415,7 @@ def build_config(
         config = kind.model_validate(values)
     except ValidationError as error:
         raise explained(error, given, yaml_file, kind) from None
-    config._notes = (*notes, *_unused_alpha(values.get("lora_parameters"), config))
-    return config
+    return config.noted((*notes, *_unused_alpha(values.get("lora_parameters"), config)))
 
 
 def _unused_alpha(value: Any, config: TrainConfig) -> list[str]:
