@@ -91,7 +91,10 @@ def given_to(verb: str, command: Any, parameter: Any, *values: str) -> list[str]
 def test_every_path_knows_the_home_directory(
     verb: str, command: Any, parameter: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if getattr(parameter, "is_flag", False) or annotation(parameter) not in (str, Path):
+    kind = annotation(parameter)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        assert isinstance(parse(given_to(verb, command, parameter, a_value(parameter)))[1][parameter.name], kind)
+    if getattr(parameter, "is_flag", False) or kind not in (str, Path):
         return
     monkeypatch.setenv("HOME", str(tmp_path))
     found = parse(given_to(verb, command, parameter, "~/of mine"))[1][parameter.name]

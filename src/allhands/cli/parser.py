@@ -56,7 +56,7 @@ class Command(TyperCommand):
             return [self._at_home(option, *pair) for pair in pairs]
         if isinstance(value, Path):
             return Path(local_path(typed, _flag_of(option)))
-        is_text = isinstance(value, str) and option.name in self.text_paths
+        is_text = type(value) is str and option.name in self.text_paths  # a choice is a text, too
         return local_path(typed, _flag_of(option)) if is_text else value
 
 
