@@ -62,6 +62,7 @@ ALIASED: dict[str, tuple[Any, Any]] = {
     "gradient_accumulation_steps": (3, 3),
     "output_dir": ("out", "out"),
     "lr": (1e-4, 1e-4),
+    "lora_layers": (3, 3),
     "save_steps": (5, 5),
     "eval_steps": (6, 6),
     "logging_steps": (2, 2),

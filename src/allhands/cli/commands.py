@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from allhands.cli.parser import App, HostsCommand
+
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter-path", help="Directory with adapters.safetensors from a training run.")
@@ -65,7 +67,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
             app.command(name, help=summary)(_not_called)
 
     def group(name: str, summary: str, fill: Callable[[typer.Typer], None]) -> None:
-        inner = typer.Typer(help=summary, no_args_is_help=True)
+        inner = App(help=summary, no_args_is_help=True)
         if verb in (None, name):
             fill(inner)
         app.add_typer(inner, name=name)
@@ -233,8 +235,8 @@ def _fill_cluster(cluster: typer.Typer) -> None:
     from allhands.cli.netbench import bench
 
     cluster.command("init")(cluster_init)
-    cluster.command("sync")(sync)
-    cluster.command("check")(cluster_check)
+    cluster.command("sync", cls=HostsCommand)(sync)
+    cluster.command("check", cls=HostsCommand)(cluster_check)
     cluster.command("bench")(bench)
 
 
