@@ -1,0 +1,205 @@
+"""Names and layouts of weights in transformers, for models whose weights mlx_lm renames or reshapes when it loads them.
+
+``sanitize`` of each architecture in ``mlx_lm.models`` says what happens on the way in; the table here is the way back. An
+architecture that is not in it has not been compared with transformers, and nothing is written for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+
+Json = dict[str, Any]
+Weights = dict[str, mx.array]
+Renames = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How transformers keeps a model that mlx_lm loads.
+
+    Attributes:
+        name: its class in transformers.
+        renames: patterns and replacements, one after the other, from mlx_lm's names to those of checkpoints; a
+            replacement with ``{}`` makes one weight for each expert of a stack.
+        transposed: matrices that transformers keeps as (in, out).
+        kernels: kernels of convolutions, (out, width, in) in MLX and (out, in, width) there.
+        others: what no pattern can say: weights that are joined or have another shape.
+        modules: renames from a checkpoint's names to those of modules in memory, where they differ.
+        adapted_experts: whether PEFT reads adapters of its experts.
+        unadapted: modules that PEFT refuses to adapt.
+    """
+
+    name: str
+    renames: Renames = ()
+    transposed: str | None = None
+    kernels: str | None = None
+    others: Callable[[Weights, Json], Weights] | None = None
+    modules: Renames = ()
+    adapted_experts: bool = False
+    unadapted: str | None = None
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
+        return _renamed(name, self.renames)
+
+    def checkpoint(self, weights: Weights, config: Json) -> Weights:
+        """Weights under the names and in the layouts of transformers; ``weights`` is emptied."""
+        if self.others is not None:
+            weights = self.others(weights, config)
+        found: Weights = {}
+        for name in list(weights):
+            value = weights.pop(name)
+            theirs = self.checkpoint_name(name)
+            if "{}" in theirs:
+                found |= {theirs.format(number): value[number] for number in range(value.shape[0])}
+            else:
+                found[theirs] = self._laid_out(name, value)
+        return found
+
+    def _laid_out(self, name: str, value: mx.array) -> mx.array:
+        if value.ndim == 2 and self.transposed and re.search(self.transposed, name):
+            return mx.contiguous(value.T)
+        if value.ndim == 3 and self.kernels and re.search(self.kernels, name):
+            return mx.contiguous(mx.moveaxis(value, 1, 2))
+        return value
+
+    def module_name(self, module: str) -> str | None:
+        """The module in transformers for one of mlx_lm's, ``{}`` for an expert's number; ``None`` if it has none."""
+        if self.others is not None and re.search(_JOINED, module):
+            return None
+        theirs = _renamed(self.checkpoint_name(f"{module}.weight"), self.modules)
+        return theirs.removesuffix(".weight")
+
+    def is_transposed(self, module: str) -> bool:
+        """Whether transformers keeps the module's matrix as (in, out)."""
+        return self.transposed is not None and re.search(self.transposed, f"{module}.weight") is not None
+
+    @cached_property
+    def head(self) -> str:
+        """The module of the output layer, also where it is the embedding."""
+        return "lm_head"
+
+
+def _renamed(name: str, renames: Renames) -> str:
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+# Modules of mlx_lm that are a part of a module in transformers, or several of them.
+_JOINED = r"\.(embed_q|unembed_out)$|\.block_sparse_moe\.switch_mlp\."
+
+
+def _join_keys_and_values(weights: Weights, config: Json) -> Weights:
+    """``kv_b_proj`` of latent attention, which mlx_lm keeps as two matrices for each head."""
+    for name in [name for name in weights if name.endswith(".embed_q.weight")]:
+        before = name.removesuffix("embed_q.weight")
+        keys, values = weights.pop(name).swapaxes(-1, -2), weights.pop(f"{before}unembed_out.weight")
+        joined = mx.concatenate([keys, values], axis=1)
+        weights[f"{before}kv_b_proj.weight"] = joined.reshape(-1, joined.shape[-1])
+    return weights
+
+
+def _join_granite_experts(weights: Weights, config: Json) -> Weights:
+    for name in [name for name in weights if name.endswith(".switch_mlp.gate_proj.weight")]:
+        before = name.removesuffix("switch_mlp.gate_proj.weight")
+        gate, up = weights.pop(name), weights.pop(f"{before}switch_mlp.up_proj.weight")
+        weights[f"{before}input_linear.weight"] = mx.concatenate([gate, up], axis=1)
+        weights[f"{before}output_linear.weight"] = weights.pop(f"{before}switch_mlp.down_proj.weight")
+    return weights
+
+
+_STACKED: Renames = ((r"\.mlp\.switch_mlp\.(\w+)\.weight$", r".mlp.experts.{}.\1.weight"),)
+_STACKED_IN_PLACE: Renames = ((r"\.mlp\.experts\.(\w+_proj)\.weight$", r".mlp.experts.{}.\1.weight"),)
+_MIXTRAL: Renames = tuple(
+    (rf"\.block_sparse_moe\.switch_mlp\.{ours}_proj\.weight$", rf".block_sparse_moe.experts.{{}}.{theirs}.weight")
+    for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+)
+_MAMBA = {"kernels": r"\.conv1d\.weight$", "unadapted": r"\.out_proj$"}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    **{
+        kind: Architecture(name)
+        for kind, name in {
+            "cohere": "CohereForCausalLM",
+            "cohere2": "Cohere2ForCausalLM",
+            "ernie4_5": "Ernie4_5ForCausalLM",
+            "exaone4": "Exaone4ForCausalLM",
+            "gemma": "GemmaForCausalLM",
+            "gemma2": "Gemma2ForCausalLM",
+            "gemma3_text": "Gemma3ForCausalLM",
+            "glm4": "Glm4ForCausalLM",
+            "granite": "GraniteForCausalLM",
+            "helium": "HeliumForCausalLM",
+            "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+            "llama": "LlamaForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral": "MistralForCausalLM",
+            "nemotron": "NemotronForCausalLM",
+            "olmo2": "Olmo2ForCausalLM",
+            "olmo3": "Olmo3ForCausalLM",
+            "phi": "PhiForCausalLM",
+            "phi3": "Phi3ForCausalLM",
+            "qwen2": "Qwen2ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+            "seed_oss": "SeedOssForCausalLM",
+            "smollm3": "SmolLM3ForCausalLM",
+            "stablelm": "StableLmForCausalLM",
+            "starcoder2": "Starcoder2ForCausalLM",
+            "gpt_bigcode": "GPTBigCodeForCausalLM",
+        }.items()
+    },
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        ((r"^model\.", ""),),
+        transposed=r"\.(c_attn|c_proj|c_fc)\.weight$",
+        modules=((r"^", "transformer."),),
+    ),
+    "gptj": Architecture("GPTJForCausalLM", ((r"^model\.", "transformer."),)),
+    "gpt_neox": Architecture(
+        "GPTNeoXForCausalLM",
+        ((r"^model\.h\.", "gpt_neox.layers."), (r"^model\.embed_out\.", "embed_out."), (r"^model\.", "gpt_neox.")),
+    ),
+    "mamba": Architecture("MambaForCausalLM", **_MAMBA),
+    "mamba2": Architecture("Mamba2ForCausalLM", **_MAMBA),
+    "falcon_mamba": Architecture("FalconMambaForCausalLM", **_MAMBA),
+    "lfm2": Architecture("Lfm2ForCausalLM", kernels=r"\.conv\.conv\.weight$"),
+    # --- experts, stacked in mlx_lm ---
+    "mixtral": Architecture("MixtralForCausalLM", _MIXTRAL),
+    "phimoe": Architecture("PhimoeForCausalLM", _MIXTRAL),
+    "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _STACKED),
+    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", _STACKED),
+    "olmoe": Architecture("OlmoeForCausalLM", _STACKED),
+    "mellum": Architecture("MellumForCausalLM", _STACKED),
+    "glm4_moe": Architecture("Glm4MoeForCausalLM", _STACKED),
+    "dots1": Architecture("Dots1ForCausalLM", _STACKED_IN_PLACE),
+    "afmoe": Architecture("AfmoeForCausalLM", _STACKED_IN_PLACE),
+    "exaone_moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        (*_STACKED, (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias")),
+    ),
+    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", _STACKED, others=_join_keys_and_values),
+    "glm4_moe_lite": Architecture("Glm4MoeLiteForCausalLM", _STACKED, others=_join_keys_and_values),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", others=_join_granite_experts),
+}
+
+
+def architecture_of(config: Json) -> Architecture | None:
+    """How transformers keeps a model of this ``config.json``; ``None`` if that is not known."""
+    return ARCHITECTURES.get(str(config.get("model_type")))
+
+
+def known_architectures() -> str:
+    """Their names, for messages."""
+    return ", ".join(sorted(ARCHITECTURES))
+
+
+def expert_names(name: str, count: int) -> Iterable[str]:
+    """The names behind one with ``{}``, or the name itself."""
+    return [name.format(number) for number in range(count)] if "{}" in name else [name]
