@@ -1,15 +1,14 @@
 """Names and layouts of weights in transformers, for models whose weights mlx_lm renames or reshapes when it loads them.
 
-``sanitize`` of each architecture in ``mlx_lm.models`` says what happens on the way in; the table here is the way back. An
-architecture that is not in it has not been compared with transformers, and nothing is written for it.
+``sanitize`` of each architecture in ``mlx_lm.models`` says what happens on the way in; the table here is the way back.
+An architecture that is not in it has not been compared with transformers, and nothing is written for it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +31,8 @@ class Architecture:
         others: what no pattern can say: weights that are joined or have another shape.
         modules: renames from a checkpoint's names to those of modules in memory, where they differ.
         adapted_experts: whether PEFT reads adapters of its experts.
-        unadapted: modules that PEFT refuses to adapt.
+        unadapted: modules of mlx_lm's that PEFT does not adapt.
+        whole: whether all weights are known, not only the names of modules.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Architecture:
     modules: Renames = ()
     adapted_experts: bool = False
     unadapted: str | None = None
+    whole: bool = True
 
     def checkpoint_name(self, name: str) -> str:
         """The name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
@@ -79,11 +80,6 @@ class Architecture:
     def is_transposed(self, module: str) -> bool:
         """Whether transformers keeps the module's matrix as (in, out)."""
         return self.transposed is not None and re.search(self.transposed, f"{module}.weight") is not None
-
-    @cached_property
-    def head(self) -> str:
-        """The module of the output layer, also where it is the embedding."""
-        return "lm_head"
 
 
 def _renamed(name: str, renames: Renames) -> str:
@@ -196,10 +192,12 @@ def architecture_of(config: Json) -> Architecture | None:
 
 
 def known_architectures() -> str:
-    """Their names, for messages."""
-    return ", ".join(sorted(ARCHITECTURES))
+    """Those of which whole models can be written, for messages."""
+    return ", ".join(sorted(kind for kind, known in ARCHITECTURES.items() if known.whole))
 
 
-def expert_names(name: str, count: int) -> Iterable[str]:
-    """The names behind one with ``{}``, or the name itself."""
-    return [name.format(number) for number in range(count)] if "{}" in name else [name]
+def other_way(architecture: Architecture | None) -> str:
+    """What can be done with a trained model where another way is closed; true of every model of this architecture."""
+    if architecture is not None and architecture.whole:
+        return "allhands export --to hf writes the model with the adapter merged, as transformers loads it"
+    return "allhands fuse writes the model with the adapter merged, for mlx_lm and allhands"
