@@ -20,7 +20,12 @@ from tiny import run_allhands, write_adapter, write_model
 
 from allhands.errors import ModelError
 from allhands.generate import load_for_generation
-from allhands.model.peft import Adapter, from_peft, to_peft
+from allhands.model.hf_names import ARCHITECTURES
+from allhands.model.load import load_model
+from allhands.model.peft import Adapter, to_peft
+from allhands.model.peft_base import PeftBase
+from allhands.model.peft_check import check_peft
+from allhands.model.peft_import import from_peft
 from allhands.trees import flatten
 
 LAYERS = 3
@@ -58,14 +63,14 @@ def adapter_of(model: Any, *, num_layers: int = LAYERS, keys: tuple[str, ...] = 
     return Adapter(dict(flatten(model.trainable_parameters())), config)
 
 
-def module_names(path: Path) -> list[str]:
-    model, *_ = load(str(path))
-    return [name for name, module in model.named_modules() if "weight" in module and not name.endswith("norm")]
+def below(*names: str, shape: tuple[int, int] = (5, 6), kind: str = "llama", **how: Any) -> PeftBase:
+    """A model with layers of these names, all of one shape."""
+    return PeftBase("b", kind, ARCHITECTURES[kind], dict.fromkeys(names, shape), **how)
 
 
 def exported(path: Path, **how: Any) -> tuple[Any, Adapter]:
     model = adapted(path, **how)
-    return model, to_peft(adapter_of(model, **how), base="org/base", modules=module_names(path))
+    return model, to_peft(adapter_of(model, **how), PeftBase.of(load_model(str(path)), "org/base"))
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -94,7 +99,7 @@ def test_the_update_is_what_peft_computes(model_path: Path, dora: bool) -> None:
 def test_there_and_back_are_the_same_bits(model_path: Path, num_layers: int, dora: bool) -> None:
     how: dict[str, Any] = {"num_layers": num_layers, "dora": dora}
     model, made = exported(model_path, **how)
-    again = from_peft(made, num_layers=LAYERS)
+    again = from_peft(made, PeftBase.of(load_model(str(model_path)), "b"), num_layers=LAYERS)
     before = adapter_of(model, **how)
     assert again.weights.keys() == before.weights.keys()
     assert all(mx.array_equal(again.weights[name], value) for name, value in before.weights.items())
@@ -125,7 +130,7 @@ def test_modules_are_named_in_full_where_short_names_mean_more(model_path: Path)
         for name, value in adapter_of(model).weights.items()
         if "layers.0.self_attn.q" in name or "layers.2.mlp" in name
     }
-    made = to_peft(Adapter(weights, adapter_of(model).config), base="b", modules=module_names(model_path))
+    made = to_peft(Adapter(weights, adapter_of(model).config), PeftBase.of(load_model(str(model_path)), "b"))
     assert made.config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"]
     assert made.config["layers_to_transform"] is None
 
@@ -153,7 +158,7 @@ def test_ranks_and_scales_of_their_own(rslora: bool) -> None:
     first, second, third = (f"model.layers.{i}.self_attn.q_proj" for i in (3, 4, 10))
     weights = {**tensors(first, 4), **tensors(second, 2, 1), **tensors(third, 4, 2, "")}
     config = {**PLAIN, "use_rslora": rslora, "rank_pattern": {second: 2}, "alpha_pattern": {"4.self_attn.q_proj": 3}}
-    made = from_peft(Adapter(weights, config), num_layers=12)
+    made = from_peft(Adapter(weights, config), below(first, second, third), num_layers=12)
     settings = made.config["lora_parameters"]
     assert settings == {"rank": 4, "scale": 4.0 if rslora else 2.0, "dropout": 0.05, "keys": ["self_attn.q_proj"]}
     assert made.config["num_layers"] == 9  # the fourth and all after it
@@ -172,11 +177,18 @@ def test_what_stands_outside_of_the_blocks_is_named_in_full() -> None:
         "base_model.model.model.embed_tokens.lora_embedding_A": mx.ones((4, 20)),
         "base_model.model.model.embed_tokens.lora_embedding_B": mx.ones((6, 4)),
     }
-    made = from_peft(Adapter({**tensors("lm_head", 4), **embedding}, PLAIN), num_layers=7)
+    base = PeftBase(
+        "b",
+        "llama",
+        ARCHITECTURES["llama"],
+        {"lm_head": (5, 6), "model.embed_tokens": (20, 6), "x.y": (1, 1)},
+        embeddings=["model.embed_tokens"],
+    )
+    made = from_peft(Adapter({**tensors("lm_head", 4), **embedding}, PLAIN), base, num_layers=7)
     assert made.config["lora_parameters"]["keys"] == ["lm_head", "model.embed_tokens"]
     assert made.weights["model.embed_tokens.lora_a"].shape == (20, 4)
     assert made.config["num_layers"] == 1
-    back = to_peft(made, base="b", modules=["lm_head", "model.embed_tokens", "x.y"], embeddings=["model.embed_tokens"])
+    back = to_peft(made, base)
     assert all(mx.array_equal(back.weights[name], value) for name, value in embedding.items())
 
 
@@ -184,7 +196,7 @@ def test_what_stands_outside_of_the_blocks_is_named_in_full() -> None:
 def test_names_of_several_versions(middle: str) -> None:
     weights = {name.replace(".weight", f"{middle}.weight"): value for name, value in tensors("a.layers.0.q", 4).items()}
     weights[f"base_model.model.a.layers.0.q.lora_magnitude_vector{middle}.weight"] = mx.ones((5, 1))
-    made = from_peft(Adapter(weights, {**PLAIN, "use_dora": True}), num_layers=1)
+    made = from_peft(Adapter(weights, {**PLAIN, "use_dora": True}), below("a.layers.0.q"), num_layers=1)
     assert {name: value.shape for name, value in made.weights.items()} == {
         "a.layers.0.q.lora_a": (6, 4),
         "a.layers.0.q.lora_b": (4, 5),
@@ -198,7 +210,12 @@ def test_names_of_several_versions(middle: str) -> None:
     [
         ({"peft_type": "LOHA"}, "LOHA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"fan_in_fan_out": True}, "transposed"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+        ({"use_bdlora": {"a": 1}}, "use_bdlora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"init_lora_weights": "olora"}, "olora"),
         ({"bias": "all"}, "biases"),
         ({"use_dora": True}, "contradict"),
         ({"trainable_token_indices": [3]}, "tokens"),
@@ -206,7 +223,9 @@ def test_names_of_several_versions(middle: str) -> None:
 )
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        from_peft(Adapter(tensors("model.layers.0.q", 4), {**PLAIN, **changes}), num_layers=2)
+        from_peft(
+            Adapter(tensors("model.layers.0.q", 4), {**PLAIN, **changes}), below("model.layers.0.q"), num_layers=2
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,16 +239,231 @@ def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str) -
 )
 def test_damaged_adapters_are_refused(weights: dict[str, mx.array], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        from_peft(Adapter(weights, PLAIN), num_layers=2)
+        from_peft(Adapter(weights, PLAIN), below("x"), num_layers=2)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
+def test_what_changes_nothing_is_read(start: Any) -> None:
+    """Settings for training, and the layout of the model's own weights, which the factors do not share."""
+    config = {**PLAIN, "init_lora_weights": start, "fan_in_fan_out": True, "megatron_core": "megatron.core"}
+    config |= {"runtime_config": {"ephemeral_gpu_offload": False}, "target_modules": "all-linear"}
+    made = from_peft(Adapter(tensors("a.layers.0.q", 4), config), below("a.layers.0.q"), num_layers=1)
+    assert made.weights["a.layers.0.q.lora_a"].shape == (6, 4)
 
 
 def test_what_peft_cannot_hold_is_refused() -> None:
     config = {"fine_tune_type": "full", "lora_parameters": None}
     with pytest.raises(ModelError, match="whole weights"):
-        to_peft(Adapter({"x.weight": mx.ones((2, 2))}, config), base="b", modules=[])
+        to_peft(Adapter({"x.weight": mx.ones((2, 2))}, config), below("x"))
     config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 2, "scale": 1.0}}
-    with pytest.raises(ModelError, match="experts"):
-        to_peft(Adapter({"m.switch.lora_a": mx.ones((4, 2, 2))}, config), base="b", modules=["m.switch"])
+    experts = {"m.switch.lora_a": mx.ones((4, 2, 6)), "m.switch.lora_b": mx.ones((4, 5, 2))}
+    with pytest.raises(ModelError, match="experts of llama"):
+        to_peft(Adapter(experts, config), below("m.switch", experts={"m.switch": 4}))
+    dora = {"e.lora_a": mx.ones((5, 2)), "e.lora_b": mx.ones((2, 6)), "e.m": mx.ones(5)}
+    with pytest.raises(ModelError, match="magnitude"):
+        to_peft(Adapter(dora, {**config, "fine_tune_type": "dora"}), below("e", embeddings=["e"]))
+
+
+# --- tied embeddings ------------------------------------------------------------------------------------------
+
+EMBEDDING = "model.embed_tokens"
+
+
+def tied_base(*more: str) -> PeftBase:
+    return below(EMBEDDING, *more, embeddings=[EMBEDDING], tied=True, tables={EMBEDDING: mx.ones((5, 6))})
+
+
+def of_embedding(name: str = EMBEDDING) -> dict[str, mx.array]:
+    mx.random.seed(1)
+    return {
+        f"base_model.model.{name}.lora_embedding_A": mx.random.normal((4, 5)),
+        f"base_model.model.{name}.lora_embedding_B": mx.random.normal((6, 4)),
+    }
+
+
+def of_head(embedding: dict[str, mx.array], factor: float = 1.0) -> dict[str, mx.array]:
+    a, b = embedding.values()
+    return {
+        "base_model.model.lm_head.lora_A.weight": mx.contiguous(b.T) * factor,
+        "base_model.model.lm_head.lora_B.weight": mx.contiguous(a.T),
+    }
+
+
+def test_an_adapter_of_a_tied_embedding_reaches_the_output_layer_of_every_version_of_peft() -> None:
+    made = from_peft(
+        Adapter(of_embedding(), {**PLAIN, "target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+        tied_base(),
+        num_layers=1,
+    )
+    assert made.config["lora_parameters"]["keys"] == [EMBEDDING]
+    back = to_peft(made, tied_base())
+    assert back.config["ensure_weight_tying"] is True
+    assert back.config["target_modules"] == ["embed_tokens", "lm_head"]
+    for name, value in {**of_embedding(), **of_head(of_embedding())}.items():
+        assert mx.array_equal(back.weights[name], value), name
+    untied = to_peft(made, below(EMBEDDING, "lm_head", embeddings=[EMBEDDING]))
+    assert "ensure_weight_tying" not in untied.config
+    assert set(untied.weights) == set(of_embedding())
+
+
+@pytest.mark.parametrize(
+    ("head", "config", "fine"),
+    [
+        (None, {}, False),
+        (None, {"ensure_weight_tying": True, "target_modules": ["embed_tokens"]}, True),
+        (None, {"ensure_weight_tying": True, "target_modules": r".*\.q_proj|embed_tokens"}, True),
+        # PEFT ties nothing if no target has one of the names that it knows.
+        (None, {"ensure_weight_tying": True, "target_modules": ["wte"]}, False),
+        (
+            None,
+            {"ensure_weight_tying": True, "target_modules": ["embed_tokens"], "alpha_pattern": {"lm_head": 3}},
+            False,
+        ),
+        (1.0, {}, True),
+        (1.0, {"ensure_weight_tying": True, "target_modules": ["embed_tokens"]}, True),
+        (1.5, {}, False),
+        (1.0, {"alpha_pattern": {"lm_head": 3}}, False),
+    ],
+)
+def test_an_adapter_that_parts_embedding_and_output_layer_is_refused(
+    head: float | None, config: dict[str, Any], fine: bool
+) -> None:
+    weights = of_embedding()
+    if head is not None:
+        weights |= of_head(of_embedding(), head)
+    if fine:
+        made = from_peft(Adapter(weights, {**PLAIN, **config}), tied_base(), num_layers=1)
+        assert set(made.weights) == {f"{EMBEDDING}.lora_a", f"{EMBEDDING}.lora_b"}
+        return
+    with pytest.raises(ModelError, match="share their weights"):
+        from_peft(Adapter(weights, {**PLAIN, **config}), tied_base(), num_layers=1)
+
+
+def test_an_adapter_of_a_tied_output_layer_alone_is_refused() -> None:
+    with pytest.raises(ModelError, match="share their weights"):
+        from_peft(Adapter(of_head(of_embedding()), PLAIN), tied_base(), num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows", "fine"), [(1.0, 5, True), (1.001, 5, True), (2.0, 5, False), (1.0, 7, False)]
+)
+def test_embeddings_that_peft_saves_beside_the_adapter_have_to_be_the_models(
+    factor: float, rows: int, fine: bool
+) -> None:
+    config = {**PLAIN, "target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    saved = {f"base_model.model.{EMBEDDING}.base_layer.weight": mx.ones((rows, 6)) * factor}
+    adapter = Adapter({**of_embedding(), **saved}, config)
+    if fine:
+        assert len(from_peft(adapter, tied_base(), num_layers=1).weights) == 2
+        return
+    with pytest.raises(ModelError, match="are not the model's"):
+        from_peft(adapter, tied_base(), num_layers=1)
+
+
+# --- other names, other layouts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs"),
+    [
+        ("gpt_neox", "model.h.1.attention.dense", "gpt_neox.layers.1.attention.dense"),
+        ("gpt_neox", "model.embed_in", "gpt_neox.embed_in"),
+        ("gpt2", "model.h.1.attn.c_attn", "transformer.h.1.attn.c_attn"),
+        ("gptj", "model.h.1.mlp.fc_in", "transformer.h.1.mlp.fc_in"),
+        ("llama", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj"),
+    ],
+)
+def test_modules_have_the_names_of_transformers_and_come_back(kind: str, ours: str, theirs: str) -> None:
+    base = below(ours, "model.h.0.other", kind=kind)
+    made = from_peft(Adapter(tensors(theirs, 4), PLAIN), base, num_layers=2)
+    assert set(made.weights) == {f"{ours}.lora_a", f"{ours}.lora_b"}
+    back = to_peft(made, base)
+    assert all(mx.array_equal(back.weights[name], value) for name, value in tensors(theirs, 4).items())
+    assert back.config["fan_in_fan_out"] is (kind == "gpt2")
+
+
+def test_a_model_whose_names_are_not_known_is_refused_unless_its_own_files_prove_them() -> None:
+    adapter = Adapter(tensors("a.layers.0.q", 4), PLAIN)
+    unknown = PeftBase("b", "strange", None, {"a.layers.0.q": (5, 6)})
+    with pytest.raises(ModelError, match="strange"):
+        from_peft(adapter, unknown, num_layers=1)
+    proved = PeftBase("b", "strange", None, {"a.layers.0.q": (5, 6)}, proved=["a.layers.0.q"])
+    made = from_peft(adapter, proved, num_layers=1)
+    assert to_peft(made, proved).weights.keys() == adapter.weights.keys()
+    with pytest.raises(ModelError, match="strange"):
+        to_peft(made, unknown)
+
+
+MOE = tuple(f"model.layers.1.mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+
+def of_experts(count: int = 3, rank: int = 2) -> Adapter:
+    mx.random.seed(4)
+    weights = {f"{name}.lora_a": mx.random.normal((count, rank, 6)) for name in MOE}
+    weights |= {f"{name}.lora_b": mx.random.normal((count, 5, rank)) for name in MOE}
+    settings = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": [name.partition(".1.")[2] for name in MOE]}
+    return Adapter(weights, {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": settings})
+
+
+def test_experts_are_one_module_each_and_come_back_stacked() -> None:
+    base = below(*MOE, kind="qwen3_moe", experts=dict.fromkeys(MOE, 3))
+    ours = of_experts()
+    made = to_peft(ours, base)
+    name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
+    assert mx.array_equal(made.weights[f"{name}.lora_A.weight"], ours.weights[f"{MOE[1]}.lora_a"][2])
+    assert mx.array_equal(made.weights[f"{name}.lora_B.weight"], ours.weights[f"{MOE[1]}.lora_b"][2])
+    check_peft(made, ours, base)
+    back = from_peft(made, base, num_layers=2)
+    assert all(mx.array_equal(back.weights[name], value) for name, value in ours.weights.items())
+    assert back.config["lora_parameters"]["keys"] == sorted(ours.config["lora_parameters"]["keys"])
+    some = {name: value for name, value in made.weights.items() if ".experts.0." not in name}
+    back = from_peft(Adapter(some, made.config), base, num_layers=2)
+    assert mx.all(back.weights[f"{MOE[0]}.lora_b"][0] == 0).item()
+    assert mx.array_equal(back.weights[f"{MOE[0]}.lora_b"][1], ours.weights[f"{MOE[0]}.lora_b"][1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out", "reason"),
+    [("qwen3_moe", MOE[2], "down_proj has none"), ("qwen2_moe", None, "qwen2_moe"), ("granitemoe", None, None)],
+)
+def test_experts_that_peft_cannot_join_are_refused_with_the_reason(
+    kind: str, left_out: str | None, reason: str | None
+) -> None:
+    ours = of_experts()
+    kept = {name: v for name, v in ours.weights.items() if left_out is None or left_out not in name}
+    moe = {name.replace(".mlp.", ".block_sparse_moe.") if kind == "granitemoe" else name for name in MOE}
+    base = below(*moe, kind=kind, experts=dict.fromkeys(moe, 3))
+    if kind == "granitemoe":
+        kept = {name.replace(".mlp.", ".block_sparse_moe."): value for name, value in kept.items()}
+    with pytest.raises(ModelError, match=reason) as refused:
+        to_peft(Adapter(kept, ours.config), base)
+    assert "--to hf" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("damage", ["value", "scale", "targets", "missing", "tying", "name"])
+def test_an_adapter_that_peft_would_read_otherwise_is_not_published(damage: str) -> None:
+    base = tied_base("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+    theirs = {**of_embedding(), **tensors("model.layers.0.self_attn.q_proj", 4)}
+    config = {**PLAIN, "target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    ours = from_peft(Adapter(theirs, config), base, num_layers=2)
+    made = to_peft(ours, base)
+    check_peft(made, ours, base)
+    weights, config = dict(made.weights), dict(made.config)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    if damage == "value":
+        weights[name] = weights[name] * 1.01
+    elif damage == "scale":
+        config["lora_alpha"] = 9
+    elif damage == "targets":
+        config["target_modules"] = ["embed_tokens", "lm_head", "q_proj"]
+    elif damage == "missing":
+        weights = {key: value for key, value in weights.items() if "q_proj" not in key}
+    elif damage == "tying":
+        del config["ensure_weight_tying"]
+    else:
+        weights[name.replace("layers.0", "h.0")] = weights.pop(name)
+    with pytest.raises(ModelError, match="not kept"):
+        check_peft(Adapter(weights, config), ours, base)
 
 
 # --- the commands ---------------------------------------------------------------------------------------------

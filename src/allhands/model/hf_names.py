@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ class Architecture:
         others: what no pattern can say: weights that are joined or have another shape.
         modules: renames from a checkpoint's names to those of modules in memory, where they differ.
         adapted_experts: whether PEFT reads adapters of its experts.
-        unadapted: modules of mlx_lm's that PEFT does not adapt.
+        unadapted: pattern of modules of mlx_lm's that PEFT does not adapt rightly, and why.
         whole: whether all weights are known, not only the names of modules.
     """
 
@@ -42,7 +42,7 @@ class Architecture:
     others: Callable[[Weights, Json], Weights] | None = None
     modules: Renames = ()
     adapted_experts: bool = False
-    unadapted: str | None = None
+    unadapted: tuple[str, str] | None = None
     whole: bool = True
 
     def checkpoint_name(self, name: str) -> str:
@@ -117,7 +117,15 @@ _MIXTRAL: Renames = tuple(
     (rf"\.block_sparse_moe\.switch_mlp\.{ours}_proj\.weight$", rf".block_sparse_moe.experts.{{}}.{theirs}.weight")
     for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 )
-_MAMBA = {"kernels": r"\.conv1d\.weight$", "unadapted": r"\.out_proj$"}
+_MAMBA = Architecture(
+    "MambaForCausalLM",
+    kernels=r"\.conv1d\.weight$",
+    unadapted=(r"\.(out_proj|dt_proj)$", "transformers reads its weight past PEFT's adapter"),
+)
+# Of transformers 5, PEFT takes every layer of these names for the experts, which it joins.
+_TAKEN_FOR_EXPERTS = (r"\.(gate|up|down)_proj$", "PEFT takes layers of this name for experts")
+_MIXTURE = Architecture("", _STACKED, adapted_experts=True, unadapted=_TAKEN_FOR_EXPERTS)
+_ROUTER = "transformers 5 has no linear layer there that PEFT could adapt"
 
 ARCHITECTURES: dict[str, Architecture] = {
     **{
@@ -162,27 +170,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GPTNeoXForCausalLM",
         ((r"^model\.h\.", "gpt_neox.layers."), (r"^model\.embed_out\.", "embed_out."), (r"^model\.", "gpt_neox.")),
     ),
-    "mamba": Architecture("MambaForCausalLM", **_MAMBA),
-    "mamba2": Architecture("Mamba2ForCausalLM", **_MAMBA),
-    "falcon_mamba": Architecture("FalconMambaForCausalLM", **_MAMBA),
+    "mamba": _MAMBA,
+    "mamba2": replace(_MAMBA, name="Mamba2ForCausalLM"),
+    "falcon_mamba": replace(_MAMBA, name="FalconMambaForCausalLM"),
     "lfm2": Architecture("Lfm2ForCausalLM", kernels=r"\.conv\.conv\.weight$"),
     # --- experts, stacked in mlx_lm ---
-    "mixtral": Architecture("MixtralForCausalLM", _MIXTRAL),
-    "phimoe": Architecture("PhimoeForCausalLM", _MIXTRAL),
-    "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _STACKED),
-    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", _STACKED),
-    "olmoe": Architecture("OlmoeForCausalLM", _STACKED),
-    "mellum": Architecture("MellumForCausalLM", _STACKED),
-    "glm4_moe": Architecture("Glm4MoeForCausalLM", _STACKED),
-    "dots1": Architecture("Dots1ForCausalLM", _STACKED_IN_PLACE),
-    "afmoe": Architecture("AfmoeForCausalLM", _STACKED_IN_PLACE),
-    "exaone_moe": Architecture(
-        "ExaoneMoeForCausalLM",
-        (*_STACKED, (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias")),
+    "mixtral": Architecture("MixtralForCausalLM", _MIXTRAL, adapted_experts=True),
+    "phimoe": Architecture("PhimoeForCausalLM", _MIXTRAL, unadapted=(r"\.block_sparse_moe\.gate$", _ROUTER)),
+    "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _STACKED, unadapted=(r"\.mlp\.gate$", _ROUTER)),
+    "qwen3_moe": replace(_MIXTURE, name="Qwen3MoeForCausalLM"),
+    "olmoe": replace(_MIXTURE, name="OlmoeForCausalLM"),
+    "mellum": replace(_MIXTURE, name="MellumForCausalLM"),
+    "glm4_moe": replace(_MIXTURE, name="Glm4MoeForCausalLM"),
+    "dots1": replace(_MIXTURE, name="Dots1ForCausalLM", renames=_STACKED_IN_PLACE),
+    "afmoe": replace(_MIXTURE, name="AfmoeForCausalLM", renames=_STACKED_IN_PLACE),
+    "exaone_moe": replace(
+        _MIXTURE,
+        name="ExaoneMoeForCausalLM",
+        renames=(*_STACKED, (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias")),
     ),
-    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", _STACKED, others=_join_keys_and_values),
-    "glm4_moe_lite": Architecture("Glm4MoeLiteForCausalLM", _STACKED, others=_join_keys_and_values),
-    "granitemoe": Architecture("GraniteMoeForCausalLM", others=_join_granite_experts),
+    "deepseek_v3": replace(_MIXTURE, name="DeepseekV3ForCausalLM", others=_join_keys_and_values),
+    "glm4_moe_lite": replace(_MIXTURE, name="Glm4MoeLiteForCausalLM", others=_join_keys_and_values),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM", others=_join_granite_experts, unadapted=(r"\.router\.layer$", _ROUTER)
+    ),
 }
 
 

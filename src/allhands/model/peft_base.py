@@ -144,13 +144,11 @@ class PeftBase:
     def _reason(self, module: str, parts: Collection[str], adapted: Collection[str]) -> str | None:
         if module in self.embeddings and "m" in parts:
             return "PEFT's DoRA has a magnitude for each column of an embedding, mlx_lm's for each row"
-        unadapted = self.architecture.unadapted if self.architecture else None
-        if unadapted and re.search(unadapted, module):
-            return f"PEFT does not adapt this layer of {self.kind} rightly"
         if module not in self.experts:
-            return None
+            pattern, why = (self.architecture and self.architecture.unadapted) or ("$^", "")
+            return why if re.search(pattern, module) else None
         if self.architecture is None or not self.architecture.adapted_experts:
-            return f"PEFT does not read adapters of the experts of {self.kind} rightly"
+            return f"transformers 5 joins the experts of {self.kind}, and PEFT cannot join adapters of them"
         stack = module.rpartition(".")[0]
         if missing := sorted(n for n in self.experts if n.startswith(f"{stack}.") and n not in adapted):
             return f"PEFT reads adapters of experts only if all their matrices have one, and {missing[0]} has none"
