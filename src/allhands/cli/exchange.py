@@ -107,7 +107,10 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(adapter)})")
     print("checked: read back by PEFT's rules, every update is the adapter's")
     if settings.get("ensure_weight_tying"):
-        print("note: it adapts the embedding that is the output layer, too: merge it with PEFT 0.19 or later only")
+        print(
+            "note: it adapts an embedding that is the output layer, too. PEFT computes it rightly, but adds it twice "
+            "to the shared weights when it merges: --to hf writes the merged model"
+        )
     if any(name.rpartition(".")[0] in told.experts for name in adapter.weights):
         print("note: it adapts experts: with transformers 5 it needs PEFT 0.19 or later")
     if "quantization" in loaded.config and base is None:
@@ -132,11 +135,14 @@ def import_adapter(
 
     peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
     """
+    import mlx.core as mx
+
     from allhands.generate import put_on
     from allhands.model.load import load_model
     from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE
     from allhands.model.peft_base import PeftBase
     from allhands.model.peft_import import from_peft
+    from allhands.trees import flatten
 
     assert source is Format.peft
     if not (path / WEIGHTS_FILE).is_file() and (path / "adapter_model.bin").is_file():
@@ -164,6 +170,11 @@ def import_adapter(
         except ModelError as error:
             hint = "use the model that the adapter was trained on: --model"
             raise ModelError(error.message.replace(str(staged), str(path)), where=str(path), hint=hint) from None
+        found = dict(flatten(loaded.model.parameters()))
+        for name, value in made.weights.items():
+            if name not in found or not mx.array_equal(found[name], value):
+                message = f"what was written is not the adapter, and was not kept: {name} is read back otherwise"
+                raise ModelError(message, where=str(out), hint="without an error of yours this is a defect: report it")
 
     _write(made, out, *_OURS, {"format": "mlx"}, fits)
     settings = made.config["lora_parameters"]

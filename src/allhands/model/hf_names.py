@@ -29,6 +29,7 @@ class Architecture:
         transposed: matrices that transformers keeps as (in, out).
         kernels: kernels of convolutions, (out, width, in) in MLX and (out, in, width) there.
         others: what no pattern can say: weights that are joined or have another shape.
+        former_names: names that modules had in another version of transformers, and mlx_lm's.
         modules: renames from a checkpoint's names to those of modules in memory, where they differ.
         adapted_experts: whether PEFT reads adapters of its experts.
         unadapted: pattern of modules of mlx_lm's that PEFT does not adapt rightly, and why.
@@ -40,6 +41,7 @@ class Architecture:
     transposed: str | None = None
     kernels: str | None = None
     others: Callable[[Weights, Json], Weights] | None = None
+    former_names: Renames = ()
     modules: Renames = ()
     adapted_experts: bool = False
     unadapted: tuple[str, str] | None = None
@@ -169,6 +171,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": Architecture(
         "GPTNeoXForCausalLM",
         ((r"^model\.h\.", "gpt_neox.layers."), (r"^model\.embed_out\.", "embed_out."), (r"^model\.", "gpt_neox.")),
+        former_names=(("lm_head", "model.embed_out"),),
+        unadapted=(r"^model\.embed_out$", "it has another name in transformers 4 than in transformers 5"),
     ),
     "mamba": _MAMBA,
     "mamba2": replace(_MAMBA, name="Mamba2ForCausalLM"),
@@ -191,6 +195,38 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek_v3": replace(_MIXTURE, name="DeepseekV3ForCausalLM", others=_join_keys_and_values),
     "glm4_moe_lite": replace(_MIXTURE, name="Glm4MoeLiteForCausalLM", others=_join_keys_and_values),
+    "lfm2_moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        tuple(
+            (rf"\.feed_forward\.{ours}{old}_proj\.weight$", f".feed_forward.{theirs}{new}.weight")
+            for ours, theirs in ((r"switch_mlp\.", "experts.{}."), ("", ""))
+            for old, new in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        ),
+        kernels=r"\.conv\.conv\.weight$",
+    ),
+    "laguna": Architecture(
+        "LagunaForCausalLM",
+        (
+            *_STACKED,
+            (r"\.mlp\.gate\.proj\.weight$", ".mlp.gate.weight"),
+            (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
+        ),
+        unadapted=(r"\.mlp\.", "its layers have other names in the memory of transformers 5 than in files"),
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        (
+            (r"\.mixer\.switch_mlp\.fc1\.weight$", ".mixer.experts.{}.up_proj.weight"),
+            (r"\.mixer\.switch_mlp\.fc2\.weight$", ".mixer.experts.{}.down_proj.weight"),
+        ),
+        kernels=r"\.conv1d\.weight$",
+        unadapted=(".", "its layers have other names in transformers 4 than in transformers 5"),
+    ),
+    "gemma3": Architecture(  # mlx_lm leaves out what sees images, so that no whole model can be written
+        "Gemma3ForConditionalGeneration",
+        modules=((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head")),
+        whole=False,
+    ),
     "granitemoe": Architecture(
         "GraniteMoeForCausalLM", others=_join_granite_experts, unadapted=(r"\.router\.layer$", _ROUTER)
     ),

@@ -39,6 +39,7 @@ class PeftBase:
         tied: whether the output layer is the embedding.
         proved: modules whose weights a checkpoint of transformers holds under the very names that mlx_lm has.
         tables: weights of embeddings and output layer.
+        can_untie: whether mlx_lm reads this model also with an output layer of its own.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PeftBase:
     tied: bool = False
     proved: Collection[str] = ()
     tables: Mapping[str, mx.array] = field(default_factory=dict[str, mx.array])
+    can_untie: bool = False
 
     @classmethod
     def of(cls, loaded: LoadedModel, name: str) -> PeftBase:
@@ -72,6 +74,7 @@ class PeftBase:
             tied=not any(shapes[n][0] in rows for n in outside),
             proved=frozenset() if architecture else _same_in_checkpoint(found, loaded.path),
             tables={n: _dense(m) for n, m in found.items() if n in embeddings or n in outside},
+            can_untie=hasattr(getattr(model, "args", None), "tie_word_embeddings"),
         )
 
     @cached_property
@@ -112,6 +115,10 @@ class PeftBase:
     def modules_of_transformers(self) -> dict[str, str]:
         """The module of mlx_lm's behind every name of transformers that is known."""
         found = {theirs: ours for ours in self.shapes for theirs in self._names(ours)}
+        if self.architecture is not None:
+            for former, ours in self.architecture.former_names:
+                if ours in self.shapes:
+                    found.setdefault(former, ours)
         if self.tied:
             found.setdefault(HEAD, "")
         return found

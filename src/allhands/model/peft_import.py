@@ -77,7 +77,7 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
     Raises:
         ModelError: it holds what mlx_lm's adapters cannot, or what this model has no place for.
     """
-    _require_plain(adapter.config)
+    _require_plain(adapter.config, base)
     tensors = _without_base_weights(adapter.weights, base)
     modules = _in_mlx(_without_tied_head(_modules(tensors, adapter.config), adapter.config, base), base)
     scale = Counter(each.scale for each in modules.values()).most_common(1)[0][0]
@@ -144,12 +144,23 @@ _REASONS = {
 }
 # Ways to begin that leave the model's own weights as they are; others train against changed ones.
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
-_MERGE = (
-    "merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model: it needs no adapter then"
+
+
+def _merge(base: PeftBase, first: str = "") -> str | None:
+    """How to use an adapter that mlx_lm's cannot hold; ``None`` if mlx_lm would not read the merged model."""
+    if base.architecture is None or base.architecture.modules:
+        return None
+    return f"{first}merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
+
+
+_UNTIE = (
+    "part them in Python, model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()) and "
+    "model.config.tie_word_embeddings = False, before PeftModel.from_pretrained; then "
 )
+_TIE = "train it with ensure_weight_tying=True and lm_head among target_modules (PEFT 0.19 or later)"
 
 
-def _require_plain(config: Mapping[str, Any]) -> None:
+def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
     """Refuse what is more than LoRA or DoRA beside frozen weights."""
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -157,17 +168,18 @@ def _require_plain(config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if value and name not in _HARMLESS:
             reason = _REASONS.get(name, "a setting that is not known here")
-            raise ModelError(f"{reason} ({name}), which mlx_lm's adapters cannot hold", where=CONFIG_FILE, hint=_MERGE)
+            raise ModelError(
+                f"{reason} ({name}), which mlx_lm's adapters cannot hold", where=CONFIG_FILE, hint=_merge(base)
+            )
     if config.get("bias", "none") != "none":
         message = f"it trains biases (bias: {config['bias']}), which mlx_lm's adapters cannot hold"
-        raise ModelError(message, where=CONFIG_FILE, hint=_MERGE)
+        raise ModelError(message, where=CONFIG_FILE, hint=_merge(base))
     begun = config.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower() not in _BEGINNINGS:
         raise ModelError(
             f"it was trained against changed weights of the model (init_lora_weights: {begun})",
             where=CONFIG_FILE,
-            hint="save it in PEFT as an ordinary one: "
-            "save_pretrained(DIR, path_initial_model_for_weight_conversion=...)",
+            hint=_merge(base),
         )
 
 
@@ -183,7 +195,7 @@ def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> di
             raise ModelError(
                 f"{name}: the embeddings saved with it are not the model's, as after adding tokens",
                 where=WEIGHTS_FILE,
-                hint=_MERGE,
+                hint=_merge(base),
             )
     return kept
 
@@ -210,7 +222,7 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
             f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
             "alone (no ensure_weight_tying); in MLX one adapter reaches both",
             where=CONFIG_FILE,
-            hint=_MERGE,
+            hint=(_merge(base, _UNTIE) if base.can_untie else None) or _TIE,
         )
     return {name: each for name, each in modules.items() if name != HEAD}
 
@@ -243,11 +255,11 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
                 if base.architecture or base.proved
                 else f"the names of the weights of {base.kind} in transformers are not known here",
                 where=WEIGHTS_FILE,
-                hint=f"use the model that the adapter was trained on (--model), or {_MERGE}",
+                hint="use the model that the adapter was trained on: --model",
             )
         if each.magnitudes is not None and (ours in base.embeddings or ours in base.experts):
             what = "an embedding" if ours in base.embeddings else "experts"
-            raise ModelError(f"{name}: mlx_lm has no DoRA of {what} like PEFT's", where=CONFIG_FILE, hint=_MERGE)
+            raise ModelError(f"{name}: mlx_lm has no DoRA of {what} like PEFT's", where=CONFIG_FILE, hint=_merge(base))
         each.require_shape(name, base.shapes[ours], embedding=ours in base.embeddings)
         if ours in base.experts:
             stacks.setdefault(ours, {})[name] = each

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 
 from allhands.errors import ModelError
-from allhands.model.hf_names import Architecture, architecture_of, known_architectures
-from allhands.model.load import Json, read_config
+from allhands.model.hf_names import Architecture, architecture_of, known_architectures, other_way
+from allhands.model.load import Json, build, read_config
 from allhands.model.sources import resolve
 from allhands.shipping.fusing import Fused, FuseOptions, described, fuse_model
+from allhands.trees import flatten
 
 
 def export_hf(options: FuseOptions, out: Path) -> Fused:
@@ -22,7 +26,7 @@ def export_hf(options: FuseOptions, out: Path) -> Fused:
     below = described(options.adapter_path, options.source)[1] if options.adapter_path else options.source
     assert below is not None
     path = resolve(below)
-    known = require_known(read_config(path), path)
+    known = require_known(path, trust_remote_code=options.trust_remote_code)
 
     def finish(staged: Path, config: Json) -> None:
         _name_class(staged, known)
@@ -31,17 +35,34 @@ def export_hf(options: FuseOptions, out: Path) -> Fused:
     return fuse_model(settings, out, finish, known.checkpoint)
 
 
-def require_known(config: Json, path: Path) -> Architecture:
+def require_known(path: Path, *, trust_remote_code: bool = False) -> Architecture:
     """How transformers keeps the model in ``path`` (ModelError where that is not known)."""
-    known = architecture_of(config)
-    if known is None:
+    config = read_config(path)
+    known = architecture_of(config) or _as_in_its_files(path, config, trust_remote_code)
+    if known is None or not known.whole:
         raise ModelError(
             f"how transformers names and keeps the weights of {config['model_type']} is not known here",
             where=str(path),
-            hint="allhands fuse writes the merged model for mlx_lm and allhands; exports for PyTorch are possible of "
-            f"{known_architectures()}",
+            hint=f"{other_way(known)}; for transformers models can be written of {known_architectures()}",
         )
     return known
+
+
+def _as_in_its_files(path: Path, config: Json, trust_remote_code: bool) -> Architecture | None:
+    """The architecture of a model that PyTorch has written and mlx_lm reads without changing a name or a value."""
+    classes: Any = config.get("architectures")
+    parts: list[Any] = [mx.load(str(file), return_metadata=True) for file in sorted(path.glob("model*.safetensors"))]
+    if not classes or not parts or any(metadata.get("format") != "pt" for _, metadata in parts):
+        return None
+    ours = dict(flatten(build(path, trust_remote_code)[0].parameters()))
+    for tensors, _ in parts:
+        for name, value in tensors.items():
+            if name.endswith("inv_freq"):  # computed, and left out by mlx_lm
+                continue
+            same = ours.pop(name, None)
+            if same is None or same.shape != value.shape or not mx.array_equal(same, value):
+                return None
+    return None if ours else Architecture(str(classes[0]))
 
 
 def _name_class(staged: Path, known: Architecture) -> None:
