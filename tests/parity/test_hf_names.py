@@ -208,7 +208,7 @@ def test_dora_of_renamed_and_transposed_layers(made: Any, by_peft: Asked, tmp_pa
 def test_a_model_that_is_not_in_the_table_is_written_only_from_files_that_prove_its_names(
     made: Any, by_torch: Asked, tmp_path: Path, changed: bool
 ) -> None:
-    """``internlm3`` is read by mlx_lm under the very names of its files, which another class of the same names reads."""
+    """``internlm3`` is read by mlx_lm under the very names of its files."""
     theirs, _ = made("llama")
     base = tmp_path / "base"
     shutil.copytree(theirs, base)
