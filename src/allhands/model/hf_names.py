@@ -246,5 +246,5 @@ def known_architectures() -> str:
 def other_way(architecture: Architecture | None) -> str:
     """What can be done with a trained model where another way is closed; true of every model of this architecture."""
     if architecture is not None and architecture.whole:
-        return "allhands export --to hf writes the model with the adapter merged, as transformers loads it"
-    return "allhands fuse writes the model with the adapter merged, for mlx_lm and allhands"
+        return "allhands export --to hf writes a model with its adapter merged, as transformers loads it"
+    return "allhands fuse writes a model with its adapter merged, for mlx_lm and allhands"

@@ -90,7 +90,7 @@ def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
         "alpha_pattern": {},
         # Only where it is needed: versions before 0.18 do not know it.
         **({"ensure_weight_tying": True} if tied else {}),
-        **_targets(adapted, base.modules_of_transformers),
+        **_targets(adapted, base),
     }
     return Adapter(weights, config)
 
@@ -114,10 +114,13 @@ def _of_module(module: str, parts: Mapping[str, mx.array], base: PeftBase) -> di
     return made
 
 
-def _targets(adapted: Collection[str], modules: Collection[str]) -> dict[str, Any]:
+def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
     """Which modules PEFT is to look for: by the short names that people know, if these mean the same."""
+    in_full = {"target_modules": sorted(adapted), "layers_to_transform": None, "layers_pattern": None}
+    if base.architecture is not None and not base.architecture.whole:  # of other parts the names are not known here
+        return in_full
     short = sorted({name.rpartition(".")[2] for name in adapted})
-    named = {name for name in modules if name.rpartition(".")[2] in short}
+    named = {name for name in base.modules_of_transformers if name.rpartition(".")[2] in short}
     if named == set(adapted):
         return {"target_modules": short, "layers_to_transform": None, "layers_pattern": None}
     places = {name: match for name in named if (match := LAYER.match(name)) is not None}
@@ -130,4 +133,4 @@ def _targets(adapted: Collection[str], modules: Collection[str]) -> dict[str, An
             "layers_to_transform": sorted(layers),
             "layers_pattern": patterns.pop(),
         }
-    return {"target_modules": sorted(adapted), "layers_to_transform": None, "layers_pattern": None}
+    return in_full

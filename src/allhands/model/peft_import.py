@@ -59,8 +59,8 @@ class _Module:
             self.scale == other.scale
             and self.magnitudes is None
             and other.magnitudes is None
-            and mx.array_equal(self.first.T, other.second).item()
-            and mx.array_equal(self.second.T, other.first).item()
+            and bool(mx.array_equal(self.first.T, other.second))
+            and bool(mx.array_equal(self.second.T, other.first))
         )
 
 

@@ -29,7 +29,7 @@ def export_hf(options: FuseOptions, out: Path) -> Fused:
     known = require_known(path, trust_remote_code=options.trust_remote_code)
 
     def finish(staged: Path, config: Json) -> None:
-        _name_class(staged, known)
+        _describe(staged, known)
 
     settings = replace(options, source=below, dequantize=True, library="transformers")
     return fuse_model(settings, out, finish, known.checkpoint)
@@ -39,12 +39,14 @@ def require_known(path: Path, *, trust_remote_code: bool = False) -> Architectur
     """How transformers keeps the model in ``path`` (ModelError where that is not known)."""
     config = read_config(path)
     known = architecture_of(config) or _as_in_its_files(path, config, trust_remote_code)
-    if known is None or not known.whole:
-        raise ModelError(
-            f"how transformers names and keeps the weights of {config['model_type']} is not known here",
-            where=str(path),
-            hint=f"{other_way(known)}; for transformers models can be written of {known_architectures()}",
-        )
+    if known is None:
+        reason = f"how transformers names and keeps the weights of {config['model_type']} is not known here"
+        hint = f"{other_way(known)}; for transformers models can be written of {known_architectures()}"
+        raise ModelError(reason, where=str(path), hint=hint)
+    if not known.whole:
+        reason = f"mlx_lm leaves out what sees images of {config['model_type']}, and transformers wants the whole model"
+        hint = f"--to peft writes an adapter alone, as far as PEFT can hold it; {other_way(known)}"
+        raise ModelError(reason, where=str(path), hint=hint)
     return known
 
 
@@ -65,9 +67,11 @@ def _as_in_its_files(path: Path, config: Json, trust_remote_code: bool) -> Archi
     return None if ours else Architecture(str(classes[0]))
 
 
-def _name_class(staged: Path, known: Architecture) -> None:
-    """Tell transformers the class, where the model's own config does not."""
+def _describe(staged: Path, known: Architecture) -> None:
+    """Tell transformers the class, where the model's own config does not, and that the weights are dense."""
     content = json.loads((staged / "config.json").read_text(encoding="utf-8"))
     content.setdefault("architectures", [known.name])
+    for name in ("quantization", "quantization_config"):  # such as that of a checkpoint in 8-bit floats
+        content.pop(name, None)
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     (staged / "config.json").write_text(text, encoding="utf-8")
