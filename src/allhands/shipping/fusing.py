@@ -132,7 +132,7 @@ def fuse_model(
         _write_card(staged, below, kind, options.library)
         limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
         read, _ = build(staged, options.trust_remote_code)
-        # Of a layout that is not its own what mlx_lm makes of it, else the files: of a few it changes values on reading.
+        # Another layout as mlx_lm reads it; its own from the files, since it changes values of a few on reading.
         _require_same(expected, dict(flatten(read.parameters())) if layout else _in_files(staged), out)
         difference = _check(read, wanted, limit, out)
         finish(staged, config)
