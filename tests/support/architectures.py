@@ -1,0 +1,129 @@
+"""A small configuration of our own for every architecture that mlx_lm has, and variants with settings of real models.
+
+The file beside this one has, for each module of ``mlx_lm.models``, configurations by name: the first, ``""``, is added
+to what all have in common, the others are added to that. ``"$text"`` names the
+architecture whose configuration is wrapped as ``text_config``, ``"$long"`` the lengths of the long rows: alike where
+a row is computed otherwise if it is padded. ``"$keys"`` are the layers that get adapters, where not all can.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).with_suffix(".json")
+_MARK = "~"  # between an architecture and its variant
+LONG = (153, 160)  # tokens: more than any length or window in a configuration that does not say otherwise
+# The most different ones: what is computed otherwise than in a Llama, and how, differs from each to each.
+SAMPLE = (
+    "llama~dynamic",
+    "gemma2",
+    "gemma4_text",
+    "gptj",
+    "phi3~longrope",
+    "deepseek_v3~yarn",
+    "gpt_oss~yarn",
+    "iquestloopcoder",
+    "step3p5~limits",
+    "rwkv7",
+    "granitemoehybrid",
+    "qwen3_5",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A configuration of ours.
+
+    Attributes:
+        name: ``MODULE`` or ``MODULE~VARIANT``.
+        config: what ``config.json`` says.
+        long: tokens of each long row.
+        keys: of the layers that get adapters; ``None``: all.
+    """
+
+    name: str
+    config: dict[str, Any]
+    long: tuple[int, int]
+    keys: list[str] | None = None
+
+    @property
+    def module(self) -> str:
+        """Of ``mlx_lm.models``."""
+        return self.name.partition(_MARK)[0]
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it differs from another one of its module in a few settings."""
+        return _MARK in self.name
+
+
+@cache
+def _read() -> dict[str, Any]:
+    return json.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def modules() -> list[str]:
+    """Those of ``mlx_lm.models`` that have a configuration here."""
+    return list(_read()["models"])
+
+
+def names(module: str) -> list[str]:
+    """The configurations of a module."""
+    return [module + (_MARK + variant if variant else "") for variant in _read()["models"][module]]
+
+
+def every() -> list[str]:
+    """All names of configurations."""
+    return [name for module in modules() for name in names(module)]
+
+
+def architecture(name: str) -> Architecture:
+    """The configuration of that name."""
+    module, _, variant = name.partition(_MARK)
+    variants = _read()["models"][module]
+    settings: dict[str, Any] = {"model_type": module} | variants[""] | variants[variant]
+    first, second = settings.pop("$long", LONG)
+    keys = settings.pop("$keys", None)
+    wrapped = settings.pop("$text", None)
+    if wrapped is not None:
+        inner = architecture(wrapped).config
+        settings = {"text_config": inner, "vocab_size": inner["vocab_size"], **settings}
+    elif "text_config" not in settings:
+        settings = _read()["common"] | settings
+    return Architecture(name, settings, (first, second), keys)
+
+
+def named(patterns: Sequence[str]) -> list[str]:
+    """The configurations with these names; a module's name stands for all of its own."""
+    found: list[str] = []
+    for pattern in patterns:
+        found += names(pattern) if pattern in _read()["models"] else [pattern]
+    if unknown := [name for name in found if name not in every()]:
+        raise ValueError(f"there is no configuration {unknown[0]!r}")
+    return list(dict.fromkeys(found))
+
+
+def installed() -> list[str]:
+    """The modules of the installed ``mlx_lm.models`` that have a model: told from their text, nothing is imported."""
+    spec = importlib.util.find_spec("mlx_lm")
+    assert spec is not None and spec.origin is not None
+    models = Path(spec.origin).parent / "models"
+    return sorted(path.stem for path in models.glob("*.py") if {"Model", "ModelArgs"} <= _defined(path))
+
+
+def _defined(path: Path) -> set[str]:
+    """What a module has at its top, made there or taken from another."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            found |= {name.asname or name.name for name in node.names}
+        elif isinstance(node, ast.ClassDef):
+            found.add(node.name)
+    return found
