@@ -19,7 +19,6 @@ import queue
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,17 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
 
 import architectures  # noqa: E402
 from gradients_rows import save_data  # noqa: E402
+from harness import (  # noqa: E402
+    clean_environ,
+    git_commit,
+    machine,
+    num_cores,
+    positive,
+    python_path,
+    run_benchmark,
+    say,
+    versions,
+)
 
 WAYS = ("lora", "full", "dora", "4bit", "lora:last", "full:last")
 # Of configurations that differ from another one in a few settings only.
@@ -42,6 +52,8 @@ AGAIN = ("lora", "full", "4bit", "lora:last")
 FORMS = ("cpu", "graph")
 # Shares of the gradient's norm: as a whole, and of one array; and of the loss.
 LIMITS = {"float32": (1e-4, 1e-3, 1e-5), "bfloat16": (0.05, 0.25, 0.02)}
+PACKAGES = ("allhands", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "transformers", "numpy")
+SEEDS = (1, 2, 3)  # of the weights
 ANSWER_S = 400.0
 
 
@@ -64,8 +76,8 @@ class Verdict:
     """What came of a run.
 
     Attributes:
-        kind: ``right``, ``wrong``, ``refused`` (with a message), ``traceback``, ``died``, ``unjudged`` (there is nothing
-            to compare with) or ``beyond mlx_lm`` (which cannot compute it itself; ours says so or computes it).
+        kind: ``right``, ``wrong``, ``refused`` (with a message), ``traceback``, ``died``, ``unjudged`` (there is
+            nothing to compare with) or ``beyond mlx_lm`` (which cannot compute it itself; ours says so or computes it).
         whole: largest difference of a batch's gradient, as a share of its norm.
         text: what is to be said of it.
     """
@@ -76,6 +88,21 @@ class Verdict:
     whole: float | None = None
     text: str = ""
     batches: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def from_judge(self) -> tuple[float, float] | None:
+        """How far mlx_lm's gradient and ours are from a float32 one on the CPU, at most."""
+        told = [one for one in self.batches.values() if isinstance(one, dict) and "ours from judge" in one]
+        if not told:
+            return None
+        theirs, ours = ([one[f"{who} from judge"] for one in told] for who in ("theirs", "ours"))
+        return tuple(math.inf if None in each else max(each) for each in (theirs, ours))  # type: ignore[return-value]
+
+    def plain(self) -> dict[str, Any]:
+        """For a record."""
+        told = {"name": self.name, "way": self.run.column, "form": self.run.form, "kind": self.kind}
+        shares = {"difference": self.whole, "theirs_and_ours_from_judge": self.from_judge}
+        return told | {key: value for key, value in (shares | {"text": self.text}).items() if value not in (None, "")}
 
     @property
     def is_good(self) -> bool:
@@ -92,12 +119,13 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.Queue[str] = queue.Queue()
 
-    def ask(self, request: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer; with ``died`` where there is none."""
         if self._process is None:
             self._start()
         process = self._process
-        assert process is not None and process.stdin is not None
+        assert process is not None
+        assert process.stdin is not None
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=process.stdin, flush=True)
         try:
@@ -149,6 +177,7 @@ class Settings:
         judge: whether mlx_lm computes in float32 on the CPU, too, where ours and its own differ in half precision.
         compiled: whether MLX compiles what it can: on a CPU that takes seconds for each kernel.
         spoil: whether a thousandth of one array is added to it, so that the comparison must fail.
+        timeout_s: for one configuration.
     """
 
     work: Path
@@ -159,30 +188,25 @@ class Settings:
     judge: bool = False
     compiled: bool = False
     spoil: bool = False
+    timeout_s: float = ANSWER_S
 
     def runs(self, name: str) -> list[Run]:
         """Those of a configuration."""
         few = architectures.architecture(name).is_variant
         ways = self.ways or (FEW if few else WAYS)
+        again = () if not self.again else ("full",) if few and not self.ways else AGAIN
         runs = [Run(way, False, form) for form in self.forms for way in ways]
-        if self.again:
-            runs += [Run(way, True, form) for form in self.forms for way in ways if way in (("full",) if few and not self.ways else AGAIN)]
+        runs += [Run(way, True, form) for form in self.forms for way in ways if way in again]
         return runs
 
     def environ(self) -> dict[str, str]:
         """Of a worker."""
-        kept = {key: value for key, value in os.environ.items() if key not in ("ALLHANDS_BLAS", "MLX_DISABLE_COMPILE")}
-        added = {
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "ALLHANDS_TOKEN_CACHE": str(self.work / "tokens"),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent / "src"), os.environ.get("PYTHONPATH")])),
-        }
+        added = {"ALLHANDS_TOKEN_CACHE": str(self.work / "tokens"), "PYTHONPATH": python_path()}
         if self.dtype == "float32":
             added["MLX_ENABLE_TF32"] = "0"
         if not self.compiled:
             added["MLX_DISABLE_COMPILE"] = "1"
-        return kept | added
+        return clean_environ(**added)
 
 
 class Pair:
@@ -198,29 +222,55 @@ class Pair:
         self._ours = Worker("gradients_ours.py", environ, self._log)
 
     def compare(self, name: str) -> list[Verdict]:
-        """The verdicts on all runs of a configuration."""
+        """The verdicts on all runs of a configuration; where its gradient jumps, those on the best of a few weights."""
+        settled: dict[Run, Verdict] = {}
+        runs = self._settings.runs(name)
+        for seed in SEEDS if architectures.architecture(name).kinks else SEEDS[:1]:
+            settled |= {verdict.run: verdict for verdict in self._compare(name, runs, seed)}
+            runs = [run for run, verdict in settled.items() if verdict.kind == "wrong"]
+            if not runs:
+                break
+        return list(settled.values())
+
+    def _compare(self, name: str, runs: list[Run], seed: int) -> list[Verdict]:
         settings, shape = self._settings, architectures.architecture(name)
         directory = settings.work / name.replace(" ", "_")
         directory.mkdir()
-        data = settings.work / f"data-{shape.long[0]}-{shape.long[1]}"
-        runs = settings.runs(name)
-        request = {"directory": str(directory), "config": shape.config, "long": shape.long, "data": str(data)}
-        request["keys"] = shape.keys
+        request = {
+            "directory": str(directory),
+            "config": shape.config,
+            "dtype": settings.dtype,
+            "seed": seed,
+            "long": shape.long,
+            "keys": shape.keys,
+            "data": str(data_directory(settings.work, shape.long)),
+            "ways": list(dict.fromkeys(run.way for run in runs)),
+            "judge": settings.judge,
+        }
         try:
-            asked = {"dtype": settings.dtype, "ways": list(dict.fromkeys(run.way for run in runs))}
-            theirs = self._theirs.ask(request | asked | {"judge": settings.judge})
-            if problem := theirs.get("died") or theirs.get("made"):
-                return [Verdict(name, run, "unjudged", text=f"mlx_lm: {problem}") for run in runs]
-            # A model that is quantised already has no other four bits.
-            runs = [run for run in runs if run.way in theirs["ways"]]
-            return list(self._verdicts(name, runs, request, theirs["ways"]))
+            theirs = self._theirs.ask(request, settings.timeout_s)
+            if "died" in theirs:
+                return [Verdict(name, run, "unjudged", text=f"mlx_lm: {theirs['died']}") for run in runs]
+            if "made" in theirs:
+                # One is enough to see what ours says of it.
+                runs, ways = runs[:1], {runs[0].way: {"error": theirs["made"]}}
+            else:
+                ways = theirs["ways"]
+                # A model that is quantised already has no other four bits.
+                runs = [run for run in runs if run.way in ways]
+            return list(self._verdicts(name, runs, request, ways))
         finally:
             if "GRADIENTS_KEEP" not in os.environ:
                 shutil.rmtree(directory)
 
-    def _verdicts(self, name: str, runs: list[Run], request: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Verdict]:
+    def _verdicts(
+        self, name: str, runs: list[Run], request: dict[str, Any], theirs: dict[str, Any]
+    ) -> Iterator[Verdict]:
         told = [{"way": run.way, "recompute": run.recompute, "form": run.form} for run in runs]
-        found = self._ours.ask(request | {"runs": told, "spoil": self._settings.spoil})
+        judged = {way: one["judge"] for way, one in theirs.items() if "error" not in one.get("judge", {"error": ""})}
+        losses = {way: {batch: one["loss"] for batch, one in batches.items()} for way, batches in judged.items()}
+        request = request | {"judge losses": losses}
+        found = self._ours.ask(request | {"runs": told, "spoil": self._settings.spoil}, self._settings.timeout_s)
         if "died" in found and len(runs) > 1:
             # One by one, to find the one that ends the process.
             for run in runs:
@@ -235,6 +285,11 @@ class Pair:
         self._ours.close()
 
 
+def data_directory(work: Path, long: Sequence[int]) -> Path:
+    """Of the rows, the long ones of these lengths."""
+    return work / f"data-{'-'.join(map(str, long))}"
+
+
 def judge(name: str, run: Run, theirs: dict[str, Any], ours: dict[str, Any], settings: Settings) -> Verdict:
     """What to think of a run."""
     if "died" in ours:
@@ -247,7 +302,11 @@ def judge(name: str, run: Run, theirs: dict[str, Any], ours: dict[str, Any], set
         return Verdict(name, run, "traceback", text=ours["traceback"], batches=ours)
     if "refused" in ours:
         return Verdict(name, run, "refused", text=ours["refused"], batches=ours)
-    problems = [f"{batch}: {text}" for batch, one in ours.items() for text in complaints(one, theirs[batch.split()[0]], settings)]
+    problems = [
+        f"{batch}: {text}"
+        for batch, one in ours.items()
+        for text in complaints(one, theirs[batch.split()[0]], settings)
+    ]
     if missing := {"short", "long", "short again"} - ours.keys():
         problems.append(f"no {', '.join(sorted(missing))} rows")
     wholes = [one["whole"] for one in ours.values()]
@@ -264,6 +323,8 @@ def complaints(one: dict[str, Any], theirs: dict[str, Any], settings: Settings) 
         yield "not finite"
         return
     apart = abs(one["loss"] - theirs["loss"])
+    if "judge loss" in one:
+        apart = min(apart, abs(one["loss"] - one["judge loss"]))
     if not apart <= of_loss * max(1.0, abs(theirs["loss"])):
         yield f"loss {one['loss']:.6g} for {theirs['loss']:.6g}"
     # Where mlx_lm's own rounding is as large, ours must be no worse than twice that.
@@ -275,10 +336,12 @@ def complaints(one: dict[str, Any], theirs: dict[str, Any], settings: Settings) 
         yield f"{one['array']} differs by {one['worst']:.2g}"
 
 
-def compare(names: Sequence[str], settings: Settings, jobs: int, tell: Callable[[str], None] = lambda text: None) -> list[Verdict]:
+def compare(
+    names: Sequence[str], settings: Settings, jobs: int, tell: Callable[[str], None] = lambda text: None
+) -> list[Verdict]:
     """The verdicts on all runs of these configurations, ``jobs`` at a time."""
     for long in {architectures.architecture(name).long for name in names}:
-        save_data(settings.work / f"data-{long[0]}-{long[1]}", long)
+        save_data(data_directory(settings.work, long), long)
     pairs: queue.Queue[Pair] = queue.Queue()
     made = [Pair(settings, number) for number in range(jobs)]
     for pair in made:
@@ -292,8 +355,8 @@ def compare(names: Sequence[str], settings: Settings, jobs: int, tell: Callable[
             pairs.put(pair)
         bad = [v for v in found if not v.is_good]
         tell(f"{name}: {len(found) - len(bad)} of {len(found)} right, {time.perf_counter() - started:.1f} s")
-        for verdict in bad:
-            tell(f"  {verdict.run.column} {verdict.run.form}: {verdict.kind}: {verdict.text}")
+        for line in grouped(bad):
+            tell(f"  {line}")
         return found
 
     try:
@@ -304,83 +367,151 @@ def compare(names: Sequence[str], settings: Settings, jobs: int, tell: Callable[
             pair.close()
 
 
-def table(verdicts: Iterable[Verdict]) -> str:
-    """Configurations by ways of training; in each place the largest difference over forms and batches."""
+def table(verdicts: Iterable[Verdict], *, judged: bool = False) -> str:
+    """Configurations by ways of training; in each place the largest difference over forms and batches.
+
+    With ``judged`` the largest of mlx_lm and of ours from float32 on the CPU.
+    """
     found: dict[str, dict[str, list[Verdict]]] = {}
     for verdict in verdicts:
         found.setdefault(verdict.name, {}).setdefault(verdict.run.column, []).append(verdict)
     columns = list(dict.fromkeys(column for one in found.values() for column in one))
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, one in found.items():
-        lines.append(f"| {name} | {' | '.join(cell(one.get(column, [])) for column in columns)} |")
+        cells = [(from_judge if judged else cell)(one.get(column, [])) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def cell(verdicts: Sequence[Verdict]) -> str:
-    """Of the table: the worst of the forms."""
+    """The worst of the forms."""
     if not verdicts:
         return ""
     bad = [v for v in verdicts if v.kind not in ("right", "wrong")]
     wholes = [v.whole for v in verdicts if v.whole is not None]
-    words = [f"{max(wholes):.0e}" if max(wholes) > 0 else "0"] if wholes else []
+    words = [share(max(wholes))] if wholes else []
     if any(v.kind == "wrong" for v in verdicts):
         words = [f"**{words[0]}** {'/'.join(v.run.form for v in verdicts if v.kind == 'wrong')}"]
     words += dict.fromkeys(f"{v.kind} {v.run.form}" if len(bad) < len(verdicts) else v.kind for v in bad)
     return ", ".join(words)
 
 
+def from_judge(verdicts: Sequence[Verdict]) -> str:
+    """The worst of the forms, mlx_lm's and ours."""
+    told = [verdict.from_judge for verdict in verdicts if verdict.from_judge]
+    return " / ".join(share(max(each)) for each in zip(*told, strict=True)) if told else ""
+
+
+def share(value: float) -> str:
+    """In a table."""
+    return f"{value:.0e}" if value else "0"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    gpu = bool(machine()["gpus"]) or sys.platform == "darwin"
     parser = argparse.ArgumentParser(description="Gradients of every architecture against mlx_lm's own.")
-    parser.add_argument("--only", nargs="+", default=[], help="modules of mlx_lm.models, or MODULE~VARIANT")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="modules of mlx_lm, or MODULE~VARIANT")
     parser.add_argument("--sample", action="store_true", help="the twelve most different ones")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[], help="default: all, few for variants")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[], help="default: both; on a GPU graph")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: both")
     parser.add_argument("--no-recompute", action="store_true", help="leave out --grad-checkpoint")
-    parser.add_argument("--dtype", choices=tuple(LIMITS), default="float32")
-    parser.add_argument("--judge", choices=("cpu", "none"), default="none", help="let mlx_lm compute on the CPU, too")
-    parser.add_argument("--compiled", action="store_true", help="let MLX compile (slow on a CPU)")
+    parser.add_argument("--dtype", choices=tuple(LIMITS), default="float32", help="of the weights (%(default)s)")
+    parser.add_argument("--judge", choices=("cpu",), help="let mlx_lm compute in float32 on the CPU as well")
+    toggle = argparse.BooleanOptionalAction
+    parser.add_argument("--mlx-compile", action=toggle, default=gpu, help="whether MLX compiles (default: on a GPU)")
     parser.add_argument("--spoil", action="store_true", help="change one array by a thousandth: nothing may be right")
-    parser.add_argument("--jobs", type=int, default=2, help="configurations at a time (%(default)s)")
+    jobs = max(2, min(8, num_cores() // 2)) if gpu else 2
+    parser.add_argument("--jobs", type=positive, default=jobs, help="configurations at a time (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=ANSWER_S, help="seconds for one configuration (%(default)s)")
     parser.add_argument("--scratch", type=Path, help="a directory for models and logs")
     parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
     return parser.parse_args(arguments)
 
 
+def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Compare what is asked for."""
+    names = list(architectures.SAMPLE) if options.sample else architectures.named(options.only)
+    settings = Settings(
+        work=work,
+        dtype=options.dtype,
+        ways=tuple(options.ways),
+        forms=tuple(options.forms),
+        again=not options.no_recompute,
+        judge=options.judge == "cpu",
+        compiled=options.mlx_compile,
+        spoil=options.spoil,
+        timeout_s=options.timeout,
+    )
+    started = time.perf_counter()
+    verdicts = compare(names, settings, options.jobs, say)
+    python = Path(sys.executable)
+    return {
+        "benchmark": "gradients",
+        "date": datetime.date.today().isoformat(),
+        "commit": git_commit(),
+        "machine": facts,
+        "versions": versions(python, PACKAGES, PYTHONPATH=python_path()),
+        "settings": {
+            "dtype": options.dtype,
+            "forms": list(options.forms),
+            "mlx_compile": options.mlx_compile,
+            "judge": options.judge or "",
+            "only": options.only,
+        },
+        "seconds": round(time.perf_counter() - started),
+        "verdicts": verdicts,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """The table, and what is to be said beside it."""
+    verdicts: list[Verdict] = found["verdicts"]
+    bad = [verdict for verdict in verdicts if not verdict.is_good]
+    lines = [table(verdicts), "", f"{len(verdicts)} comparisons, {len(bad)} not right, {found['seconds']} s"]
+    lines += [f"- {line}" for line in grouped(bad, named=True)]
+    if beyond := [verdict for verdict in verdicts if verdict.kind == "beyond mlx_lm"]:
+        lines += ["", "What mlx_lm itself cannot compute:", "", *(f"- {line}" for line in grouped(beyond, named=True))]
+    if any(verdict.from_judge for verdict in verdicts):
+        lines += ["", "From float32 on the CPU (mlx_lm here / allhands here):", "", table(verdicts, judged=True)]
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the table; 1 if anything is wrong."""
     options = parse(arguments)
-    names = architectures.named(options.only) if options.only else architectures.every()
-    if options.sample:
-        names = list(architectures.SAMPLE)
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="allhands-gradients-", dir=options.scratch) as work:
-        settings = Settings(
-            work=Path(work),
-            dtype=options.dtype,
-            ways=tuple(options.ways),
-            forms=tuple(options.forms) or FORMS,
-            again=not options.no_recompute,
-            judge=options.judge == "cpu",
-            compiled=options.compiled,
-            spoil=options.spoil,
-        )
-        verdicts = compare(names, settings, options.jobs, lambda text: print(text, file=sys.stderr, flush=True))
-    print(table(verdicts))
-    bad = [verdict for verdict in verdicts if not verdict.is_good]
-    print(f"\n{len(verdicts)} comparisons, {len(bad)} not right, {time.perf_counter() - started:.0f} s")
-    for verdict in bad:
-        print(f"- {verdict.name}, {verdict.run.column}, {verdict.run.form}: {verdict.kind}: {verdict.text}")
-    print("\n".join(beyond(verdicts)))
-    return 1 if bad else 0
+    bad: list[Verdict] = []
+
+    def told(found: dict[str, Any]) -> str:
+        verdicts: list[Verdict] = found["verdicts"]
+        bad.extend(verdict for verdict in verdicts if not verdict.is_good)
+        text = report(found)
+        # In the record.
+        found["verdicts"] = [verdict.plain() for verdict in verdicts]
+        return text
+
+    return run_benchmark("gradients", options, measure, told, lambda found: []) or int(bool(bad))
 
 
-def beyond(verdicts: Iterable[Verdict]) -> list[str]:
-    """What mlx_lm itself cannot compute, a line for each reason."""
-    found: dict[tuple[str, str], list[str]] = {}
+def grouped(verdicts: Iterable[Verdict], *, named: bool = False) -> list[str]:
+    """What is to be said, a line for each configuration and kind: which runs, and the text of the worst."""
+    found: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        if verdict.kind == "beyond mlx_lm":
-            found.setdefault((verdict.name, verdict.text), []).append(f"{verdict.run.column} {verdict.run.form}")
-    return [f"- {name}, {', '.join(runs)}: {text}" for (name, text), runs in found.items()]
+        # Errors of one kind come from many lines.
+        key = verdict.text.partition(":")[0] if verdict.kind != "wrong" else ""
+        found.setdefault((verdict.name, verdict.kind, key), []).append(verdict)
+    lines: list[str] = []
+    for (name, kind, _), members in found.items():
+        worst = max(members, key=lambda verdict: verdict.whole or 0.0)
+        lines.append(f"{name + ': ' if named else ''}{kind} ({_runs_of(members)}): {worst.text}")
+    return lines
+
+
+def _runs_of(verdicts: Iterable[Verdict]) -> str:
+    """Which runs they are of, in the table's words; the form where it is one only."""
+    forms: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        forms.setdefault(verdict.run.column, []).append(verdict.run.form)
+    return ", ".join(column if len(seen) > 1 else f"{column} {seen[0]}" for column, seen in forms.items())
 
 
 if __name__ == "__main__":

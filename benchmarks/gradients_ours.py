@@ -130,7 +130,7 @@ def one(request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         train(request, run, kept)
     except allhands.AllhandsError as error:
         found["refused"] = " ".join(str(error).split())[:300]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         found["traceback"] = told(error)
         if os.environ.get("GRADIENTS_TRACEBACKS"):
             traceback.print_exc()
@@ -151,6 +151,7 @@ def one(request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             judge = directory / f"judge-{run['way']}-{batch}.safetensors"
             if judge.exists():
                 truth = loaded(judge)
+                result["judge loss"] = request["judge losses"][run["way"]][batch]
                 result["ours from judge"] = compared(truth, gradient)["whole"]
                 result["theirs from judge"] = compared(truth, want)["whole"]
         found[place] = result
@@ -161,6 +162,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The runs of one configuration."""
     found = [one(request, run) for run in request["runs"]]
     mx.clear_cache()
+    import psutil, sys
+
+    print(
+        "RSS",
+        request["directory"].split("/")[-1],
+        psutil.Process().memory_info().rss >> 20,
+        file=sys.stderr,
+        flush=True,
+    )
     return {"runs": found}
 
 

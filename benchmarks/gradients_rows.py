@@ -52,7 +52,7 @@ def save_tokenizer(directory: Path) -> None:
 
 def save_data(directory: Path, long: Sequence[int]) -> None:
     """The batches as a data set, for training and validation."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for batch in texts_of(long) for text in batch)
     for split in ("train", "valid"):
         (directory / f"{split}.jsonl").write_text(lines)

@@ -5,7 +5,6 @@ Reads one request a line from standard input, JSON, and answers each in one line
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -25,10 +24,13 @@ RANK = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 GROUP_SIZE = 32
 
 
-def make(directory: Path, config: dict[str, Any], dtype: str) -> None:
+def make(directory: Path, config: dict[str, Any], dtype: str, seed: int) -> None:
     """A model with random weights, none of them all alike, and the same in four bits."""
+    (directory / "model").mkdir()
+    mlx_lm.save_config(dict(config), directory / "model" / "config.json")
+    save_tokenizer(directory / "model")
     model_class, args_class = mlx_lm._get_classes(json.loads(json.dumps(config)))
-    mx.random.seed(1)
+    mx.random.seed(seed)
     model = model_class(args_class.from_dict(json.loads(json.dumps(config))))
     new: list[tuple[str, mx.array]] = []
     for name, value in tree_flatten(model.parameters()):
@@ -51,7 +53,7 @@ def make(directory: Path, config: dict[str, Any], dtype: str) -> None:
 
 
 def save(directory: Path, model: Any, config: dict[str, Any]) -> None:
-    directory.mkdir(parents=True)
+    directory.mkdir(exist_ok=True)
     mlx_lm.save_model(directory, model)
     mlx_lm.save_config(dict(config), directory / "config.json")
     save_tokenizer(directory)
@@ -127,15 +129,15 @@ def compute(request: dict[str, Any], way: str, judge: bool) -> dict[str, Any]:
 def attempt(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"error": told(error)}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Of one configuration what each way of training computes, or why mlx_lm cannot."""
-    made = attempt(lambda: make(Path(request["directory"]), request["config"], request["dtype"]) or {})
+    made = attempt(lambda: make(Path(request["directory"]), request["config"], request["dtype"], request["seed"]) or {})
     if made:
-        return {"made": made["error"], "ways": {}}
+        return {"made": made["error"]}
     ways: dict[str, Any] = {}
     for way in request["ways"]:
         if way.startswith("4bit") and not (Path(request["directory"]) / "model-4bit").exists():
@@ -144,8 +146,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["judge"] and "error" not in ways[way]:
             device = mx.default_device()
             mx.set_default_device(mx.cpu)
+            mx.disable_compile()
             ways[way]["judge"] = attempt(lambda way=way: compute(request, way, True))
             mx.set_default_device(device)
+            if "MLX_DISABLE_COMPILE" not in os.environ:
+                mx.enable_compile()
         mx.clear_cache()
     assert not any(name.partition(".")[0] == "allhands" for name in sys.modules)
     return {"ways": ways}

@@ -1,9 +1,13 @@
 """A small configuration of our own for every architecture that mlx_lm has, and variants with settings of real models.
 
 The file beside this one has, for each module of ``mlx_lm.models``, configurations by name: the first, ``""``, is added
-to what all have in common, the others are added to that. ``"$text"`` names the
-architecture whose configuration is wrapped as ``text_config``, ``"$long"`` the lengths of the long rows: alike where
-a row is computed otherwise if it is padded. ``"$keys"`` are the layers that get adapters, where not all can.
+to what all have in common, the others are added to that. Beside a model's own settings there are
+
+- ``$text``: the architecture whose configuration is wrapped as ``text_config``;
+- ``$long``: the lengths of the long rows, alike where a row is computed otherwise if it is padded;
+- ``$keys``: the layers that get adapters, where not all can;
+- ``$beyond``: the ways of training that mlx_lm itself cannot compute, with the beginning of its error;
+- ``$kinks``: where a gradient jumps, so that rounding alone can change it much: there weights may be drawn again.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import ast
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,12 +50,16 @@ class Architecture:
         config: what ``config.json`` says.
         long: tokens of each long row.
         keys: of the layers that get adapters; ``None``: all.
+        kinks: where its gradient jumps, if anywhere.
+        beyond: ways of training that mlx_lm cannot compute, with the beginning of its error.
     """
 
     name: str
     config: dict[str, Any]
     long: tuple[int, int]
     keys: list[str] | None = None
+    kinks: str | None = None
+    beyond: dict[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -90,18 +98,21 @@ def architecture(name: str) -> Architecture:
     variants = _read()["models"][module]
     settings: dict[str, Any] = {"model_type": module} | variants[""] | variants[variant]
     first, second = settings.pop("$long", LONG)
-    keys = settings.pop("$keys", None)
+    keys, kinks = settings.pop("$keys", None), settings.pop("$kinks", None)
+    beyond = settings.pop("$beyond", {})
     wrapped = settings.pop("$text", None)
     if wrapped is not None:
         inner = architecture(wrapped).config
         settings = {"text_config": inner, "vocab_size": inner["vocab_size"], **settings}
     elif "text_config" not in settings:
         settings = _read()["common"] | settings
-    return Architecture(name, settings, (first, second), keys)
+    return Architecture(name, settings, (first, second), keys, kinks, beyond)
 
 
 def named(patterns: Sequence[str]) -> list[str]:
-    """The configurations with these names; a module's name stands for all of its own."""
+    """The configurations with these names, or all; a module's name stands for all of its own."""
+    if not patterns:
+        return every()
     found: list[str] = []
     for pattern in patterns:
         found += names(pattern) if pattern in _read()["models"] else [pattern]
@@ -113,7 +124,8 @@ def named(patterns: Sequence[str]) -> list[str]:
 def installed() -> list[str]:
     """The modules of the installed ``mlx_lm.models`` that have a model: told from their text, nothing is imported."""
     spec = importlib.util.find_spec("mlx_lm")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     models = Path(spec.origin).parent / "models"
     return sorted(path.stem for path in models.glob("*.py") if {"Model", "ModelArgs"} <= _defined(path))
 
