@@ -162,15 +162,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The runs of one configuration."""
     found = [one(request, run) for run in request["runs"]]
     mx.clear_cache()
-    import psutil, sys
-
-    print(
-        "RSS",
-        request["directory"].split("/")[-1],
-        psutil.Process().memory_info().rss >> 20,
-        file=sys.stderr,
-        flush=True,
-    )
     return {"runs": found}
 
 

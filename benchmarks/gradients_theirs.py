@@ -47,9 +47,13 @@ def make(directory: Path, config: dict[str, Any], dtype: str, seed: int) -> None
     model.update(tree_unflatten(new))
     mx.eval(model.parameters())
     save(directory / "model", model, config)
-    if "quantization" not in config:
+    if "quantization" in config:
+        return
+    try:
         quantised, quantised_config = mlx_lm.quantize_model(model, dict(config), GROUP_SIZE, 4)
         save(directory / "model-4bit", quantised, quantised_config)
+    except Exception as error:
+        (directory / "not-quantised.txt").write_text(told(error))
 
 
 def save(directory: Path, model: Any, config: dict[str, Any]) -> None:
@@ -135,12 +139,15 @@ def attempt(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Of one configuration what each way of training computes, or why mlx_lm cannot."""
-    made = attempt(lambda: make(Path(request["directory"]), request["config"], request["dtype"], request["seed"]) or {})
+    directory = Path(request["directory"])
+    made = attempt(lambda: make(directory, request["config"], request["dtype"], request["seed"]) or {})
     if made:
         return {"made": made["error"]}
     ways: dict[str, Any] = {}
     for way in request["ways"]:
-        if way.startswith("4bit") and not (Path(request["directory"]) / "model-4bit").exists():
+        if way.startswith("4bit") and not (directory / "model-4bit").exists():
+            why = directory / "not-quantised.txt"
+            ways |= {way: {"none": why.read_text()}} if why.exists() else {}
             continue
         ways[way] = attempt(lambda way=way: compute(request, way, False))
         if request["judge"] and "error" not in ways[way]:

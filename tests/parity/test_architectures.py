@@ -15,6 +15,8 @@ from benchmark_scripts import scripts_on_the_path
 
 with scripts_on_the_path():
     import gradients
+    from gradients_workers import Settings
+    from gradients_workers import compare as compare_all
 
 CHUNKS = 8
 Compare = Callable[..., list[Any]]
@@ -25,7 +27,7 @@ def compare(tmp_path: Path) -> Compare:
     """The verdicts on all runs of some configurations."""
 
     def run(names: Sequence[str], **settings: Any) -> list[Any]:
-        return gradients.compare(names, gradients.Settings(tmp_path, **settings), jobs=2)
+        return compare_all(names, Settings(tmp_path, **settings), jobs=2)
 
     return run
 
