@@ -144,7 +144,7 @@ class TrainConfig(_Strict):
         {
             *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "hosts", "num_ranks"),
             *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s", "tag_output"),
-            "profile",
+            *("profile", "gradient_check"),
         }
     )
 
@@ -225,6 +225,10 @@ class TrainConfig(_Strict):
     )
     deterministic: bool = Field(
         False, description="The same bits every time on NVIDIA GPUs, too: attention without cuDNN, which is slower."
+    )
+    gradient_check: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compare the step's gradient with that of mlx_lm's own model first; auto: once for each kind.",
     )
     clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
     hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")

@@ -14,7 +14,11 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama, rope_utils
 
+from allhands.accelerator import detect
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError
 from allhands.model import known
+from allhands.train.preparing import put_forms_in
 
 # Digests of the sources of ``__call__`` that were read for each list, without types and comments. Where this fails,
 # mlx_lm has changed: read the class again, then put its new digest here, or take the class out of the list.
@@ -143,3 +147,22 @@ def test_a_model_that_runs_its_blocks_twice_is_not_known_to_run_in_order() -> No
     assert {"iquestloopcoder", "nanbeige"}.isdisjoint(known.IN_ORDER)
     assert known.runs_in_order(llama.Model(arguments()))
     assert not known.runs_in_order(nn.Sequential())
+
+
+def test_recomputation_is_refused_where_it_would_have_no_effect() -> None:
+    from mlx_lm.models import iquestloopcoder
+
+    sizes = {"model_type": "iquestloopcoder", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 101,
+        "head_dim": 16,
+    }
+    sizes |= {"max_position_embeddings": 64, "loop_num": 2, "loop_window_size": 8}
+    model: Any = iquestloopcoder.Model(iquestloopcoder.ModelArgs.from_dict(sizes))
+    config = TrainConfig.model_validate({"grad_checkpoint": True})
+    with pytest.raises(ConfigError) as caught:
+        put_forms_in(model, config, detect())
+    assert caught.value.where == "--grad-checkpoint"

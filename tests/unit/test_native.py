@@ -266,7 +266,11 @@ def test_each_layer_is_judged_by_its_own_attributes() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "internlm3"])
 def test_angles_that_depend_on_the_length_are_computed_by_the_model(kind: str) -> None:
     """In a row longer than the model's, and then in a short one."""
-    more = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64, "use_qkv_bias": False}
+    more = {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        "max_position_embeddings": 64,
+        "use_qkv_bias": False,
+    }
     if kind == "internlm3":
         more |= {"bias": False, "qkv_bias": False}
     arguments = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4}

@@ -118,7 +118,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     with _progress() as progress:
         reports, found = look(splits, examiner, report=progress)
     if any(set(report.shapes) - {"text"} for report in reports):
-        found += template_findings(loaded.tokenizer)
+        found += template_findings(loaded.tokenizer, reports)
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
     if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
         found.append(Finding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))

@@ -197,6 +197,7 @@ def _add_env(app: typer.Typer) -> None:
 
 def _fill_model(model: typer.Typer) -> None:
     model.command("get")(model_get)
+    model.command("check")(model_check)
 
 
 def _fill_data(data: typer.Typer) -> None:
@@ -360,6 +361,30 @@ def model_get(
     from allhands.cli.model import run_model_get
 
     run_model_get(source, out, quantize, group_size, dequantize, dtype, force)
+
+
+def model_check(
+    model: Annotated[str, typer.Argument(help="'demo', a model directory, or a Hugging Face repository.")],
+    data: Annotated[str | None, typer.Option("--data", help="What will be trained on: its longest row counts.")] = None,
+    fine_tune_type: Annotated[str | None, typer.Option("--fine-tune-type", help="lora, dora or full.")] = None,
+    num_layers: Annotated[int | None, typer.Option("--num-layers", help="Blocks to train; -1 is all.")] = None,
+    max_seq_length: Annotated[int | None, typer.Option("--max-seq-length", help="Tokens of the long row.")] = None,
+    lora_parameters: Annotated[str | None, typer.Option("--lora-parameters", help="As for train (JSON).")] = None,
+    mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="As for train.")] = None,
+    grad_checkpoint: Annotated[bool | None, typer.Option("--grad-checkpoint", help="As for train.")] = None,
+    compile_: Annotated[str | None, typer.Option("--compile", help="on: the form that GPUs use.")] = None,
+    trust_remote_code: Annotated[bool | None, typer.Option("--trust-remote-code", help="As for train.")] = None,
+) -> None:
+    """Compare a training step's loss and gradient with those of mlx_lm's own model.
+
+    A short row and a long one are computed by both. Every training does this before its first step, but within
+    seconds: with fewer blocks where the model is large.
+    """
+    from allhands.cli.model import run_model_check
+
+    settings = {"fine_tune_type": fine_tune_type, "num_layers": num_layers, "lora_parameters": lora_parameters}
+    settings |= {"mask_prompt": mask_prompt, "grad_checkpoint": grad_checkpoint, "compile": compile_}
+    run_model_check(model, data, max_seq_length, {**settings, "trust_remote_code": trust_remote_code})
 
 
 def data_demo(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from allhands.data.records import ColumnNames, Record
+from allhands.data.records import ColumnNames
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -236,17 +236,12 @@ def _source_options(flags: _Flags) -> SourceOptions:
 
 
 def _measure(model: str, trust_remote_code: bool) -> Measure:
-    """Tokens of a record for the tokenizer of ``model``."""
+    """Records as tokens for the tokenizer of ``model``."""
     from allhands.data.render import Renderer
     from allhands.model.load import load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code).tokenizer
-    renderer = Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE)
-
-    def measure(record: Record) -> int:
-        return len(renderer.render(record).tokens)
-
-    return measure
+    return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE).render
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class RankProcesses(Protocol):
         ...
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed processes for want of memory during this attempt."""
+        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
         ...
 
     def kill(self) -> None:

@@ -188,7 +188,7 @@ class RemoteRanks:
         return tuple(self._report(rank).get("log_tail", ()))
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed processes for want of memory during this attempt."""
+        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
         return bool(self._report(rank).get("out_of_memory", False))
 
     def stopped(self, rank: int) -> bool:

@@ -71,8 +71,8 @@ def prepare(
     """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is untouched.
 
     Args:
-        measure: gives the tokens of a record and raises DataError for one that cannot be rendered; without
-            it, lengths are in characters.
+        measure: gives the tokens of a record, or their number, and raises DataError for one that cannot be rendered;
+            without it, lengths are in characters.
 
     Raises:
         ConfigError: ``out`` is in use, or an option cannot take effect.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY
 from allhands.errors import ConfigError, ModelError
 from allhands.files import write_whole
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
@@ -163,9 +165,15 @@ def unfit(problem: str, directory: Path) -> ModelError:
     return ModelError(f"the adapter does not fit the model: {problem}", where=str(directory), hint=ANOTHER_MODEL)
 
 
-def adapter_config(config: TrainConfig, num_layers: int, model_path: str) -> dict[str, Any]:
-    """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads resolved."""
-    values = config.model_dump(mode="json")
+def adapter_config(
+    config: TrainConfig, num_layers: int, model_path: str, dated: datetime | None = None
+) -> dict[str, Any]:
+    """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads resolved.
+
+    Args:
+        dated: the moment whose date the chat template wrote; ``None`` if it writes none.
+    """
+    values = config.model_dump(mode="json") | ({} if dated is None else {DATE_KEY: dated.isoformat()})
     values.update(num_layers=num_layers, model=model_path)
     if config.fine_tune_type == "full":
         values["lora_parameters"] = None
@@ -194,6 +202,15 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
             where=str(file),
             hint="take the file from the run that the adapter came from",
         ) from None
+
+
+def dated_as(directory: Path) -> datetime | None:
+    """The moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says so."""
+    try:
+        said = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[DATE_KEY]
+        return datetime.fromisoformat(said).replace(tzinfo=None)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 _SHAPE_KEYS = ("fine_tune_type", "num_layers", "lora_parameters")

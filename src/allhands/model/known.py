@@ -256,3 +256,8 @@ def runs_in_order(model: Any) -> bool:
     """Whether each of ``model.layers`` runs once in a pass, after those before it."""
     family, _, kind = name_of(model).partition(".")
     return kind == "Model" and family in IN_ORDER
+
+
+def calls_blocks(model: Any) -> bool:
+    """Whether a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
+    return name_of(model) != "iquestloopcoder.Model"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY, asks_date
+from allhands.data.heard import words_of
 from allhands.data.records import ColumnNames
 from allhands.data.splits import (
     RecordSource,
@@ -50,11 +53,13 @@ class Datasets:
         stored: every split that the run needs, by name, mapped from its store.
         packing: how the splits are read.
         notes: what a person should know about them.
+        dated: the moment whose date the chat template writes, by the clock on the wall; ``None`` if it writes none.
     """
 
     stored: dict[str, StoredTokens]
     packing: Packing | None
     notes: tuple[str, ...]
+    dated: datetime | None = None
 
     @property
     def train(self) -> Windows | None:
@@ -86,6 +91,10 @@ class Datasets:
         """sha256 of each split's tokens and masks."""
         return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
 
+    def recorded(self) -> dict[str, str | None]:
+        """What a checkpoint says of the data: the fingerprints, and the moment whose date is in them."""
+        return {**self.fingerprints(), DATE_KEY: None if self.dated is None else self.dated.isoformat()}
+
 
 SPLITS = ("train", "valid", "test")
 
@@ -109,19 +118,21 @@ def open_data(
     progress: Progress = no_progress,
     *,
     leads: bool = True,
+    moment: datetime | None = None,
 ) -> Datasets:
     """The splits of ``sources`` as tokens; tokenised now if need be.
 
     Args:
         sources: of :func:`find_splits`.
         leads: whether this process is the one of its host that should do the work, because its progress is seen.
+        moment: whose date a chat template writes that writes the current one; ``None``: of this call.
 
     Raises:
         DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
         ConfigError: an option has no effect on these data.
         StorageError: the tokens cannot be stored.
     """
-    rendering = rendering_of(config, tokenizer)
+    rendering = rendering_of(config, tokenizer, moment)
     notes: list[str] = []
     stored: dict[str, StoredTokens] = {}
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
@@ -142,7 +153,8 @@ def open_data(
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
         notes.append(f"train: {count} examples are less than a batch of {config.batch_size}: each step trains on all")
-    return Datasets(stored, packing, tuple(notes))
+    dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
+    return Datasets(stored, packing, tuple(notes), dated)
 
 
 def load_data(config: TrainConfig) -> Datasets:
@@ -152,8 +164,8 @@ def load_data(config: TrainConfig) -> Datasets:
     )
 
 
-def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
-    """How ``config`` makes tokens of records."""
+def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None) -> Rendering:
+    """How ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
     return Rendering(
         cast("Any", tokenizer.tokenizer),
         mask_prompt=config.mask_prompt,
@@ -161,6 +173,7 @@ def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
         max_seq_length=None if config.packing else config.max_seq_length,
         reload=(_reload, (str(tokenizer.path), config.trust_remote_code)),
         files=tokenizer_files(tokenizer.path),
+        moment=moment or datetime.now(),
     )
 
 
@@ -284,7 +297,12 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
             f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
         )
     if report.num_dropped:
-        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {_first(report)}")
+        first = _first(report.dropped, report.num_dropped)
+        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {first}")
+    for part in report.left_out:
+        message, remedy = words_of(part.code, part.sample)
+        said = f"{split}: {part.count} of {report.num_records} examples: {message}"
+        notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
     return notes
 
 
@@ -296,6 +314,6 @@ def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
     return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
 
 
-def _first(report: TokenSetReport) -> str:
-    shown = report.dropped[:3]
-    return ", ".join(shown) + (", ..." if report.num_dropped > len(shown) else "")
+def _first(places: Sequence[str], count: int) -> str:
+    shown = places[:3]
+    return ", ".join(shown) + (", ..." if count > len(shown) else "")

@@ -364,7 +364,7 @@ class _Run:
             keep_every=config.keep_every,
             # In full each is a whole model, which the checkpoint holds already.
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
-            adapter_config=adapter_config(config, self.ready.trainable.num_layers, str(self.ready.loaded.path)),
+            adapter_config=adapter_config(config, *self.ready.described()),
             constants=cache(self._constants),
             model=self._model_files(),
         )
@@ -394,7 +394,7 @@ class _Run:
             "config_fingerprint": self.config.fingerprint(),
             "versions": versions(),
             "model": {"path": str(ready.loaded.path), "fingerprint": ready.loaded.fingerprint},
-            "data": ready.data.fingerprints(),
+            "data": ready.data.recorded(),
             "world_size": self.mesh.size,
             "backend": ready.communicator.backend,
             "attempt": self.surroundings.attempt,

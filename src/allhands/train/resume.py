@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from allhands.checkpoints import Checkpoint
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
 from allhands.model.shapes import find_shape
 from allhands.pretrain_config import NUMBERS, pretraining
@@ -89,13 +91,18 @@ def _with_shape(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_contents(
-    checkpoint: Checkpoint, config: TrainConfig, model: Callable[[str], bool], data: Mapping[str, str | None]
+    checkpoint: Checkpoint,
+    config: TrainConfig,
+    model: Callable[[str], bool],
+    data: Mapping[str, str | None],
+    dated: datetime | None = None,
 ) -> list[str]:
     """Compare model and data by their content; what a person should know.
 
     Args:
         model: whether a fingerprint is that of the weights.
         data: fingerprint of each split.
+        dated: the moment whose date is in them; ``None`` if the chat template writes none.
 
     Raises:
         ModelError: another model.
@@ -118,17 +125,27 @@ def check_contents(
             hint="name the model that the run began with",
         )
     if state["data"].get("train") != data.get("train"):
-        what = "data and the tokenizer" if fresh else "data"
-        raise DataError(
-            "the training data, or how they become tokens, are not those that the checkpoint was trained on",
-            where="--data",
-            hint=f"name the {what} that the run began with; or begin a new run from these weights with "
-            f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
-        )
+        raise _other_data(checkpoint, fresh, dated)
     before, now = state["data"].get("valid"), data.get("valid")
     if before is not None and now is not None and before != now:
         return ["the validation data have changed: losses before and after cannot be compared"]
     return []
+
+
+def _other_data(checkpoint: Checkpoint, fresh: bool, dated: datetime | None) -> DataError:
+    what = "data and the tokenizer" if fresh else "data"
+    problem = "the training data, or how they become tokens, are not those that the checkpoint was trained on"
+    if dated is not None and DATE_KEY not in checkpoint.state["data"]:
+        problem += (
+            "; or else it is the date that the chat template writes, which this checkpoint of an earlier version does "
+            f"not hold ({dated:%d %b %Y, %H:%M} was tried)"
+        )
+    return DataError(
+        problem,
+        where="--data",
+        hint=f"name the {what} that the run began with; or begin a new run from these weights with "
+        f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
+    )
 
 
 def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[str]:
