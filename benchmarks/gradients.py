@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradients_judge import BEYOND, LIMITS, Verdict, grouped
+from gradients_judge import BEYOND, LIMITS, REFUSED, Verdict, grouped
 from gradients_workers import ANSWER_S, FORMS, WAYS, Settings, architectures, compare
 from harness import (
     git_commit,
@@ -87,6 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--judge", choices=("cpu",), help="let mlx_lm compute in float32 on the CPU as well")
     toggle = argparse.BooleanOptionalAction
     parser.add_argument("--mlx-compile", action=toggle, default=gpu, help="whether MLX compiles (default: on a GPU)")
+    parser.add_argument("--check", choices=("on", "off"), default="off", help="of ours, before its first step")
     parser.add_argument("--spoil", action="store_true", help="change one array by a thousandth: nothing may be right")
     jobs = max(2, min(8, num_cores() // 2)) if gpu else 2
     parser.add_argument("--jobs", type=positive, default=jobs, help="configurations at a time (%(default)s)")
@@ -110,6 +111,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         compiled=options.mlx_compile,
         spoil=options.spoil,
         timeout_s=options.timeout,
+        check=options.check,
     )
     started = time.perf_counter()
     if options.within:
@@ -144,8 +146,9 @@ def report(found: dict[str, Any]) -> str:
     lines += [f"- {line}" for line in grouped(bad, named=True)]
     if found["left_out"]:
         lines.append(f"- {len(found['left_out'])} left out for want of time: {', '.join(found['left_out'])}")
-    if beyond := [verdict for verdict in verdicts if verdict.kind == BEYOND]:
-        lines += ["", "What mlx_lm itself cannot compute:", "", *(f"- {line}" for line in grouped(beyond, named=True))]
+    for kind, title in ((BEYOND, "What mlx_lm itself cannot compute:"), (REFUSED, "What allhands refuses:")):
+        if some := [verdict for verdict in verdicts if verdict.kind == kind]:
+            lines += ["", title, "", *(f"- {line}" for line in grouped(some, named=True))]
     if any(verdict.from_judge for verdict in verdicts):
         lines += ["", "From float32 on the CPU (mlx_lm here / allhands here):", "", table(verdicts, judged=True)]
     return "\n".join(lines)
@@ -155,7 +158,7 @@ def rows(found: dict[str, Any]) -> list[Row]:
     """How many comparisons of each way are right, and the largest difference."""
     ways: dict[str, list[Verdict]] = {}
     for verdict in found["verdicts"]:
-        if verdict.kind != BEYOND:
+        if verdict.kind not in (BEYOND, REFUSED):
             ways.setdefault(f"{verdict.run.column} {verdict.run.form}", []).append(verdict)
     made: list[Row] = []
     for way, verdicts in ways.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 BEYOND = "beyond mlx_lm"
+REFUSED = "refused as ever"
 # Shares of the gradient's norm: as a whole, and of one array; and of the loss.
 LIMITS = {"float32": (1e-4, 1e-3, 1e-5), "bfloat16": (0.05, 0.25, 0.02)}
 
@@ -31,8 +32,9 @@ class Verdict:
     """What came of a run.
 
     Attributes:
-        kind: ``right``, ``wrong``, ``refused`` (with a message), ``traceback``, ``died``, ``unjudged`` (there is
-            nothing to compare with) or ``beyond mlx_lm`` (which cannot compute it itself; ours says so or computes it).
+        kind: ``right``, ``wrong``, ``refused`` (with a message), ``refused as ever`` (as is known of it),
+            ``traceback``, ``died``, ``unjudged`` (there is nothing to compare with) or ``beyond mlx_lm`` (which cannot compute it
+            itself; ours says so or computes it).
         whole: largest difference of a batch's gradient, as a share of its norm.
         text: what is to be said of it.
     """
@@ -61,12 +63,14 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Right, or what mlx_lm cannot compute refused in so many words."""
-        return self.kind in ("right", BEYOND)
+        """Right, or refused in so many words where mlx_lm or recomputation cannot do it."""
+        return self.kind in ("right", BEYOND, REFUSED)
 
 
-def judge(name: str, run: Run, theirs: dict[str, Any], ours: dict[str, Any], dtype: str) -> Verdict:
-    """What to think of a run."""
+def judge(
+    name: str, run: Run, theirs: dict[str, Any], ours: dict[str, Any], dtype: str, refused: Mapping[str, str]
+) -> Verdict:
+    """What to think of a run; ``refused`` are the messages that are expected."""
     if "died" in ours:
         return Verdict(name, run, "died", text=ours["died"])
     if "error" in theirs:
@@ -76,6 +80,9 @@ def judge(name: str, run: Run, theirs: dict[str, Any], ours: dict[str, Any], dty
     if "traceback" in ours:
         return Verdict(name, run, "traceback", text=ours["traceback"], batches=ours)
     if "refused" in ours:
+        expected = refused.get(run.way) or (refused.get("+") if run.recompute else None)
+        if expected is not None and ours["refused"].startswith(expected):
+            return Verdict(name, run, REFUSED, text=ours["refused"], batches=ours)
         return Verdict(name, run, "refused", text=ours["refused"], batches=ours)
     problems = [
         f"{batch}: {text}" for batch, one in ours.items() for text in complaints(one, theirs[batch.split()[0]], dtype)

@@ -6,6 +6,7 @@ after the other, as in a notebook.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import traceback
@@ -52,9 +53,11 @@ def train(request: dict[str, Any], run: dict[str, Any], kept: Kept) -> None:
     more: dict[str, Any] = {"fine_tune_type": "full"}
     if kind != "full":
         start = directory / f"start-{run['way']}.safetensors"
+        told = start.with_suffix(".json")
+        keys = json.loads(told.read_text()) if told.exists() else request["keys"]
         more = {
             "fine_tune_type": "dora" if kind == "dora" else "lora",
-            "lora_parameters": RANK | ({"keys": request["keys"]} if request["keys"] else {}),
+            "lora_parameters": RANK | ({"keys": keys} if keys else {}),
             # mlx_lm has made none where it cannot make adapters.
             "resume_adapter_file": str(start) if start.exists() else None,
         }
@@ -79,6 +82,7 @@ def train(request: dict[str, Any], run: dict[str, Any], kept: Kept) -> None:
         keep_last=0,
         callbacks=[kept],
         progress=False,
+        gradient_check=request["check"],
         **more,
     )
 

@@ -18,6 +18,7 @@ import mlx.nn as nn
 import mlx_lm.utils as mlx_lm
 from gradients_rows import BATCHES, answer_requests, rows_of, save_tokenizer
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 RANK = {"rank": 4, "scale": 2.0, "dropout": 0.0}
@@ -83,6 +84,9 @@ def trained(model: Any, way: str, start: Path, keys: list[str] | None) -> None:
         return
     model.freeze()
     mx.random.seed(3)
+    if kind == "dora":
+        keys = keys or without_experts(model)
+        start.with_suffix(".json").write_text(json.dumps(keys))
     settings = RANK | ({"keys": keys} if keys else {})
     linear_to_lora_layers(model, 1 if layers == "last" else len(model.layers), settings, use_dora=kind == "dora")
     made: dict[str, mx.array] = {}
@@ -94,6 +98,14 @@ def trained(model: Any, way: str, start: Path, keys: list[str] | None) -> None:
         made[name] = value.astype(mx.float32)
     mx.save_safetensors(str(start), made)
     model.load_weights(list(mx.load(str(start)).items()), strict=False)
+
+
+def without_experts(model: Any) -> list[str] | None:
+    """The linear layers of blocks, where there are experts, which cannot have DoRA; else ``None``: all."""
+    named = [pair for layer in model.layers for pair in layer.named_modules()]
+    if not any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for _, module in named):
+        return None
+    return sorted({name for name, module in named if type(module) is nn.Linear})
 
 
 def gradient_of(model: Any, rows: list[list[int]]) -> tuple[float, dict[str, mx.array]]:

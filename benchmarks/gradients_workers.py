@@ -76,20 +76,22 @@ class Worker:
     def close(self) -> None:
         """End the process, if there is one."""
         process, self._process = self._process, None
-        if process is not None:
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _pass_on(stream: IO[str], replies: queue.Queue[str]) -> None:
-    for line in stream:
-        replies.put(line)
+    with stream:
+        for line in stream:
+            replies.put(line)
     replies.put("")
 
 
@@ -103,6 +105,7 @@ class Settings:
         compiled: whether MLX compiles what it can: on a CPU that takes seconds for each kernel.
         spoil: whether a thousandth of one array is added to it, so that the comparison must fail.
         timeout_s: for one configuration.
+        check: of ours, before its first step: ``off``, or ``on`` to see that it finds nothing where nothing is wrong.
     """
 
     work: Path
@@ -114,6 +117,7 @@ class Settings:
     compiled: bool = False
     spoil: bool = False
     timeout_s: float = ANSWER_S
+    check: str = "off"
 
     def runs(self, name: str) -> list[Run]:
         """Those of a configuration."""
@@ -171,6 +175,7 @@ class Pair:
             "data": str(data_directory(settings.work, shape.long)),
             "ways": list(dict.fromkeys(run.way for run in runs)),
             "judge": settings.judge,
+            "check": settings.check,
         }
         try:
             theirs = self._theirs.ask(request, settings.timeout_s)
@@ -203,8 +208,9 @@ class Pair:
             for run in runs:
                 yield from self._verdicts(name, [run], request, theirs)
             return
+        refused = architectures.architecture(name).refused
         for run, one in zip(runs, found.get("runs") or [found], strict=True):
-            yield judge(name, run, theirs[run.way], one, self._settings.dtype)
+            yield judge(name, run, theirs[run.way], one, self._settings.dtype, refused)
 
     def close(self) -> None:
         """End both."""

@@ -6,7 +6,8 @@ to what all have in common, the others are added to that. Beside a model's own s
 - ``$text``: the architecture whose configuration is wrapped as ``text_config``;
 - ``$long``: the lengths of the long rows, alike where a row is computed otherwise if it is padded;
 - ``$keys``: the layers that get adapters, where not all can;
-- ``$beyond``: the ways of training that mlx_lm itself cannot compute, with the beginning of its error;
+- ``$beyond``: the ways of training that mlx_lm itself cannot compute, ``""`` for all, with the beginning of its error;
+- ``$refused``: what allhands refuses, a way or ``+`` for recomputation, with the beginning of its message;
 - ``$kinks``: where a gradient jumps, so that rounding alone can change it much: there weights may be drawn again.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 _FILE = Path(__file__).with_suffix(".json")
 _MARK = "~"  # between an architecture and its variant
+_TOLD = ("long", "keys", "kinks", "beyond", "refused")
 LONG = (153, 160)  # tokens: more than any length or window in a configuration that does not say otherwise
 # The most different ones: what is computed otherwise than in a Llama, and how, differs from each to each.
 SAMPLE = (
@@ -51,7 +53,8 @@ class Architecture:
         long: tokens of each long row.
         keys: of the layers that get adapters; ``None``: all.
         kinks: where its gradient jumps, if anywhere.
-        beyond: ways of training that mlx_lm cannot compute, with the beginning of its error.
+        beyond: ways of training that mlx_lm cannot compute, with the beginning of its error; all of them at ``""``.
+        refused: ways of training, or ``+`` for recomputation, that allhands refuses, with the beginning of its message.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Architecture:
     keys: list[str] | None = None
     kinks: str | None = None
     beyond: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -97,16 +101,14 @@ def architecture(name: str) -> Architecture:
     module, _, variant = name.partition(_MARK)
     variants = _read()["models"][module]
     settings: dict[str, Any] = {"model_type": module} | variants[""] | variants[variant]
-    first, second = settings.pop("$long", LONG)
-    keys, kinks = settings.pop("$keys", None), settings.pop("$kinks", None)
-    beyond = settings.pop("$beyond", {})
+    told = {key: settings.pop(f"${key}") for key in _TOLD if f"${key}" in settings}
     wrapped = settings.pop("$text", None)
     if wrapped is not None:
         inner = architecture(wrapped).config
         settings = {"text_config": inner, "vocab_size": inner["vocab_size"], **settings}
     elif "text_config" not in settings:
         settings = _read()["common"] | settings
-    return Architecture(name, settings, (first, second), keys, kinks, beyond)
+    return Architecture(name, settings, **told | {"long": tuple(told.get("long", LONG))})
 
 
 def named(patterns: Sequence[str]) -> list[str]:
