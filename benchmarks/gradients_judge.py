@@ -33,8 +33,8 @@ class Verdict:
 
     Attributes:
         kind: ``right``, ``wrong``, ``refused`` (with a message), ``refused as ever`` (as is known of it),
-            ``traceback``, ``died``, ``unjudged`` (there is nothing to compare with) or ``beyond mlx_lm`` (which cannot compute it
-            itself; ours says so or computes it).
+            ``traceback``, ``died``, ``unjudged`` (there is nothing to compare with) or ``beyond mlx_lm`` (which cannot
+            compute it itself; ours says so or computes it).
         whole: largest difference of a batch's gradient, as a share of its norm.
         text: what is to be said of it.
     """

@@ -138,7 +138,7 @@ def one(request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         found["traceback"] = told(error)
         if os.environ.get("GRADIENTS_TRACEBACKS"):
             traceback.print_exc()
-    known = dict(zip(tokens_of(request["long"]), BATCHES, strict=True))
+    known = dict(zip(tokens_of(request["lengths"]), BATCHES, strict=True))
     before, seen = 0, list[str]()
     for step, (loss, tokens) in enumerate(zip(kept.losses, kept.tokens, strict=True)):
         batch = known[tokens - before]

@@ -11,24 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Rows of similar length, which are padded: (first, second) of each batch.
 BATCHES = ("short", "long")
-SHORT = (13, 19)
+Lengths = Sequence[Sequence[int]]
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _END = "<|im_end|>"
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;()[]{}+-*/=<>!?#%&|^~_"
 
 
-def texts_of(long: Sequence[int]) -> list[list[str]]:
-    """The texts of each batch, one token a letter and one for the end: two short ones, and two of so many tokens."""
+def texts_of(lengths: Lengths) -> list[list[str]]:
+    """The texts of each batch, by their lengths in tokens: one a letter, and one for the end."""
     letters = random.Random(5)
-    lengths = (SHORT, long)
     return [["".join(letters.choice(_LETTERS) for _ in range(n - 1)) for n in batch] for batch in lengths]
 
 
-def tokens_of(long: Sequence[int]) -> list[int]:
+def tokens_of(lengths: Lengths) -> list[int]:
     """How many tokens are trained in each batch: which identifies it."""
-    return [sum(len(text) for text in batch) for batch in texts_of(long)]
+    return [sum(len(text) for text in batch) for batch in texts_of(lengths)]
 
 
 @cache
@@ -50,18 +48,18 @@ def save_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(told | {"clean_up_tokenization_spaces": False}))
 
 
-def save_data(directory: Path, long: Sequence[int]) -> None:
+def save_data(directory: Path, lengths: Lengths) -> None:
     """The batches as a data set, for training and validation."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps({"text": text}) + "\n" for batch in texts_of(long) for text in batch)
+    lines = "".join(json.dumps({"text": text}) + "\n" for batch in texts_of(lengths) for text in batch)
     for split in ("train", "valid"):
         (directory / f"{split}.jsonl").write_text(lines)
 
 
-def rows_of(long: Sequence[int]) -> list[list[list[int]]]:
+def rows_of(lengths: Lengths) -> list[list[list[int]]]:
     """The tokens of each text of each batch."""
     end = _tokenizer().token_to_id(_END)
-    return [[[*_tokenizer().encode(text).ids, end] for text in batch] for batch in texts_of(long)]
+    return [[[*_tokenizer().encode(text).ids, end] for text in batch] for batch in texts_of(lengths)]
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

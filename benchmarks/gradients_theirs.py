@@ -134,7 +134,7 @@ def compute(request: dict[str, Any], way: str, judge: bool) -> dict[str, Any]:
         model.update(tree_map(floats, model.parameters()))
     model.train()
     found: dict[str, Any] = {}
-    for batch, rows in zip(BATCHES, rows_of(request["long"]), strict=True):
+    for batch, rows in zip(BATCHES, rows_of(request["lengths"]), strict=True):
         value, grads = gradient_of(model, rows)
         file = f"{'judge' if judge else 'theirs'}-{way}-{batch}.safetensors"
         mx.save_safetensors(str(directory / file), grads)

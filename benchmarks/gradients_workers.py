@@ -23,7 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
 
 import architectures  # noqa: E402
 from gradients_judge import BEYOND, Run, Verdict, grouped, judge  # noqa: E402
-from gradients_rows import save_data  # noqa: E402
+from gradients_rows import Lengths, save_data  # noqa: E402
 from harness import clean_environ, python_path  # noqa: E402
 
 WAYS = ("lora", "full", "dora", "4bit", "lora:last", "full:last")
@@ -170,9 +170,9 @@ class Pair:
             "config": shape.config,
             "dtype": settings.dtype,
             "seed": seed,
-            "long": shape.long,
+            "lengths": shape.lengths,
             "keys": shape.keys,
-            "data": str(data_directory(settings.work, shape.long)),
+            "data": str(data_directory(settings.work, shape.lengths)),
             "ways": list(dict.fromkeys(run.way for run in runs)),
             "judge": settings.judge,
             "check": settings.check,
@@ -218,9 +218,9 @@ class Pair:
         self._ours.close()
 
 
-def data_directory(work: Path, long: Sequence[int]) -> Path:
-    """Of the rows, the long ones of these lengths."""
-    return work / f"data-{'-'.join(map(str, long))}"
+def data_directory(work: Path, lengths: Lengths) -> Path:
+    """Of rows of these lengths."""
+    return work / "-".join(["data", *(str(length) for batch in lengths for length in batch)])
 
 
 def compare(
@@ -236,8 +236,8 @@ def compare(
         within_s: no configuration is begun after so many seconds.
     """
     until = math.inf if within_s is None else time.perf_counter() + within_s
-    for long in {architectures.architecture(name).long for name in names}:
-        save_data(data_directory(settings.work, long), long)
+    for lengths in {architectures.architecture(name).lengths for name in names}:
+        save_data(data_directory(settings.work, lengths), lengths)
     pairs: queue.Queue[Pair] = queue.Queue()
     made = [Pair(settings, number) for number in range(jobs)]
     for pair in made:

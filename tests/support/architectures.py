@@ -4,7 +4,8 @@ The file beside this one has, for each module of ``mlx_lm.models``, configuratio
 to what all have in common, the others are added to that. Beside a model's own settings there are
 
 - ``$text``: the architecture whose configuration is wrapped as ``text_config``;
-- ``$long``: the lengths of the long rows, alike where a row is computed otherwise if it is padded;
+- ``$short``, ``$long``: the lengths of rows, alike where a row is computed otherwise if it is padded (by rotations that
+  depend on the length, and by phi3small, whose attention is not causal in mlx_lm);
 - ``$keys``: the layers that get adapters, where not all can;
 - ``$beyond``: the ways of training that mlx_lm itself cannot compute, ``""`` for all, with the beginning of its error;
 - ``$refused``: what allhands refuses, a way or ``+`` for recomputation, with the beginning of its message;
@@ -24,8 +25,11 @@ from typing import Any
 
 _FILE = Path(__file__).with_suffix(".json")
 _MARK = "~"  # between an architecture and its variant
-_TOLD = ("long", "keys", "kinks", "beyond", "refused")
-LONG = (153, 160)  # tokens: more than any length or window in a configuration that does not say otherwise
+_TOLD = ("short", "long", "keys", "kinks", "beyond", "refused")
+SHORT, LONG = (
+    (13, 19),
+    (153, 160),
+)  # tokens: more than any length or window in a configuration that does not say otherwise
 # The most different ones: what is computed otherwise than in a Llama, and how, differs from each to each.
 SAMPLE = (
     "llama~dynamic",
@@ -50,6 +54,7 @@ class Architecture:
     Attributes:
         name: ``MODULE`` or ``MODULE~VARIANT``.
         config: what ``config.json`` says.
+        short: tokens of each short row.
         long: tokens of each long row.
         keys: of the layers that get adapters; ``None``: all.
         kinks: where its gradient jumps, if anywhere.
@@ -59,11 +64,17 @@ class Architecture:
 
     name: str
     config: dict[str, Any]
-    long: tuple[int, int]
+    short: tuple[int, int] = SHORT
+    long: tuple[int, int] = LONG
     keys: list[str] | None = None
     kinks: str | None = None
     beyond: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the rows of each batch."""
+        return self.short, self.long
 
     @property
     def module(self) -> str:
@@ -102,13 +113,14 @@ def architecture(name: str) -> Architecture:
     variants = _read()["models"][module]
     settings: dict[str, Any] = {"model_type": module} | variants[""] | variants[variant]
     told = {key: settings.pop(f"${key}") for key in _TOLD if f"${key}" in settings}
+    told |= {key: tuple(told[key]) for key in ("short", "long") if key in told}
     wrapped = settings.pop("$text", None)
     if wrapped is not None:
         inner = architecture(wrapped).config
         settings = {"text_config": inner, "vocab_size": inner["vocab_size"], **settings}
     elif "text_config" not in settings:
         settings = _read()["common"] | settings
-    return Architecture(name, settings, **told | {"long": tuple(told.get("long", LONG))})
+    return Architecture(name, settings, **told)
 
 
 def named(patterns: Sequence[str]) -> list[str]:
