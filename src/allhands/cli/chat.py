@@ -40,10 +40,15 @@ def chat(
     """
     from allhands.conversation import Conversation
     from allhands.generate import Sampling, load_for_generation
+    from allhands.model.beyond import answering, limits_told
 
-    loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code)
-    sampling = Sampling(temp, top_p, seed)
-    conversation = Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt)
+    with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
+        loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code)
+        sampling = Sampling(temp, top_p, seed)
+        _talk(Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt))
+
+
+def _talk(conversation: Conversation) -> None:
     if sys.stdin.isatty():
         print(_HELP, file=sys.stderr)
     for line in _lines():

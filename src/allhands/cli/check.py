@@ -192,7 +192,7 @@ def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Ex
     if len(names) == 1 and names[0] not in found:
         hint = "leave --split out to check what is there; allhands data prepare makes all three"
         raise DataError(f"there is no {names[0]} set", where="--split", hint=hint)
-    folder = Path(config.data).expanduser()
+    folder = Path(config.data)
     splits: dict[str, Iterator[Example | DataError]] = {}
     for name in names:
         files = [file for end in ("jsonl", "json") if (file := folder / f"{name}.{end}").is_file()]

@@ -198,7 +198,7 @@ Build = Callable[[StoreWriter], TokenSetReport]
 def stores() -> Path:
     """The directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
     chosen = os.environ.get("ALLHANDS_TOKEN_CACHE")
-    return Path(chosen).expanduser() if chosen else cache_dir() / "tokens"
+    return Path(os.path.expanduser(chosen)) if chosen else cache_dir() / "tokens"
 
 
 def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:

@@ -258,6 +258,20 @@ def runs_in_order(model: Any) -> bool:
     return kind == "Model" and family in IN_ORDER
 
 
+# Modules that compute otherwise in a longer row, or at a later place of one, whatever they attend to.
+_BY_LENGTH = _names(
+    """
+    internlm3.DynamicNTKScalingRoPE llama4.Attention ministral3.Attention mistral4.Mistral4Attention
+    rope_utils.DynamicNTKScalingRoPE
+    """
+)
+
+
+def follows_length(model: nn.Module) -> bool:
+    """Whether something in ``model`` depends on how long a row is or where in it a text begins."""
+    return any(name_of(module) in _BY_LENGTH for module in model.modules())
+
+
 def calls_blocks(model: Any) -> bool:
     """Whether a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
     return name_of(model) != "iquestloopcoder.Model"

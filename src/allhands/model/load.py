@@ -29,7 +29,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.files import write_error
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, worth_threads
-from allhands.model.sources import Report, first_line, is_path, resolve, silent
+from allhands.model.sources import Report, first_line, is_path, quantising, resolve, silent
 from allhands.staging import publish, same_files, staging
 
 Json = dict[str, Any]
@@ -49,9 +49,7 @@ _TOKENIZER_FILES = (
 _KEPT_PATTERNS = (*mlx_lm.DEFAULT_ALLOW_PATTERNS, "README.md", "LICENSE*")
 # What a conversion writes itself; the rest of the source is taken over as it is.
 _REWRITTEN = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-
-
-# What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
+# Of a pre-training run, in its directory: the last weights, and those of the lowest validation loss.
 MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
 
 
@@ -93,7 +91,7 @@ def load_bare_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -
     Raises:
         ModelError: the tokenizer is missing or torn.
     """
-    path = Path(path_or_repo).expanduser()
+    path = Path(path_or_repo)
     local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
     advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
     if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -166,8 +164,11 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple
     files = _check_weights(path)
     made: Json = {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
     try:
-        return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
+        with quantising(path):
+            return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
     except Exception as error:  # a config that no class can be built from fails in any of its lines
+        if isinstance(error, ModelError):
+            raise
         hint = "check config.json against the weights, or fetch the model again"
         if "trust_remote_code" in str(error):
             hint = "pass --trust-remote-code if you trust its author"
@@ -394,7 +395,7 @@ def get_model(
     conversion = Conversion(quantize_bits, group_size, dequantize, dtype)
     say = report or silent
     path = resolve(source, report=say).resolve()
-    target = out.expanduser().resolve()
+    target = out.resolve()
     check_target(target, path, force)
     with staging(target) as staged:
         model, config = build(path, trust_remote_code)
@@ -473,7 +474,7 @@ def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, sa
         hint = "add --dequantize to unpack it first, or leave --quantize out"
         raise ModelError("the model is quantized already", where=str(path), hint=hint)
     group_size = wanted.group_size or DEFAULT_GROUP_SIZE
-    with redirect_stdout(io.StringIO()) as said:  # mlx_lm prints its result
+    with quantising(path), redirect_stdout(io.StringIO()) as said:  # mlx_lm prints its result
         model, config = mlx_lm.quantize_model(model, config, group_size, wanted.quantize_bits)
     if not _is_quantized(model):
         hint = f"choose another of {GROUP_SIZES}"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from allhands.model.dropout import SampleDropout
 from allhands.trees import flatten, unflatten
@@ -77,10 +79,14 @@ def _with_adapters(model: nn.Module) -> Generator[None]:
     """Second factors of adapters that are not zero, as they are once training has begun."""
     found = [module for module in model.modules() if "lora_b" in module]
     before = [module["lora_b"] for module in found]
-    for index, module in enumerate(found):
-        array = before[index]
+
+    def moved(array: mx.array, index: int) -> mx.array:
         noise = mx.random.normal(array.shape, key=mx.random.key(index))
-        module["lora_b"] = array + (0.02 * noise).astype(array.dtype)
+        return array + (0.02 * noise).astype(array.dtype)
+
+    for index, module in enumerate(found):
+        # Of some layers several factors, in a list.
+        module["lora_b"] = tree_map(partial(moved, index=index), before[index])
     try:
         yield
     finally:

@@ -215,7 +215,7 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
 
 def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
     """The splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
-    path = Path(config.data).expanduser()
+    path = Path(config.data)
     # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
     named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
     if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
@@ -252,7 +252,7 @@ def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str,
     if named is not None:
         with _no_folder_either(config):
             return split_of_hub({"path": config.data, **named, **features}, split)
-    path = Path(config.data).expanduser()
+    path = Path(config.data)
     if pretraining(config) is not None and path.is_file() and (split == "train" or not required):
         return source_of_one_file(path, columns) if split == "train" else None
     return split_of_folder(path, split, columns, required=required)
@@ -274,7 +274,7 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
 
 def _misnamed(config: TrainConfig) -> str:
     """That there is a file which may be the validation set under another name."""
-    folder = Path(config.data).expanduser()
+    folder = Path(config.data)
     return " (there is an eval.jsonl: call it valid.jsonl)" if (folder / "eval.jsonl").is_file() else ""
 
 

@@ -37,6 +37,7 @@ from allhands.model.adapters import (
     make_trainable,
     trained_weights,
     unfit,
+    untrained,
 )
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.choices import Choices, settle
@@ -144,6 +145,7 @@ class Prepared:
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
+    told = config.notes
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
@@ -152,7 +154,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
-    checkpoint, notes = None, list[str]()
+    checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
@@ -160,7 +162,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
             tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
             config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
-            checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            checkpoint, found = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            notes += found
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
@@ -182,6 +185,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
+    notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
     with _busy(surroundings):
         check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
         dropout = put_forms_in(model, config, accelerator)
@@ -270,6 +274,8 @@ def _of_one_date(communicator: Communicator, data: Datasets, made: Callable[[dat
 
 
 def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
+    if not config.train and start is None:
+        return untrained(model)
     try:
         return make_trainable(model, config)
     except ConfigError as error:
@@ -343,7 +349,8 @@ def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: P
 
     Weights are compared as files, because ranks on other devices may hold them in other types.
     """
-    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(loaded.model).items()}
+    trained = trained_weights(loaded.model) if config.train or start is not None else {}
+    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained.items()}
     return {
         "config": config.shared_values(),
         "parameters": arrays,

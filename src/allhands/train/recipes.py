@@ -41,6 +41,7 @@ from allhands.metrics import (
     read_metrics,
 )
 from allhands.model.adapters import adapter_config, trained_weights
+from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
 from allhands.monitor import Identity, ProcessSampler, monitor_file, read_samples
 from allhands.monitor.samples import LOGS
@@ -90,7 +91,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
-    with ExitStack() as stack, _observer(surroundings) as observer:
+    with limits_told(use_of(config)), ExitStack() as stack, _observer(surroundings) as observer:
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         surroundings = _observed(surroundings, observer)
