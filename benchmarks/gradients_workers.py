@@ -145,10 +145,9 @@ class Pair:
         self._settings = settings
         logs = settings.work / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self._log = logs / f"ours-{number}.log"
         environ = settings.environ()
         self._theirs = Worker("gradients_theirs.py", environ, logs / f"theirs-{number}.log")
-        self._ours = Worker("gradients_ours.py", environ, self._log)
+        self._ours = Worker("gradients_ours.py", environ, logs / f"ours-{number}.log")
 
     def compare(self, name: str) -> list[Verdict]:
         """The verdicts on all runs of a configuration; where its gradient jumps, those on the best of a few weights."""
