@@ -140,7 +140,9 @@ def measure(
         },
         "seconds": round(time.perf_counter() - started),
         "left_out": sorted(set(names) - {verdict.name for verdict in verdicts}),
-        "verdicts": [verdict.plain() for verdict in verdicts],
+        "table": table(verdicts).splitlines(),
+        "from_judge": table(verdicts, judged=True).splitlines() if options.judge else [],
+        "said": grouped([verdict for verdict in verdicts if verdict.kind != "right"], named=True),
     }
 
 

@@ -55,12 +55,6 @@ class Verdict:
         theirs, ours = ([one[f"{who} from judge"] for one in told] for who in ("theirs", "ours"))
         return tuple(math.inf if None in each else max(each) for each in (theirs, ours))  # type: ignore[return-value]
 
-    def plain(self) -> dict[str, Any]:
-        """For a record."""
-        told = {"name": self.name, "way": self.run.column, "form": self.run.form, "kind": self.kind}
-        shares = {"difference": self.whole, "theirs_and_ours_from_judge": self.from_judge}
-        return told | {key: value for key, value in (shares | {"text": self.text}).items() if value not in (None, "")}
-
     @property
     def is_good(self) -> bool:
         """Right, or refused in so many words where mlx_lm or recomputation cannot do it."""

@@ -133,7 +133,7 @@ def one(request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     try:
         train(request, run, kept)
     except allhands.AllhandsError as error:
-        found["refused"] = " ".join(str(error).split())[:300]
+        found["refused"] = " ".join(str(error).replace(f"{directory}/", "").split())[:300]
     except (Exception, SystemExit) as error:
         found["traceback"] = told(error)
         if os.environ.get("GRADIENTS_TRACEBACKS"):
