@@ -35,6 +35,7 @@ MESSAGES = {
     "mask-prompt-off": "prompts are trained too; {share:.0%} of the trained tokens are theirs",
     "no-generation-prompt": "the chat template does not open an answer with {header!r} when asked for a prompt",
     "other-generation-prompt": "the chat template opens generated answers with {header!r}, the trained ones do not",
+    "read-as": "{note}",
     "no-row": "no record that can be shown begins in line {rows}",
 }
 # What to do about it.
@@ -66,6 +67,7 @@ REMEDIES = {
     "mask-prompt-off": "add --mask-prompt to train on the answers only",
     "no-generation-prompt": "repair add_generation_prompt in the model's chat template",
     "other-generation-prompt": "begin the data's answers with it, or generate with a template that does not write it",
+    "read-as": "",
     "no-row": "look at the file, and at the rows that are bad",
 }
 # Details that are told with what they count.

@@ -30,6 +30,7 @@ from allhands.data.messages import (
     require_answer,
     type_name,
 )
+from allhands.data.wrapped import inner_record
 
 RecordKind = Literal["chat", "completion", "text"]
 Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
@@ -165,14 +166,20 @@ class Parts:
 
     @classmethod
     def of(cls, value: Any, columns: ColumnNames, place: Place) -> Parts:
-        """The parts of a decoded JSON value.
+        """The parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner one.
 
         Raises:
-            DataError: it is not an object.
+            DataError: it is not an object, or holds a record that was cut off.
         """
         if not isinstance(value, dict):
             place.fail(f"a record must be a JSON object, this is {type_name(value)}", f"write {SHAPES}")
-        return cls(cast(dict[str, Any], value), columns, place)
+        parts = cls(cast(dict[str, Any], value), columns, place)
+        inner = (
+            None
+            if _has_shape(parts)
+            else inner_record(parts.values, lambda v: _has_shape(cls(v, columns, place)), place)
+        )
+        return parts if inner is None else cls(inner, columns, place)
 
     def name(self, part: str) -> str:
         """The key, or dotted path, of a part in this record."""
@@ -250,6 +257,18 @@ def recognise(parts: Parts) -> Shape:
     if mapped:
         _fail_on_mapping(parts, sorted(mapped))
     parts.place.fail(f"no known shape; the keys are {key_list(parts.values)}", _column_hint(parts))
+
+
+def _has_shape(parts: Parts) -> bool:
+    """Whether the columns make a shape, be they null."""
+    mapped = parts.columns.mapped & _SHAPING
+
+    def there(part: str) -> bool:
+        # No conversation is an object; what holds one is.
+        return parts.names_it(part) and not (part in ("chat", "conversation") and isinstance(parts.get(part), dict))
+
+    makes = (all(map(there, needs)) for needs in NEEDS.values())
+    return any(makes) or any(map(parts.names_it, mapped))
 
 
 def _by_messages(parts: Parts) -> Shape:

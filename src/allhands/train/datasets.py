@@ -134,6 +134,7 @@ def open_data(
                 _builder(source, identity, rendering, partial(progress, split)),
                 patience_s=0.0 if leads else PATIENCE_S,
             )
+        notes.extend(f"{split}: {note}" for note in source.notes())
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
