@@ -260,15 +260,10 @@ def recognise(parts: Parts) -> Shape:
 
 
 def _has_shape(parts: Parts) -> bool:
-    """Whether the columns make a shape, be they null."""
-    mapped = parts.columns.mapped & _SHAPING
-
-    def there(part: str) -> bool:
-        # No conversation is an object; what holds one is.
-        return parts.names_it(part) and not (part in ("chat", "conversation") and isinstance(parts.get(part), dict))
-
-    makes = (all(map(there, needs)) for needs in NEEDS.values())
-    return any(makes) or any(map(parts.names_it, mapped))
+    """Whether the columns make a shape, be they null; no conversation is an object, what holds one is."""
+    held = {part for part in ("chat", "conversation") if isinstance(parts.get(part), dict)}
+    there = {part for part in _SHAPING - held if parts.names_it(part)}
+    return bool(there & parts.columns.mapped) or any(there.issuperset(needs) for needs in NEEDS.values())
 
 
 def _by_messages(parts: Parts) -> Shape:

@@ -11,13 +11,17 @@ from allhands.data.messages import Place
 def inner_record(
     values: Mapping[str, Any], is_record: Callable[[Mapping[str, Any]], bool], place: Place
 ) -> dict[str, Any] | None:
-    """The one record that an object holds under a key, with what stands beside it; None if there is none, or several.
+    """The one record that an object holds under a key, with what stands beside it; None if it is a record itself.
+
+    None, too, if it holds none, or several.
 
     ``{"row_idx": 7, "row": {"messages": [...]}}`` holds one.
 
     Raises:
         DataError: the record was cut off.
     """
+    if is_record(values):
+        return None
     objects = {key: cast(dict[str, Any], value) for key, value in values.items() if isinstance(value, dict)}
     found = [key for key, value in objects.items() if is_record(value)]
     if len(found) != 1:
