@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 SPLITS = ("train", "valid", "test")
 # Options of training that decide what it sees.
 _SHARED = (
-    *("model", "max_seq_length", "mask_prompt", "train_on", "batch_size", "packing", "isolate_documents", "seed"),
+    *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
+    *("batch_size", "packing", "isolate_documents", "seed"),
     *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
     *("hf_dataset", "trust_remote_code", "config"),
 )
@@ -109,14 +110,17 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     from allhands.data.check import Examiner, Finding, template_findings
     from allhands.data.check import check as look
     from allhands.model.load import load_tokenizer
+    from allhands.train.datasets import chat_of
 
     # Missing data are found before the model is fetched.
-    splits = _sources(config, names)
-    loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    splits, notes = _sources(config, names)
+    loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config))
     examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
     splits[names[0]] = sample.watch(splits[names[0]])
     with _progress() as progress:
         reports, found = look(splits, examiner, report=progress)
+    found += [Finding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
+    found += [Finding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
         found += template_findings(loaded.tokenizer)
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
@@ -177,8 +181,13 @@ def _progress() -> Generator[Callable[[str, int], None], None, None]:
 # --- what is read ------------------------------------------------------------------------------------
 
 
-def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Example | DataError]]:
-    """The rows of the splits ``names`` as training would read them, and the errors at which it would stop."""
+def _sources(
+    config: TrainConfig, names: Sequence[str]
+) -> tuple[dict[str, Iterator[Example | DataError]], list[tuple[str, str]]]:
+    """The rows of the splits ``names`` as training would read them, and the errors at which it would stop.
+
+    And what is to be known of how they are read, each with its split.
+    """
     from allhands.train.datasets import find_splits
 
     wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
@@ -202,7 +211,7 @@ def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Ex
             splits[name] = _of_file(files[0], ColumnNames.from_options(config.model_dump()))
         else:
             splits[name] = _of_records(found[name].records())
-    return splits
+    return splits, [(name, note) for name in names if name in found for note in found[name].notes()]
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from allhands.cli.options import ChatTemplate, System, chat_choice
+
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter-path", help="Directory with adapters.safetensors from a training run.")
@@ -268,6 +270,8 @@ def generate(
     seed: Seed = 0,
     system_prompt: Annotated[str | None, typer.Option("--system-prompt", help="System message.")] = None,
     ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False,
+    chat_template: ChatTemplate = None,
+    system: System = "template",
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Ask a model, with or without a trained adapter.
@@ -288,6 +292,7 @@ def generate(
             system_prompt,
             ignore_chat_template,
             trust_remote_code,
+            chat_choice(chat_template, system),
         )
     )
 

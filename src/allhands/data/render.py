@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from allhands.data.answers import AnswerFinder
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
-from allhands.data.messages import called_function
+from allhands.data.messages import INSTRUCTION_ROLES, called_function, merged_system
 from allhands.data.records import Message, Record, as_turns
+from allhands.data.templates import MERGE, NAMED, OPTION
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 TrainOn = Literal["all", "last", "assistant"]
@@ -175,7 +176,8 @@ class Renderer:
         if not (isinstance(record.prompt, str) and isinstance(record.completion, str)):
             raise ModelError(
                 "this tokenizer has no chat template, and the record is a chat",
-                hint="choose an instruction-tuned model, or give prompt and completion, or text",
+                hint=f"name a chat template ({OPTION} FILE, or one of {', '.join(NAMED)}), choose an instruction-tuned "
+                "model, or give prompt and completion, or text",
             )
         text = record.prompt + record.completion
         return Draft(text, framed=True, spans=((len(record.prompt), len(text)),) if self._masked else None)
@@ -200,6 +202,29 @@ def has_chat_template(tokenizer: Any) -> bool:
     """Whether conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
+
+
+def unstopped(tokenizer: Any) -> tuple[str, int] | None:
+    """The token, and its id, that ends answers in the chat template, where generation would not stop at it."""
+    if not has_chat_template(tokenizer):
+        return None
+    try:
+        token = ChatTemplate(tokenizer).answers.closing
+    except DataError:
+        return None
+    number = None if token is None else tokenizer.get_vocab().get(token)
+    stops = getattr(tokenizer, "eos_token_ids", None)
+    known = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id}
+    return None if token is None or number is None or number in known else (token, number)
+
+
+def stop_at_answers(tokenizer: Any) -> str | None:
+    """Let generation stop where the chat template ends an answer; the token, if it would not have."""
+    found = unstopped(tokenizer)
+    if found is None:
+        return None
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, found[1]}
+    return found[0]
 
 
 def _conversation(record: Record) -> tuple[list[Message], int]:
@@ -263,9 +288,35 @@ class ChatTemplate:
         except Exception as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
-                hint="many templates want user and assistant in turn, some no system message or tools: "
-                "change the record, or choose another model",
+                hint=self._way_out(messages, tools),
             ) from error
+
+    def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
+        """What to do about a conversation that the template rejects."""
+        if any(message["role"] in INSTRUCTION_ROLES for message in messages):
+            try:
+                self._tokenizer.apply_chat_template(merged_system(messages), tools=tools, tokenize=False)
+            except Exception:  # it is something else, or more than that
+                pass
+            else:
+                return (
+                    f"{MERGE} puts the system message before the question that follows it, which this template takes; "
+                    f"or give another template: {OPTION}"
+                )
+        return (
+            "many templates want user and assistant in turn, some no system message or tools: change the record, or "
+            f"give another template ({OPTION}) or model"
+        )
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message reaches the model."""
+        words = "Bluebell"
+        try:
+            asked = [{"role": "system", "content": words}, {"role": "user", "content": "a"}]
+            return words in self.text([*asked, {"role": "assistant", "content": "b"}], None)
+        except DataError:
+            return False
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation and the header of the answer to come.

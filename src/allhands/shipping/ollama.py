@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import ChatChoice
 from allhands.errors import DataError, ModelError
 from allhands.model.load import load_tokenizer
 
@@ -97,13 +98,13 @@ class Recognised:
         return "system" in self.format.turns
 
 
-def recognise(path: Path) -> Recognised:
-    """The format of the chat template of the model in ``path``.
+def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
+    """The format of the chat template of the model in ``path``, or of the one that lies beside an adapter.
 
     Raises:
         ModelError: it has none, or none that is known here.
     """
-    tokenizer: Any = load_tokenizer(str(path)).tokenizer
+    tokenizer: Any = load_tokenizer(str(path), chat=ChatChoice(kept=adapter_path)).tokenizer
     hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
     if not has_chat_template(tokenizer):
         raise ModelError("the model has no chat template", where=str(path), hint=hint)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
+from allhands.data.render import unstopped
 from allhands.data.splits import (
     RecordSource,
     full_places,
@@ -20,6 +21,7 @@ from allhands.data.splits import (
     split_of_hub,
 )
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
+from allhands.data.templates import ChatChoice
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError, DataError
@@ -50,11 +52,15 @@ class Datasets:
         stored: every split that the run needs, by name, mapped from its store.
         packing: how the splits are read.
         notes: what a person should know about them.
+        template: the chat template that was chosen in place of the model's own.
+        stop_tokens: what ends the answers among them, where the model itself does not stop there.
     """
 
     stored: dict[str, StoredTokens]
     packing: Packing | None
     notes: tuple[str, ...]
+    template: str | None = None
+    stop_tokens: tuple[str, ...] = ()
 
     @property
     def train(self) -> Windows | None:
@@ -122,7 +128,7 @@ def open_data(
         StorageError: the tokens cannot be stored.
     """
     rendering = rendering_of(config, tokenizer)
-    notes: list[str] = []
+    notes: list[str] = [*tokenizer.notes]
     stored: dict[str, StoredTokens] = {}
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
     for split, source in sources.items():
@@ -143,13 +149,36 @@ def open_data(
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
         notes.append(f"train: {count} examples are less than a batch of {config.batch_size}: each step trains on all")
-    return Datasets(stored, packing, tuple(notes))
+    stops = _stop_tokens(tokenizer.tokenizer, stored)
+    if stops and config.train:
+        notes.append(
+            f"answers end with {stops[0]}, which is not among the model's end-of-text tokens: generate, chat and serve "
+            "stop there all the same, and fuse and export write it into eos_token_id"
+        )
+    return Datasets(stored, packing, tuple(notes), tokenizer.template, stops)
+
+
+def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
+    """What ends the answers, where generation would not stop there; nothing if there are no answers."""
+    answers = any(one.report.num_texts < one.report.num_records for one in stored.values())
+    found = unstopped(tokenizer) if answers else None
+    return () if found is None else (found[0],)
+
+
+def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
+    """The chat template that ``config`` asks for.
+
+    Args:
+        kept: a run's directory, whose template is meant where none is named.
+    """
+    return ChatChoice(config.chat_template, config.system, kept)
 
 
 def load_data(config: TrainConfig) -> Datasets:
     """:func:`open_data` of what :func:`find_splits` finds, with the tokenizer of ``config.model``."""
+    trust = config.trust_remote_code
     return open_data(
-        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config))
     )
 
 
@@ -160,14 +189,17 @@ def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
         mask_prompt=config.mask_prompt,
         train_on=config.train_on,
         max_seq_length=None if config.packing else config.max_seq_length,
-        reload=(_reload, (str(tokenizer.path), config.trust_remote_code)),
+        reload=(_reload, (str(tokenizer.path), config.trust_remote_code, tokenizer.template)),
         files=tokenizer_files(tokenizer.path),
     )
 
 
-def _reload(path: str, trust_remote_code: bool) -> Any:
+def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
     """In another process: the same tokenizer once more."""
-    return load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
+    if template is not None:
+        tokenizer.has_chat_template, tokenizer.chat_template = True, template
+    return tokenizer
 
 
 def find_splits(config: TrainConfig) -> dict[str, RecordSource]:

@@ -42,7 +42,7 @@ from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
-from allhands.train.datasets import Datasets, Progress, find_splits, open_data
+from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
@@ -130,20 +130,23 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
+        # What an adapter was trained with is meant where it is only tested.
+        chat = chat_of(config, start.parent if start is not None and not config.train else None)
+        trust = config.trust_remote_code
         if fresh is not None:
-            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
+            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
             config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
             checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
-        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
         data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
-            path, trust = str(tokenizer.path), config.trust_remote_code
+            path = str(tokenizer.path)
             compared = checkpoint is not None or mesh.size > 1
             loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer, hashed=compared)
             if compared:
@@ -168,7 +171,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints())
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
