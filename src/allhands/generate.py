@@ -156,8 +156,8 @@ def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, 
         raise ConfigError(
             "a prompt that does not go through a chat template has no place for a system message",
             where="--system-prompt",
-            hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or choose "
-            "a chat model",
+            hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or "
+            "choose a chat model",
         )
     return list(tokenizer.encode(prompt))
 

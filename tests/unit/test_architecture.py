@@ -81,6 +81,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,
     "allhands.train.poison": 3,
+    "allhands.train.unlearned": 3,
     "allhands.train.state": 3,
     "allhands.train.resume": 3,
     "allhands.train.restore": 3,

@@ -34,6 +34,7 @@ SPLITS = ("train", "valid", "test")
 # Options of training that decide what it sees.
 _SHARED = (
     *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
+    *("fine_tune_type", "num_layers", "lora_parameters"),
     *("batch_size", "packing", "isolate_documents", "seed"),
     *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
     *("hf_dataset", "trust_remote_code", "config"),
@@ -149,9 +150,17 @@ def _options(config: TrainConfig, model: Path) -> CheckOptions:
         seed=config.seed,
         packing=config.packing,
         vocab_size=vocabulary_of(model),
+        trains_embedding=_trains_embedding(config),
         sizing=detect().sizing(config.micro_batch_tokens, compiled=config.compile != "off"),
         near_limit=NEAR_LIMIT,
     )
+
+
+def _trains_embedding(config: TrainConfig) -> bool:
+    if config.fine_tune_type == "full":
+        return config.num_layers in (None, -1)
+    # By their names in mlx_lm's models: model.embed_tokens, transformer.wte, model.tok_embeddings and so on.
+    return any(re.search(r"(embed|wte|embedding)[^.]*$", key) for key in config.lora_parameters.keys or ())
 
 
 def vocabulary_of(model: Path) -> int | None:

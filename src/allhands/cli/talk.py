@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class GenerateOptions:
     system_prompt: str | None
     ignore_chat_template: bool
     trust_remote_code: bool
-    chat: ChatChoice
+    chat: ChatChoice = field(default_factory=ChatChoice)
 
 
 def tell_notes(loaded: LoadedModel) -> None:

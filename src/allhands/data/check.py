@@ -17,14 +17,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.duplicates import DuplicateFinder
-from allhands.data.explained import TemplateFacts, special_pattern, special_tokens
+from allhands.data.duplicates import Overlap
+from allhands.data.explained import TemplateFacts, pattern_of, special_tokens
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
-from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
+from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained, own_tokens
 from allhands.data.shapes import Example, remedy_of_warning
 from allhands.errors import AllhandsError, DataError, ModelError
 
@@ -50,6 +50,7 @@ class CheckOptions:
         sizing: how the device cuts and pads batches.
         vocab_size: rows of the model's embedding; None if unknown, which leaves the check of token ids out.
         packing: examples are joined and cut into rows of ``max_seq_length`` tokens, instead of cut off.
+        trains_embedding: whether the rows of tokens in the model's embedding change.
         near_limit: texts of each split that are searched for near duplicates; 0 searches none.
     """
 
@@ -61,6 +62,7 @@ class CheckOptions:
     packing: bool = False
     vocab_size: int | None = None
     sizing: Sizing = field(default_factory=lambda: Sizing(2048))
+    trains_embedding: bool = False
     near_limit: int = 0
 
     @property
@@ -141,7 +143,7 @@ def check(
             one that is missing.
         report: called after each record with the split and the records done in it.
     """
-    overlap = _Overlap(examiner.options.near_limit)
+    overlap = Overlap(examiner.options.near_limit)
     tallies = {name: _Tally(name, examiner, overlap) for name in splits}
     for name, tally in tallies.items():
         for done, item in enumerate(splits[name], start=1):
@@ -186,7 +188,9 @@ class Examiner:
         self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
         self.special = special_tokens(tokenizer)
         self.special_ids = np.array(sorted({*self.special, *self.stops}), dtype=np.int64)
-        self._special_text = special_pattern(tokenizer)
+        own = own_tokens(tokenizer).values()
+        self._special_text = pattern_of(set(self.special.values()) - set(own))
+        self._own_text = None if options.trains_embedding else pattern_of(own)
 
     def view(self, record: Record) -> View:
         """What training makes of ``record`` before the cut.
@@ -219,9 +223,10 @@ class Examiner:
         if not self.options.masks and any(is_untrained(message) for message in record.turns):
             yield "weights-unused"
 
-    def special_text(self, words: str) -> list[str]:
-        """Special tokens that are written in ``words``."""
-        return self._special_text.findall(words) if self._special_text else []
+    def tokens_in(self, words: str) -> dict[str, list[str]]:
+        """Tokens that are written in ``words``: special ones, and those that may be new and are not learned."""
+        patterns = {"special": self._special_text, "own": self._own_text}
+        return {name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()}
 
 
 def template_findings(tokenizer: Any) -> list[Finding]:
@@ -268,6 +273,7 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "empty-answers": ("harms", 0.0, 2.0),
     "bos-twice": ("harms", 0.0, 2.0),
     "special-text": ("harms", 0.0, 2.0),
+    "own-tokens": ("note", 0.0, 2.0),
     "vocabulary": ("ruins", 0.0, 0.0),
     "system-dropped": ("harms", 0.0, 2.0),
     "tools-dropped": ("harms", 0.0, 2.0),
@@ -292,35 +298,10 @@ class _Hits:
             self.places.append(where)
 
 
-class _Overlap:
-    """Which texts repeat one of their split or of the training set; near duplicates among the first texts only."""
-
-    def __init__(self, near_limit: int) -> None:
-        self._limit = near_limit
-        self._exact, self._near = DuplicateFinder(near=False), DuplicateFinder()
-        # Which split each text of a finder is from.
-        self._exact_splits: list[str] = []
-        self._near_splits: list[str] = []
-        self._searched: Counter[str] = Counter()
-
-    def add(self, split: str, text: str) -> str | None:
-        """The code of what was found."""
-        self._exact_splits.append(split)
-        if same := self._exact.add(text):
-            other = self._exact_splits[same.of]
-            return "repeats" if other == split else "in-train" if other == "train" else None
-        self._searched[split] += 1
-        if self._searched[split] > self._limit:
-            return None
-        self._near_splits.append(split)
-        alike = self._near.add(text)
-        return "near-train" if alike and self._near_splits[alike.of] == "train" != split else None
-
-
 class _Tally:
     """Adds up one split."""
 
-    def __init__(self, name: str, examiner: Examiner, overlap: _Overlap) -> None:
+    def __init__(self, name: str, examiner: Examiner, overlap: Overlap) -> None:
         self.name = name
         self._examiner, self._options, self._overlap = examiner, examiner.options, overlap
         self._shapes: Counter[str] = Counter()
@@ -330,7 +311,7 @@ class _Tally:
         self._warnings = Reasons()
         self._answers: Counter[bytes] = Counter()
         self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
-        self._texts: dict[str, Counter[str]] = {"special": Counter(), "end": Counter()}
+        self._texts: dict[str, Counter[str]] = {"special": Counter(), "own": Counter(), "end": Counter()}
         self._largest, self._trained_prompt = -1, 0
 
     def add(self, item: Example | DataError) -> None:
@@ -399,9 +380,10 @@ class _Tally:
             yield "bos-twice"
         if self._options.vocab_size is not None and tokens.max(initial=-1) >= self._options.vocab_size:
             yield "vocabulary"
-        if record.kind != "text" and (found := examiner.special_text(text)):
-            self._texts["special"].update(found)
-            yield "special-text"
+        for name, found in examiner.tokens_in(text).items():
+            if found and (name == "own" or record.kind != "text"):
+                self._texts[name].update(found)
+                yield f"{name}-{'text' if name == 'special' else 'tokens'}"
         if record.kind != "text" and view.answer is not None:
             words = int((view.answer & ~np.isin(tokens, examiner.special_ids)).sum())
             if words < _SHORT_TOKENS:

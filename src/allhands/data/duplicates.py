@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -331,3 +332,28 @@ def _bands(threshold: float) -> tuple[int, int]:
     missed = 1 - threshold**rows
     num_bands = math.ceil(math.log(1 - _RECALL) / math.log(missed)) if missed > 0 else 1
     return num_bands, rows
+
+
+class Overlap:
+    """Which texts repeat one of their split or of the training set; near duplicates among the first texts only."""
+
+    def __init__(self, near_limit: int) -> None:
+        self._limit = near_limit
+        self._exact, self._near = DuplicateFinder(near=False), DuplicateFinder()
+        # Which split each text of a finder is from.
+        self._exact_splits: list[str] = []
+        self._near_splits: list[str] = []
+        self._searched: Counter[str] = Counter()
+
+    def add(self, split: str, text: str) -> str | None:
+        """The code of what was found."""
+        self._exact_splits.append(split)
+        if same := self._exact.add(text):
+            other = self._exact_splits[same.of]
+            return "repeats" if other == split else "in-train" if other == "train" else None
+        self._searched[split] += 1
+        if self._searched[split] > self._limit:
+            return None
+        self._near_splits.append(split)
+        alike = self._near.add(text)
+        return "near-train" if alike and self._near_splits[alike.of] == "train" != split else None

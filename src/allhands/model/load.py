@@ -300,7 +300,7 @@ def get_model(
     check_target(target, path, force)
     with staging(target) as staged:
         model, config = build(path, trust_remote_code)
-        _tokenizer(path, config, trust_remote_code)
+        tokenizer_of(path, config, trust_remote_code)
         copy_files(path, staged, weights=conversion.changes_nothing)
         if not conversion.changes_nothing:
             config = _convert(model, config, conversion, path, say)

@@ -21,7 +21,7 @@ from allhands.data.splits import (
     split_of_hub,
 )
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
-from allhands.data.templates import ChatChoice
+from allhands.data.templates import MERGE, OPTION, ChatChoice
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError, DataError
@@ -149,6 +149,7 @@ def open_data(
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
         notes.append(f"train: {count} examples are less than a batch of {config.batch_size}: each step trains on all")
+    _check_chat_template(config, stored)
     stops = _stop_tokens(tokenizer.tokenizer, stored)
     if stops and config.train:
         notes.append(
@@ -156,6 +157,14 @@ def open_data(
             "stop there all the same, and fuse and export write it into eos_token_id"
         )
     return Datasets(stored, packing, tuple(notes), tokenizer.template, stops)
+
+
+def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
+    """Refuse options of conversations where there are none."""
+    flag = f"{OPTION} {config.chat_template}" if config.chat_template else MERGE if config.system == "merge" else None
+    if flag and stored and all(one.report.num_texts == one.report.num_records for one in stored.values()):
+        hint = "leave it out, or give the data as messages, or as prompt and completion"
+        raise ConfigError("all records are plain texts, which go through no chat template", where=flag, hint=hint)
 
 
 def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
@@ -310,6 +319,11 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
         notes.append(
             f"{split}: {report.num_texts} of {report.num_records} records are plain texts, which have no prompt: "
             "all of their tokens are trained"
+        )
+    if report.num_system_dropped:
+        notes.append(
+            f"{split}: {report.num_system_dropped} of {report.num_records} records have a system message, which the "
+            f"chat template leaves out, so the model never sees it: {MERGE} puts it into the question after it"
         )
     if report.num_truncated:
         notes.append(

@@ -47,6 +47,7 @@ from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files,
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
+from allhands.train.unlearned import unlearned
 from allhands.versions import versions_of
 
 TELL_EVERY_S = 5.0
@@ -155,6 +156,8 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
+    if config.train:
+        notes += unlearned(model, loaded.tokenizer, data, config)
     if not accelerator.eager:
         make_deterministic(model)
     dropout = install_dropout(model, config.seed)
