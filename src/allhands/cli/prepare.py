@@ -440,7 +440,8 @@ class _Screen:
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]
         train = ["allhands", "train", "--train", "--model", model, "--data", out]
-        for command in (check, train) if self._outcome.kept["train"] else ():
+        template = ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
+        for command in ([*check, *template], [*train, *template]) if self._outcome.kept["train"] else ():
             self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)
         if any(self._outcome.preference.values()):
             self._say(f"preference data, for methods that learn from it: {flags.out / 'preference'}")

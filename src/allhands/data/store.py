@@ -58,7 +58,6 @@ class TokenSetReport:
         num_tokens: tokens in the set.
         num_trained_tokens: tokens in the set that the loss is computed on.
         build_s: seconds that it took to make.
-        num_system_dropped: records with a system message, which the chat template leaves out.
         num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets that were made before it was counted.
     """
 
@@ -73,7 +72,6 @@ class TokenSetReport:
     num_trained_tokens: int
     build_s: float
     num_text_bytes: int = 0
-    num_system_dropped: int = 0
 
     @property
     def tokens_per_byte(self) -> float | None:

@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 
-from allhands.data.messages import INSTRUCTION_ROLES
 from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
 from allhands.data.store import StoreWriter, TokenSetReport, file_hash
@@ -160,7 +159,7 @@ def fill_store(
     """
     started = time.perf_counter()
     num_records = num_texts = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
-    num_bytes = num_system = 0
+    num_bytes = 0
     dropped: list[str] = []
     with every_core():
         for chunk, results in _rendered(_chunks(records), rendering):
@@ -179,7 +178,6 @@ def fill_store(
             if kept:
                 writer.append(kept)
             num_records += len(chunk)
-            num_system += sum(any(message["role"] in INSTRUCTION_ROLES for message in record.turns) for record in chunk)
             num_texts += sum(record.kind == "text" for record in chunk)
             num_examples += len(kept)
             num_tokens += sum(len(example.tokens) for example in kept)
@@ -211,7 +209,6 @@ def fill_store(
         num_trained,
         time.perf_counter() - started,
         num_bytes,
-        num_system if num_system and rendering.renderer().template_facts().system == "dropped" else 0,
     )
 
 

@@ -115,7 +115,7 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
         return template.text(messages, None, prompt=True)
 
     chats = _conversations()
-    for each in FORMATS:
+    for each in _formats(tokenizer.eos_token):
         try:
             said = [rendered(chat) for chat in chats]
         except DataError:
@@ -132,6 +132,13 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
                 continue
             return Recognised(each, default)
     raise ModelError("Ollama cannot be told this chat template: its format is not known", where=str(path), hint=hint)
+
+
+def _formats(eos: str | None) -> tuple[ChatFormat, ...]:
+    """The formats that are known; Zephyr's marks the end of a turn by the model's own end-of-text token."""
+    if not eos or eos == "</s>" or "{" in eos:
+        return FORMATS
+    return (*FORMATS, _uniform("Zephyr", "<|{role}|>\n{content}" + eos + "\n", (eos, "<|user|>")))
 
 
 def _conversations() -> list[list[dict[str, str]]]:

@@ -320,11 +320,6 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
             f"{split}: {report.num_texts} of {report.num_records} records are plain texts, which have no prompt: "
             "all of their tokens are trained"
         )
-    if report.num_system_dropped:
-        notes.append(
-            f"{split}: {report.num_system_dropped} of {report.num_records} records have a system message, which the "
-            f"chat template leaves out, so the model never sees it: {MERGE} puts it into the question after it"
-        )
     if report.num_truncated:
         notes.append(
             f"{split}: {report.num_truncated} of {report.num_examples} examples are longer than {limit} tokens "

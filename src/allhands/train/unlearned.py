@@ -39,9 +39,10 @@ def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainCon
     if config.fine_tune_type == "full":
         way = "--num-layers -1 trains it, too"
     shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-    what = "this training" if config.fine_tune_type == "full" else f"{config.fine_tune_type} on these keys"
-    said = f"{shown}: if new to the model, they are not learned: {what} leaves their rows in the embedding as they are"
-    return [f"{said}; {way}"]
+    what = {"lora": "LoRA on these keys", "dora": "DoRA on these keys"}.get(config.fine_tune_type, "this training")
+    return [
+        f"{shown}: not learned if new to the model, since {what} leaves the rows of the embedding as they are; {way}"
+    ]
 
 
 def _present(tokens: Any, wanted: list[int]) -> list[int]:
