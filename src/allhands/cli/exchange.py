@@ -108,6 +108,8 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     made = to_peft(adapter, base=base or below, modules=known, embeddings=named["embedding"])
     _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, template=adapter_path / TEMPLATE_FILE)
     settings = made.config
+    if stops := adapter.config.get("stop_tokens"):
+        print(f"note: answers end with {stops[0]}, at which the model does not stop: tell generate() to (eos_token_id)")
     print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(made)})")
     if "quantization" in loaded.config and base is None:
         print(

@@ -269,7 +269,7 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "cut": ("harms", 0.0, 2.0),
     "nothing-trained": ("harms", 0.0, 0.1),
     "no-end-of-turn": ("harms", 0.0, 0.1),
-    "end-not-eos": ("harms", 0.0, 2.0),
+    "end-not-eos": ("note", 0.0, 2.0),
     "empty-answers": ("harms", 0.0, 2.0),
     "bos-twice": ("harms", 0.0, 2.0),
     "special-text": ("harms", 0.0, 2.0),

@@ -40,9 +40,8 @@ def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainCon
         way = "--num-layers -1 trains it, too"
     shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     what = {"lora": "LoRA on these keys", "dora": "DoRA on these keys"}.get(config.fine_tune_type, "this training")
-    return [
-        f"{shown}: not learned if new to the model, since {what} leaves the rows of the embedding as they are; {way}"
-    ]
+    why = f"{what} leaves the rows of the embedding as they are"
+    return [f"{shown}: not learned if new to the model, since {why}; {way}"]
 
 
 def _present(tokens: Any, wanted: list[int]) -> list[int]:
