@@ -226,6 +226,7 @@ def test_rows_under_a_key_are_read(tmp_path: Path, wrap: Callable[[Any], Any], i
         {"text": "a", "data": [{"text": "x"}]},
         {"data": [1, 2], "text": "a"},
         {"prompt": "a", "completion": "b", "rows": [{"text": "x"}]},
+        {"input_ids": [1, 2], "labels": [1, 2]},
     ],
 )
 def test_a_record_is_no_container(tmp_path: Path, record: Any) -> None:

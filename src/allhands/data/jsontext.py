@@ -158,7 +158,9 @@ def _is_by_columns(value: Any) -> bool:
     if {"columns", "data"} <= set(value):  # pyright: ignore[reportUnknownArgumentType]
         return True
     lists = all(isinstance(column, list) and column for column in columns) and len({len(c) for c in columns}) == 1
-    return lists and not any(isinstance(cell, dict | list) for column in columns for cell in column)
+    kinds = {type(cell) for column in columns for cell in column} if lists else set[type]()
+    # Numbers alone are tokens of one text.
+    return str in kinds and not kinds & {dict, list}
 
 
 def _rows_under_keys(window: _Window, only: str | None, found: list[str]) -> Iterator[Item]:
