@@ -102,6 +102,10 @@ def rows_key(head: bytes) -> str | None:
 _OF_RECORDS = frozenset({"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"})
 
 
+# By one of these a table of training data is known.
+_COLUMNS = _OF_RECORDS | {"instruction", "input", "output", "question", "answer", "query", "response", "rejected"}
+
+
 def _next(text: str, place: int, skip: str = "") -> int:
     """The place of the next character that is not blank, after ``skip``."""
     found = _NOT_BLANK.search(text, place)
@@ -150,7 +154,7 @@ _BY_COLUMNS = (
 
 def _is_by_columns(value: Any) -> bool:
     """Whether an object is a table as pandas or ``to_dict`` write it: a value or a number for each row, by column."""
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict) or not (_COLUMNS & set(value) or {"columns", "data"} <= set(value)):  # pyright: ignore[reportUnknownArgumentType]
         return False
     columns: list[Any] = list(value.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if all(isinstance(column, dict) and column and all(str(key).isdigit() for key in column) for column in columns):  # pyright: ignore[reportUnknownVariableType]
