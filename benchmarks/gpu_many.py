@@ -59,7 +59,7 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SCALINGS = ("weak", "strong")
 BUCKET_MB = 128.0  # of `allhands train` over NCCL
 PARTS = {"compute_s": "compute", "comm_s": "communication", "data_wait_s": "data wait"}
-CONSTANTS = ("together_bytes", "alone_bytes", "taper")
+CONSTANTS = ("alone_bytes", "taper")
 _LEAST_S = 20.0  # no peer is done in less
 
 
@@ -170,7 +170,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--set",
         type=constants,
         action="append",
-        help="of allhands' exchange, as together_bytes=1e12,taper=1: see allhands.distributed.reduce; again for "
+        help="of allhands' exchange, as alone_bytes=16e6,taper=1: see allhands.distributed.reduce; again for "
         "another measurement, none for that as it is",
     )
     parser.add_argument("--backend", default="auto", help="of allhands: auto, nccl, ring or mpi (%(default)s)")

@@ -21,6 +21,17 @@ Every option is a flag (`--batch-size 8`), a YAML key (`batch_size: 8`, with `-c
 those of `mlx_lm.lora`; its YAML files can be used as they are. `batch_size` is always the global batch: with two ranks
 and `--batch-size 8` each computes about half of the eight examples.
 
+What takes one value is given once: twice on the command line, under two names, or twice in a file is an error, on every
+verb. A `~` or `~user` at the beginning of a path is that home directory, in flags (`--data=~/x`, too), in files and in
+Python; a `~` alone in YAML is its word for "not set". With several computers each puts its own home directory there;
+`allhands launch`, whose programs are others', that of this computer.
+`allhands cluster sync` and `cluster check` take the paths of model and data as those of each computer likewise, and
+`cwd` and `python` of a hostfile may begin with `~/`.
+
+Files of earlier versions of `mlx_lm` run: `lora_layers` is `num_layers`, and `alpha` beside `scale`, `use_dora: false`
+and `adapter_file` are named as what has no effect. Every one of `keys` in `lora_parameters` must name a layer, as
+`self_attn.q_proj` does: one that matches nothing is an error in a new run, and a note where a run goes on.
+
 This page is made from the code: `python scripts/write_configuration_docs.py`.
 
 | key | default | what it does |

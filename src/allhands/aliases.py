@@ -5,6 +5,8 @@ Apart from the options themselves, because the command line needs them for the s
 
 from __future__ import annotations
 
+from typing import Any
+
 # Other people's names for our keys.
 ALIASES: dict[str, str] = {
     "num_train_epochs": "epochs",
@@ -30,19 +32,37 @@ ALIASES: dict[str, str] = {
     "resume_from_checkpoint": "resume",
     "save_total_limit": "keep_last",
     "full_determinism": "deterministic",
+    "lora_layers": "num_layers",  # in mlx_lm before 0.19
+}
+# Keys of the files of earlier versions of mlx_lm, which later ones ignore; each with what counts instead.
+OUTDATED: dict[str, str] = {
+    "use_dora": "fine_tune_type says what is trained",
+    "adapter_file": "the adapter goes into the directory adapter_path",
+    "wandb": "report_to says where to report",
 }
 # Names that cannot be taken over because they mean something else; each with what to do.
+# What is in OUTDATED, too, is refused only where it asks for something.
 ELSEWHERE: dict[str, str] = {
     "per_device_train_batch_size": "use batch_size: it is the global batch, over all ranks",
     "lora_r": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.0}\'',
     "lora_rank": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.0}\'',
     "lora_alpha": "use lora_parameters with scale = alpha / rank",
     "target_modules": 'use lora_parameters with keys, for example \'{"keys": ["self_attn.q_proj"], ...}\'',
+    "use_dora": "use fine_tune_type: dora",
+    "wandb": "use report_to: wandb, and project_name",
     "load_in_4bit": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "neat_packing": "use packing with isolate_documents",
     "warmup_ratio": "use warmup_steps (optimizer updates)",
 }
+
+
+def take_outdated(content: dict[str, Any]) -> list[str]:
+    """Take out of a file's ``content`` what a later mlx_lm ignores; a note on each that is set."""
+    found = {raw: str(raw).replace("-", "_") for raw in content}
+    gone = {raw: key for raw, key in found.items() if key in OUTDATED and not (content[raw] and key in ELSEWHERE)}
+    values = {raw: content.pop(raw) for raw in gone}
+    return [f"{raw} has no effect: {OUTDATED[gone[raw]]}" for raw, value in values.items() if value is not None]
 
 
 def canonical_flag(name: str) -> str:

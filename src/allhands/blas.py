@@ -66,10 +66,10 @@ class BlasStatus:
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's place."""
     if chosen := environ.get("ALLHANDS_CACHE"):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "allhands"
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands"
+    return Path(os.path.expanduser(environ.get("XDG_CACHE_HOME") or "~/.cache")) / "allhands"
 
 
 class _BeforeMlx:

@@ -9,23 +9,26 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from allhands.aliases import ALIASES, ELSEWHERE
-from allhands.errors import ConfigError, in_our_words
+from allhands.aliases import ALIASES, ELSEWHERE, take_outdated
+from allhands.config_errors import canonical_key, explained, place_in_yaml
+from allhands.config_values import LocalPath, expanded_in, parse_json, parse_size
+from allhands.errors import ConfigError
+from allhands.paths import local_path
 
 # What --report-to knows, and the package that each needs.
 TRACKERS: dict[str, str] = {
@@ -68,9 +71,11 @@ class LoraParameters(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _explain_alpha(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and "alpha" in value:
+        if not isinstance(value, Mapping) or "alpha" not in value:
+            return value
+        if value.get("scale") is None:
             raise ValueError("alpha is not used here: give scale = alpha / rank")
-        return value
+        return {key: inner for key, inner in value.items() if key != "alpha"}  # as mlx_lm does; build_config tells it
 
 
 class LrSchedule(_Strict):
@@ -102,7 +107,7 @@ class LrSchedule(_Strict):
 class HfDataset(_Strict):
     """A dataset read through the ``datasets`` library, as in mlx_lm's ``hf_dataset``."""
 
-    path: str = Field(description="Name on the Hub or path that datasets.load_dataset takes.")
+    path: LocalPath = Field(description="Name on the Hub or path that datasets.load_dataset takes.")
     train_split: str = Field("train[:80%]", description="Split to train on.")
     valid_split: str | None = Field("train[-10%:]", description="Split to validate on.")
     test_split: str | None = Field(None, description="Split for --test.")
@@ -112,29 +117,27 @@ class HfDataset(_Strict):
     text_feature: str | None = None
     config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of load_dataset.")
 
-
-def _parse_json(value: Any) -> Any:
-    """Flags carry structured values as JSON; a bare word stays a word."""
-    if isinstance(value, str) and value.strip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
-    return value
-
-
-def _parse_size(value: Any) -> Any:
-    """``"2GB"`` or ``"2GiB"`` in bytes; numbers pass."""
-    if not isinstance(value, str):
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_name(cls, value: Any) -> Any:
+        # In mlx_lm's files before 0.20 the dataset's name.
+        if isinstance(value, Mapping) and "name" in value and "path" not in value:
+            return {("path" if key == "name" else key): inner for key, inner in value.items()}
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value.lower())
-    if not match:
-        raise ValueError("is not a size such as 2GB or 500MB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+
+    @field_validator("config")
+    @classmethod
+    def _local_files(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: expanded_in(inner) if key in ("data_files", "data_dir", "cache_dir") else inner
+            for key, inner in value.items()
+        }
 
 
 class TrainConfig(_Strict):
     """Everything a fine-tuning run depends on."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     VERB: ClassVar[str] = "train"
     FIRST: ClassVar[tuple[str, ...]] = ()
@@ -144,13 +147,15 @@ class TrainConfig(_Strict):
         {
             *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "hosts", "num_ranks"),
             *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s", "tag_output"),
-            "profile",
+            *("profile", "gradient_check"),
         }
     )
 
-    model: str = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
+    model: LocalPath = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
     train: bool = Field(False, description="Train; what is done, too, if neither this nor --test is given.")
-    data: str = Field("demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'.")
+    data: LocalPath = Field(
+        "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
+    )
     fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
     optimizer_config: dict[str, dict[str, Any]] = Field(
@@ -181,9 +186,9 @@ class TrainConfig(_Strict):
     steps_per_report: int = Field(10, ge=1, description="Batches between training reports.")
     steps_per_eval: int = Field(200, ge=1, description="Batches between validations.")
     save_every: int = Field(100, ge=1, description="Batches between saves.")
-    adapter_path: str = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
-    resume_adapter_file: str | None = Field(None, description="Adapter weights to start from.")
-    resume: str | None = Field(
+    adapter_path: LocalPath = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
+    resume_adapter_file: LocalPath | None = Field(None, description="Adapter weights to start from.")
+    resume: LocalPath | None = Field(
         None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
     )
     keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
@@ -233,6 +238,10 @@ class TrainConfig(_Strict):
     deterministic: bool = Field(
         False, description="The same bits every time on NVIDIA GPUs, too: attention without cuDNN, which is slower."
     )
+    gradient_check: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compare the step's gradient with that of mlx_lm's own model first; auto: once for each kind.",
+    )
     clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
     hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")
     prompt_feature: str | None = Field(None, description="Column with the prompt.")
@@ -244,7 +253,7 @@ class TrainConfig(_Strict):
         None, description="Also report to tensorboard, wandb, mlflow, trackio, swanlab (comma-separated)."
     )
     project_name: str | None = Field(None, description="Project name for --report-to.")
-    config: str | None = Field(None, description="YAML file with these options; flags win over it.")
+    config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
     backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
@@ -259,7 +268,9 @@ class TrainConfig(_Strict):
         description="Each rank keeps and updates a part of the optimizer's state; auto: NCCL and float32 copies.",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
-    hostfile: str | None = Field(None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines.")
+    hostfile: LocalPath | None = Field(
+        None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
+    )
     hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")
     min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
     max_restarts: int | None = Field(
@@ -293,24 +304,24 @@ class TrainConfig(_Strict):
     @field_validator("lora_parameters", "optimizer_config", "hf_dataset", "rank_weights", mode="before")
     @classmethod
     def _json_value(cls, value: Any) -> Any:
-        return _parse_json(value)
+        return parse_json(value)
 
     @field_validator("sample_prompts", mode="before")
     @classmethod
     def _one_prompt(cls, value: Any) -> Any:
-        value = _parse_json(value)
+        value = parse_json(value)
         return [value] if isinstance(value, str) else value
 
     @field_validator("lr_schedule", mode="before")
     @classmethod
     def _schedule_by_name(cls, value: Any) -> Any:
-        value = _parse_json(value)
+        value = parse_json(value)
         return {"name": value} if isinstance(value, str) else value
 
     @field_validator("clear_cache_threshold", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        return _parse_size(value)
+        return parse_size(value)
 
     @field_validator("num_layers")
     @classmethod
@@ -370,6 +381,17 @@ class TrainConfig(_Strict):
             raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
         return self
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was given and has no effect, as in mlx_lm, for people."""
+        return self._notes
+
+    def noted(self, notes: tuple[str, ...]) -> Self:
+        """The same with these notes."""
+        found = self.model_copy()
+        found._notes = notes
+        return found
+
     def shared_values(self) -> dict[str, Any]:
         """What all ranks must agree on, as plain JSON values."""
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
@@ -377,10 +399,6 @@ class TrainConfig(_Strict):
     def fingerprint(self) -> str:
         """sha256 over :meth:`shared_values`."""
         return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()
-
-
-# What structured options have inside.
-_INSIDE: dict[str, type[BaseModel]] = {"lora_parameters": LoraParameters, "lr_schedule": LrSchedule}
 
 
 def build_config(
@@ -398,21 +416,34 @@ def build_config(
     """
     from allhands.yaml_files import read_yaml
 
-    values = _canonical(read_yaml(yaml_file), str(yaml_file), kind) if yaml_file else {}
+    yaml_file = local_path(yaml_file, "--config") if yaml_file else None
+    content = read_yaml(yaml_file) if yaml_file else {}
+    notes = take_outdated(content)
+    values = _canonical(content, str(yaml_file), kind) if yaml_file else {}
     given = {key: value for key, value in flags.items() if value is not None}
     values |= _canonical(given, None, kind)
     try:
-        return kind.model_validate(values)
+        config = kind.model_validate(values)
     except ValidationError as error:
-        raise _explain(error, given, yaml_file, kind) from None
+        raise explained(error, given, yaml_file, kind) from None
+    return config.noted((*notes, *_unused_alpha(values.get("lora_parameters"), config)))
+
+
+def _unused_alpha(value: Any, config: TrainConfig) -> list[str]:
+    shape = parse_json(value)
+    if not isinstance(shape, Mapping) or "alpha" not in shape:
+        return []
+    scale = config.lora_parameters.scale
+    return [f"lora_parameters: alpha has no effect, as in mlx_lm: the factor on the adapter is scale ({scale:g})"]
 
 
 def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainConfig]) -> dict[str, Any]:
     """Rename aliases and refuse unknown keys with a suggestion."""
     result: dict[str, Any] = {}
+    spelled: dict[str, Any] = {}
     for raw, value in values.items():
-        key = _canonical_key(raw)
-        where = _place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
+        key = canonical_key(raw)
+        where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
         if key in ELSEWHERE:
             raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=ELSEWHERE[key])
         if key not in kind.model_fields:
@@ -420,61 +451,11 @@ def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainCo
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else f"see allhands {kind.VERB} --help for all options"
             raise ConfigError(f"unknown option {raw!r}", where=where, hint=hint)
-        if key in result:
-            raise ConfigError(f"{key} is given twice, under two names", where=where, hint="keep one of them")
+        if key in spelled:
+            names = f"{spelled[key]} and {raw}"
+            raise ConfigError(f"{key} is given twice, as {names}", where=where, hint="keep one of them")
+        spelled[key] = raw
         # mlx_lm's file writes "null" for "not set"; our defaults say the same.
         if value is not None:
             result[key] = value
     return result
-
-
-def _canonical_key(raw: Any) -> str:
-    key = str(raw).replace("-", "_")
-    return ALIASES.get(key, key)
-
-
-def _place_in_yaml(path: str | Path, key: str) -> str:
-    """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
-    from allhands.yaml_files import keys_of
-
-    found = next((one for one in keys_of(path) if _canonical_key(one[0]) == key), None)
-    return f"{path}:{found[1]}: {found[0]}" if found else f"{path}: {key}"
-
-
-def _explain(
-    error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None, kind: type[TrainConfig]
-) -> ConfigError:
-    def place_of(key: str) -> str:
-        from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
-        return _place_in_yaml(yaml_file, key) if yaml_file and not from_flag else f"--{key.replace('_', '-')}"
-
-    found: dict[str, tuple[str, str]] = {}  # of each option the first problem: where, and what
-    for one in error.errors():
-        key, *inner = [str(part) for part in one["loc"]] or [""]
-        message = in_our_words(str(one["msg"]))
-        if not key:
-            return ConfigError(message, hint="change one of the options named")
-        got = one.get("input")
-        shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
-        text = f"{'.'.join(inner)}: {message}{shown}" if inner else f"{message}{shown}"
-        found.setdefault(key, (place_of(key), text + _known_instead(key, inner, message)))
-    # As a person reads the file.
-    key, *others = sorted(found, key=lambda name: _line_of(found[name][0]))
-    place, text = found[key]
-    field = kind.model_fields.get(key)
-    meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
-    more = "".join(f"; and {where}: {what}" for where, what in (found[name] for name in others))
-    return ConfigError(f"{text}{more}", where=place, hint=f"change it{meaning}")
-
-
-def _line_of(place: str) -> int:
-    """Of ``file:line: key``; 0 for a flag."""
-    found = re.search(r":(\d+): ", place)
-    return int(found[1]) if found else 0
-
-
-def _known_instead(key: str, inner: Sequence[str], message: str) -> str:
-    """What may be written in a structured option, where something else was."""
-    if message != "is unknown" or len(inner) != 1 or key not in _INSIDE:
-        return ""
-    return f"; it has {', '.join(_INSIDE[key].model_fields)}"

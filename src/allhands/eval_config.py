@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from allhands.config import TrainConfig
+from allhands.config_values import LocalPath
 
 
 class EvalConfig(TrainConfig):
@@ -14,7 +15,7 @@ class EvalConfig(TrainConfig):
 
     VERB: ClassVar[str] = "eval"
 
-    adapter_path: str = Field("", description="Directory of a training run. [none: the model as it is]")
+    adapter_path: LocalPath = Field("", description="Directory of a training run. [none: the model as it is]")
     split: Literal["train", "valid", "test"] = Field("test", description="Part of the data.")
     test: bool = Field(True, description="Evaluate.")
     test_batches: int = Field(-1, ge=-1, description="Batches; -1 is the whole split.")

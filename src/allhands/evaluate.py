@@ -14,7 +14,7 @@ from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
-from allhands.distributed.reduce import sum_over_ranks
+from allhands.distributed.reduce import count_parts, sum_over_ranks, whole_count
 from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.faults import fire
 from allhands.train.batch_memory import arrays_of_batches
@@ -84,8 +84,9 @@ class Evaluator:
             count += batch.num_targets
         self._model.train()
         self._beat("reduce", step)
-        _, totals = sum_over_ranks(self._communicator, [], [loss, float(count), float(stop)])
-        loss_sum, num_targets, votes = numbers(totals)
+        _, totals = sum_over_ranks(self._communicator, [], [loss, *count_parts(count), float(stop)])
+        loss_sum, *parts, votes = numbers(totals)
+        num_targets = whole_count(*parts)
         if votes:
             raise Interrupted("stopped during the evaluation")
         if num_targets == 0:
@@ -94,4 +95,4 @@ class Evaluator:
             raise NumericsError(
                 f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
             )
-        return loss_sum / num_targets, int(num_targets)
+        return loss_sum / num_targets, num_targets

@@ -266,7 +266,7 @@ def _schedule() -> _Schedule | None:
 
 def _path() -> Path | None:
     name = os.environ.get(VARIABLE)
-    return Path(name) if name else None
+    return Path(os.path.expanduser(name)) if name else None
 
 
 def _notes(path: Path) -> Path:

@@ -14,8 +14,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import load_adapters
 
 from allhands.accelerator import detect, peak_memory_bytes
-from allhands.data.render import ChatTemplate, has_chat_template, stop_at_answers
+from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import ChatChoice
+from allhands.data.token_roles import stop_at_answers
 from allhands.errors import ConfigError, ModelError
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary

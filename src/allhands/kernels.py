@@ -287,7 +287,7 @@ def _cache(environ: Mapping[str, str], version: str) -> Path | None:
     """The directory of the user's kernels for this MLX on this computer, made if need be; None without a safe one."""
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
         chosen = environ.get("ALLHANDS_KERNEL_CACHE")
-        root = Path(chosen) if chosen else cache_dir(environ) / "kernels"
+        root = Path(os.path.expanduser(chosen)) if chosen else cache_dir(environ) / "kernels"
         if not _is_plain(root):
             return None
         path = root / f"{version}-{_machine(environ)}"

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from allhands.config import LrSchedule, TrainConfig
+from allhands.config_values import LocalPath
 
 NUMBERS = (
     *("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size"),
@@ -22,7 +23,7 @@ class PretrainConfig(TrainConfig):
     FIRST: ClassVar[tuple[str, ...]] = ("data", "tokenizer", "shape", *NUMBERS, "dtype", "adapter_path")
     HIDDEN: ClassVar[frozenset[str]] = frozenset({"model", "train", "fine_tune_type", "num_layers", "lora_parameters"})
 
-    tokenizer: str = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
+    tokenizer: LocalPath = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
     shape: str = Field("llama-15m", description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.")
     layers: int | None = Field(None, ge=1, description="Blocks. [of the shape, as all that follow]")
     dims: int | None = Field(None, ge=1, description="Width of the residual stream.")
@@ -43,11 +44,15 @@ class PretrainConfig(TrainConfig):
         "auto", description="Of the weights in computing; auto: bfloat16 on GPUs, with float32 copies, else float32."
     )
     # As everybody pre-trains: see docs/pretraining.md.
-    adapter_path: str = Field("pretrained", description="Directory for the model, checkpoints, metrics, plot and logs.")
+    adapter_path: LocalPath = Field(
+        "pretrained", description="Directory for the model, checkpoints, metrics, plot and logs."
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the first weights and of the data's order.")
-    resume_adapter_file: str | None = Field(None, description="Weights to start from: model.safetensors of such a run.")
+    resume_adapter_file: LocalPath | None = Field(
+        None, description="Weights to start from: model.safetensors of such a run."
+    )
     keep_best: bool = Field(True, description="Keep the model of the best validation loss beside the last: model-best.")
-    data: str = Field(
+    data: LocalPath = Field(
         "", description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required."
     )
     fine_tune_type: Literal["lora", "dora", "full"] = Field("full", description="full: everything is trained.")

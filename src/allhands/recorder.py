@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from allhands.errors import ConfigError, Interrupted
 from allhands.metrics.events import UNKNOWN, Logged, RunEnded, RunStarted, TrainReport, ValidReport
 from allhands.metrics.sinks import METRICS_FILE, JsonlSink
+from allhands.paths import local_path
 from allhands.supervised import whole_step
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Metrics:
         self._begin = self._last = time.monotonic()
         self._sink: JsonlSink | None = None
         if world.is_main:
-            path = Path(directory).expanduser()
+            path = Path(local_path(directory, _WHERE))
             self._sink = JsonlSink(path / METRICS_FILE)
             self._sink.emit(_started(path.resolve().name, world, first_step))
 

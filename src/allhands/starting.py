@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import ConfigError, DistributedError, Interrupted
+from allhands.paths import local_path
 
 # Not "__main__": what stands under `if __name__ == "__main__":` is for the process that launches.
 _RUN_NAME = "__allhands_rank__"
@@ -97,7 +98,7 @@ def _script(target: object, arguments: Sequence[object] | Mapping[str, Any]) -> 
     if isinstance(arguments, Mapping | str):
         hint = 'give its words: ["--steps", "100"]'
         raise ConfigError("the arguments of a script are a list", where=_WHERE, hint=hint)
-    return [sys.executable, str(target), *map(str, arguments)]
+    return [sys.executable, local_path(target, _WHERE), *map(str, arguments)]
 
 
 def _call(function: Callable[..., object], arguments: Sequence[object] | Mapping[str, Any]) -> list[str]:

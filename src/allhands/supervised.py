@@ -25,6 +25,7 @@ from allhands.cluster.join import join_here
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.worker import WorkerContext, contact
 from allhands.errors import CheckpointError, ConfigError
+from allhands.paths import local_path
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -387,4 +388,4 @@ def _directory(chosen: str | Path | None) -> Path:
             where=DIRECTORY_VARIABLE,
             hint=f"start the program with allhands launch, set {DIRECTORY_VARIABLE}, or give directory=...",
         )
-    return Path(directory).expanduser().resolve()
+    return Path(local_path(directory, "directory" if chosen else DIRECTORY_VARIABLE)).resolve()

@@ -47,6 +47,9 @@ def _refuse_twice(node: yaml.Node | None, path: str | Path) -> None:
     """YAML's own reader takes the last of equal keys without a word."""
     import yaml
 
+    if isinstance(node, yaml.SequenceNode):
+        for member in node.value:
+            _refuse_twice(member, path)
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[str, int] = {}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from command_line import changed
 from faulty import Bench, Trial, digest, files_left, share_compiled
 from hostile import Job, until
 from namespaces import Cluster, namespaces
@@ -68,7 +69,7 @@ class Hosts:
         """Start the run on the computers of the hostfile, or start it again."""
         trial.out = self.shown / trial.token
         paths = ["--model", self.shown / "model", "--data", self.shown / "data", "--adapter-path", trial.out]
-        return trial.start(*paths, "--hostfile", hostfile, *more, ranks=1, iters=ITERS)
+        return trial.start(*changed([*paths, "--hostfile", hostfile], more), ranks=1, iters=ITERS)
 
     def power_off(self, name: str) -> None:
         """Nothing runs there any more, and nobody is told."""

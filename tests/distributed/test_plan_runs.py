@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import changed
 from planned_training import TWENTY_STEPS, seconds_of_a_step, words_of, write_texts
 from tiny import run_allhands
 
@@ -27,7 +28,8 @@ def highest_memory(place: Path, name: str, *options: str) -> int:
     """Of the rank that has taken most in a real run, before what is written and drawn at the end."""
     run = place / f"run-{name}"
     more = ("--iters", "6", "--steps-per-report", "1", "--val-batches", "0", "--save-every", "6")
-    done = run_allhands("pretrain", *words_of(place), *more, *options, "--adapter-path", str(run), timeout=200)
+    words = changed([*words_of(place), *more, "--adapter-path", str(run)], options)
+    done = run_allhands("pretrain", *map(str, words), timeout=200)
     assert done.returncode == 0, done.stderr
     return max(peak for report in read_metrics(run).train for peak in report.peak_memory_bytes)
 
@@ -76,7 +78,8 @@ def test_each_way_takes_the_memory_that_was_planned(place: Path, found: dict[str
 )
 def test_memory_of_other_trainings_is_as_planned(place: Path, more: tuple[str, ...]) -> None:
     kept = ("--adapter-path", str(place / "planned"))
-    done = run_allhands("plan", *words_of(place), "--iters", "1000", *kept, *more, "--json", timeout=200)
+    words = changed([*words_of(place), "--iters", "1000", *kept, "--json"], more)
+    done = run_allhands("plan", *map(str, words), timeout=200)
     assert done.returncode == 0, done.stderr
     peak = highest_memory(place, "-".join(word.strip("-") for word in more), *more)
     assert json.loads(done.stdout)["memory"][0]["rank_bytes"] == pytest.approx(peak, rel=0.1)

@@ -97,8 +97,9 @@ def test_under_a_plain_mpirun_all_keepers_write_the_same_run(trial: Trial) -> No
         f'exec "$@" --adapter-path {trial.out}-$OMPI_COMM_WORLD_RANK'
     )
     arguments = trial.arguments("-n", "2", "--backend", "auto", "--checkpoint-copies", "2", ranks=2, iters=5)
-    place = arguments.index("--max-restarts")
-    del arguments[place : place + 2]
+    for option in ("--max-restarts", "--adapter-path"):
+        place = arguments.index(option)
+        del arguments[place : place + 2]
     job = Job(*arguments, prefix=[*mpirun, "sh", "-c", script, "sh"], env={"TMPDIR": str(trial.temporary)})
     assert job.finish() == 0, job.err
     one, other = (checkpoints(Path(f"{trial.out}-{rank}")) for rank in range(2))

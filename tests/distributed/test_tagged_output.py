@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from command_line import changed
 from hostile import Job
 from namespaces import namespaces
 from tiny import run_allhands
@@ -169,7 +170,7 @@ def test_training_on_several_computers_shows_all_ranks_and_tells_an_error_once(
         assert "[rank" not in plain.stdout
         assert "step 3/3  loss " in plain.stdout
 
-        job = Job(*words, "--iters", "100000")
+        job = Job(*changed(words, ["--iters", "100000"]))
         job.wait_for("train", places[1] / "run", 5)
         job.signal(signal.SIGINT)
         assert job.finish(60) == 130

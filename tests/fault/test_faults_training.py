@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from command_line import changed
 from faulty import fill
 from hostile import Job, history, run, until
 from tiny import write_chat_data
@@ -56,7 +57,8 @@ class Runs:
 
     def arguments(self, *more: str | Path, iters: int = FOR_EVER, out: Path | None = None) -> list[str | Path]:
         out = out or self.directory / "out"
-        return [*self.fixed, "--data", self.data, "--iters", str(iters), "--adapter-path", out, *more]
+        fixed = [*self.fixed, "--data", self.data, "--iters", str(iters), "--adapter-path", out]
+        return changed(fixed, more)
 
     def start(self, *more: str | Path, iters: int = FOR_EVER, out: Path | None = None, **options: Any) -> Job:
         self.jobs.append(Job(*self.arguments(*more, iters=iters, out=out), **options))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from command_line import changed
 from hostile import Job, history, run
 from mlx_lm.utils import load_model
 from plain_loop import chats, numpy_loss
@@ -27,7 +28,7 @@ CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
 def train(*more: str | Path, iters: int = 3) -> list[str | Path]:
     """Arguments of a short training in the directory that :func:`place` prepares."""
     fixed = ["train", "--train", "--model", "model", "--data", "data", "--adapter-path", "out"]
-    return [*fixed, "--iters", str(iters), *more]
+    return changed([*fixed, "--iters", str(iters)], more)
 
 
 def write(path: Path, *lines: str) -> None:
@@ -99,7 +100,7 @@ def jobs(place: Path, request: pytest.FixtureRequest) -> Iterator[Mapping[str, F
         else:
             own = directory_of(" ".join(arguments))
             shutil.copytree(place / "out", place / own)
-            job = Job(*train("--adapter-path", own, *arguments), cwd=place)
+            job = Job(*changed(train("--adapter-path", own), arguments), cwd=place)
         job.finish()
         return job
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import changed
 from tiny import run_allhands, write_chat_data, write_tokenizer
 
 from allhands.model import native
@@ -60,7 +61,8 @@ def peak_and_expected(run: Path) -> tuple[int, int]:
 def pretrain(place: Path, out: Path, *more: str) -> tuple[int, int]:
     where = ("--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), "--adapter-path", str(out))
     steps = ("--batch-size", "8", "--iters", "2", "--save-every", "2", "--sample-prompts", "[]")
-    done = run_allhands("pretrain", *where, *SHAPE, *steps, *more, env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
+    words = changed([*where, *SHAPE, *steps], more)
+    done = run_allhands("pretrain", *map(str, words), env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
     assert done.returncode == 0, done.stderr
     return peak_and_expected(out)
 

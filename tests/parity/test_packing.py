@@ -155,3 +155,12 @@ def test_architectures_that_cannot_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"kept apart.*{name}") as caught:
             require_isolation(refused, name)
         assert caught.value.where == "--isolate-documents"
+
+
+def test_what_depends_on_the_length_of_a_row_is_refused() -> None:
+    """Angles that follow the length: seen in rows longer than the model's only."""
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "model_type": "llama"}
+    model = llama.Model(llama.ModelArgs.from_dict({**SHAPE, **dynamic}))
+    with pytest.raises(ConfigError) as caught:
+        require_isolation(model, "llama")
+    assert caught.value.where == "--isolate-documents"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from allhands.aliases import canonical_flag
 from allhands.cli.main import main, make_app, with_auto_resume
 
 
@@ -60,6 +61,26 @@ def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
             context = command.context_class(command, parent=context, info_name=name)
     context = command.make_context(names[-1], rest, parent=context)
     return " ".join(names), {name: value for name, value in context.params.items() if value is not None}
+
+
+def changed(fixed: Sequence[str | Path], more: Sequence[str | Path]) -> list[str | Path]:
+    """The words ``fixed`` with ``more``, whose options take the place of the same ones among them."""
+
+    def name_of(word: str | Path) -> str:
+        name = str(word).partition("=")[0]
+        flag = _SHORT.get(name, name)
+        return canonical_flag(flag[2:]).removeprefix("no-") if flag.startswith("--") and len(flag) > 2 else ""
+
+    given = {name for word in more if (name := name_of(word))}
+    result: list[str | Path] = []
+    gone = False
+    for word in fixed:
+        gone = name_of(word) in given if name_of(word) else gone
+        result += [] if gone else [word]
+    return [*result, *more]
+
+
+_SHORT = {"-n": "--num-ranks", "-c": "--config", "-m": "--max-tokens"}
 
 
 def verbs() -> Iterator[tuple[str, Any]]:

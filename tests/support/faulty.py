@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from command_line import changed
 from hostile import Job, until
 from safetensors.numpy import load_file
 from tiny import write_chat_data, write_model
@@ -160,14 +161,14 @@ class Trial:
 
     def arguments(self, *more: str | Path, ranks: int = 3, iters: int = ITERS) -> list[str | Path]:
         """The command line; ``more`` wins over what stands before it."""
-        return [
+        fixed = [
             *("train", "--train", "-n", str(ranks), "--backend", "ring"),
             *("--model", self._bench.model, "--data", self._bench.data, "--adapter-path", self.out),
             *("--iters", str(iters), "--save-every", str(SAVE_EVERY), "--steps-per-report", "1"),
             *("--steps-per-eval", "10", "--val-batches", "1", "--learning-rate", "1e-3", "--lora-parameters", LORA),
             *("--max-restarts", "20"),
-            *more,
         ]
+        return changed(fixed, more)
 
     def start(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ LAYERS: dict[str, int] = {
     "allhands.yaml_files": 0,
     "allhands.optimizer_arguments": 0,
     "allhands.config": 0,
+    "allhands.config_errors": 0,
+    "allhands.config_values": 0,
+    "allhands.paths": 0,
     "allhands.pretrain_config": 0,
     "allhands.eval_config": 0,
     "allhands.blas": 0,
@@ -80,6 +84,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.operations": 3,
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,
+    "allhands.train.gradient_check": 3,
     "allhands.train.poison": 3,
     "allhands.train.unlearned": 3,
     "allhands.train.state": 3,
@@ -191,6 +196,22 @@ def test_every_module_has_a_layer_of_its_own_choice() -> None:
         assert any(name == prefix or name.startswith(prefix + ".") for prefix in LAYERS if prefix != "allhands"), name
     # And the table names nothing that is gone.
     assert all(any(name == prefix or name.startswith(prefix + ".") for name in sources()) for prefix in LAYERS)
+
+
+def test_the_table_for_contributors_has_every_module_in_its_row() -> None:
+    told: dict[str, tuple[int, str]] = {}
+    rows = re.findall(r"^\| (\d) \| (.+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+    for number, modules, mlx in rows:
+        for name in re.findall(r"`(.+?)`", modules):
+            told["allhands." + name.rstrip("/").replace("/", ".")] = int(number), mlx
+    assert all(any(name == prefix or name.startswith(prefix + ".") for name in sources()) for prefix in told)
+    for module in sources().keys() - {"allhands", "allhands.train", "allhands.parallel"}:
+        fitting = [prefix for prefix in told if module == prefix or module.startswith(prefix + ".")]
+        assert fitting, f"{module} is in no row"
+        number, mlx = told[max(fitting, key=len)]
+        assert number == layer(module), module
+        users = [found for found in imports(module) if found.target.split(".")[0] in MLX]
+        assert {"no": not users, "inside functions": all(one.deferred for one in users), "yes": True}[mlx], module
 
 
 @pytest.mark.parametrize("module", sorted(sources()))

@@ -5,11 +5,23 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.llama import Model, ModelArgs
 from twins import ThreadCommunicator, run_ranks
 
 import allhands
-from allhands.distributed.reduce import sum_over_ranks
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Alone
+from allhands.distributed.reduce import (
+    Exchange,
+    count_parts,
+    lazy_count,
+    mean_of_tokens,
+    sum_over_ranks,
+    whole_count,
+)
 from allhands.errors import ConfigError
+from allhands.train.optimizers import SGD
+from allhands.train.step import TrainStep
 
 
 def rank_arrays(rank: int) -> list[np.ndarray]:
@@ -76,3 +88,79 @@ def test_a_number_of_tokens_that_is_none_is_refused(count: float) -> None:
     assert str(caught.value) == (
         f"average_gradients: num_tokens={count}\n  what to do: give the number of this rank's tokens: 0 or more"
     )
+
+
+# --- more tokens than float32 can count ----------------------------------------------------------------------
+
+# The tokens of each rank. As float32 the first is even, and sums of the others are rounded in steps of 2 to 16.
+COUNTS = [[2**24 + 1], [2**24 + 1, 3], [2**24 + 1, 2**23 + 1, 1], [10**8 + 7] * 3, [0, 2**30 + 1], [4095, 4097, 2**33]]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_counts_are_exact_beyond_what_float32_holds(counts: list[int]) -> None:
+    def work(communicator: ThreadCommunicator) -> tuple[int, float]:
+        parts = count_parts(counts[communicator.rank])
+        _, totals = sum_over_ranks(communicator, [mx.ones((3,))], [mx.array(0.5), *parts, 1.0])
+        values = [float(value) for value in np.array(totals)]
+        return whole_count(*values[1:3]), lazy_count(totals[1:3]).item()
+
+    exact = sum(counts)
+    assert run_ranks(len(counts), work) == [(exact, float(np.float32(exact)))] * len(counts)
+
+
+@pytest.mark.parametrize("kind", [int, float, mx.int32, mx.int64, mx.uint32, mx.float32])
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 2**24 - 1, 2**24 + 2, 2**30 + 128])
+def test_counts_come_in_any_type(kind: object, count: int) -> None:
+    given = mx.array(count, dtype=kind) if isinstance(kind, mx.Dtype) else kind(count)  # type: ignore[operator]
+    _, totals = sum_over_ranks(Alone(), [], count_parts(given))
+    assert whole_count(*(float(value) for value in np.array(totals))) == count
+
+
+class Huge(MicroBatch):
+    """One that says that it has more trained tokens than memory would hold."""
+
+    @property
+    def num_targets(self) -> int:
+        return self.num_tokens
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("counts", [[[2**24 + 1]], [[2**23 + 1, 2**23], [2**24 + 1]], [[2**24 + 1, 2], [], [5]]])
+def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(counts: list[list[int]], eager: bool) -> None:
+    exact = sum(map(sum, counts))
+
+    def batch(count: int) -> Huge:
+        places = np.arange(4, dtype=np.int32)
+        return Huge(places.reshape(1, 4), places, (places + 1) % 8, num_tokens=count, examples=np.zeros(1, np.int32))
+
+    def work(communicator: ThreadCommunicator) -> tuple[int, int, float]:
+        mx.random.seed(0)
+        shape = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
+        more = {"model_type": "llama", "vocab_size": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
+        model = Model(ModelArgs.from_dict(shape | more))
+        mx.eval(model.parameters())
+        step = TrainStep(model, SGD(learning_rate=0.0), communicator, eager=eager, compiled=False)
+        result = step([batch(count) for count in counts[communicator.rank]])
+        return result.num_targets, result.num_tokens, result.grad_norm
+
+    results = run_ranks(len(counts), work)
+    assert all(isinstance(result, tuple) for result in results), results
+    assert [result[:2] for result in results] == [(exact, exact)] * len(counts)
+    assert len({result[2] for result in results}) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [None, mx.float32])
+def test_gradients_of_many_tokens_are_divided_by_all_of_them(reduction: str, dtype: mx.Dtype | None) -> None:
+    counts = [2**24 + 1] * 3
+    total = sum(counts)
+
+    def work(communicator: ThreadCommunicator) -> float:
+        count = counts[communicator.rank]
+        # Sums that float32 holds exactly: what comes of them is rounded in the division alone.
+        own = mx.array([2.0**25 if reduction == "sum" else 2.0])
+        exchange = Exchange(dtype=dtype)
+        return mean_of_tokens(communicator, {"w": own}, count, reduction, exchange)["w"].item()  # type: ignore[arg-type]
+
+    wanted = 3 * 2.0**25 / total if reduction == "sum" else 2.0
+    assert run_ranks(3, work) == [pytest.approx(wanted, rel=1.2e-7)] * 3

@@ -10,6 +10,7 @@ from rows import report_of, rows_of, sentence, texts, write
 from typer.testing import CliRunner
 
 from allhands.cli.prepare import prepare as command
+from allhands.data.heard import words_of
 from allhands.errors import AllhandsError
 
 
@@ -94,3 +95,20 @@ def test_tokens_of_a_model(tmp_path: Path, tiny_model: Path, tiny_data: Path) ->
     assert code == 0, screen
     assert report_of(tmp_path / "out")["lengths"]["unit"] == "tokens"
     assert "tokens" in screen
+
+
+def test_what_the_models_template_leaves_out_is_said(tmp_path: Path, tiny_model: Path) -> None:
+    """The template of the tiny model writes words and nothing else."""
+    call = {"type": "function", "function": {"name": "tide", "arguments": {"place": "Skye"}}}
+    ask, answer = {"role": "user", "content": "When?"}, {"role": "assistant", "content": "At noon."}
+    calling = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    rows = [{"messages": [ask, answer]}, {"messages": calling}, {"messages": [ask, answer], "images": ["a.png"]}]
+    names = write(tmp_path / "raw", {"a.jsonl": rows})
+    for model in ([], ["--model", str(tiny_model)]):
+        out = tmp_path / f"out{len(model)}"
+        code, _ = invoke(*names, "--out", str(out), "--valid", "0", "--test", "0", *model)
+        assert code == 0
+        warned = {warning["message"]: warning["places"] for warning in report_of(out)["warnings"]}
+        calls, media = words_of("calls-dropped")[0], words_of("media-dropped")[0]
+        assert warned[media] == [f"{names[0]}:3"]
+        assert warned.get(calls) == ([f"{names[0]}:2"] if model else None)

@@ -62,6 +62,7 @@ ALIASED: dict[str, tuple[Any, Any]] = {
     "gradient_accumulation_steps": (3, 3),
     "output_dir": ("out", "out"),
     "lr": (1e-4, 1e-4),
+    "lora_layers": (3, 3),
     "save_steps": (5, 5),
     "eval_steps": (6, 6),
     "logging_steps": (2, 2),
@@ -371,7 +372,7 @@ FULL: dict[str, Any] = {
     "rank_weights": [2.0, 1.0], "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
     "resume": "auto", "keep_last": 1, "keep_every": 5, "checkpoint_copies": 1, "non_finite": "skip",
     "hostfile": "hosts", "min_ranks": 1, "max_restarts": 7, "hang_timeout_s": 8.0, "stop_grace_s": 9.0,
-    "tag_output": True, "profile": True, "shard_optimizer": "on", "deterministic": True,
+    "tag_output": True, "profile": True, "gradient_check": "on", "shard_optimizer": "on", "deterministic": True,
 }  # fmt: skip
 
 

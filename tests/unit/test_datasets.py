@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -238,3 +239,28 @@ def test_a_folder_with_the_name_of_a_split_is_no_matter_of_rights(tiny_model: Pa
         open_data(config, find_splits(config), load_tokenizer(str(tiny_model)))
     assert caught.value.where == str(tmp_path / "data" / "train.jsonl")
     assert caught.value.hint == "a file is needed here, this is a folder"
+
+
+@pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"])
+def test_what_the_template_leaves_out_is_noted_at_every_start(tiny_model: Path, tmp_path: Path, template: str) -> None:
+    model, folder = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(tiny_model, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + template + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder.mkdir()
+    thoughts = ["", *(f"<think>\nIt is {n}.\n</think>\n\n" for n in range(5))]
+    rows = [[{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": f"{one}Aye."}] for one in thoughts]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    flags = {"model": str(model), "data": str(folder), "train": True, "val_batches": 0, "mask_prompt": True}
+    # Opened the second time.
+    for _ in range(2):
+        said = [note for note in load_data(build_config(flags)).notes if "leaves out" in note]
+        if "split" not in template:
+            assert said == []
+            continue
+        (note,) = said
+        assert note.startswith("train: 5 of 6 examples: ")
+        for words in ('"It is 0."', "(train.jsonl:2, train.jsonl:3, train.jsonl:4, ...)", "what to do: "):
+            assert words in note

@@ -83,9 +83,9 @@ def test_usual_command_has_all_works_and_peers_but_the_quantised_one(bench: Any)
         (["--bucket-mb", "8,-1"], "give sizes in MB, or none"),
         (["--bucket-mb", "many"], "give sizes in MB, or none"),
         (["--peers", "allhands,mlx_lm"], "'mlx_lm' is none of"),
-        (["--set", "taper"], "'taper': give together_bytes=NUMBER, alone_bytes=NUMBER"),
-        (["--set", "taper=1,rest=2"], "'rest=2': give together_bytes=NUMBER"),
-        (["--set", "alone_bytes=many"], "'alone_bytes=many': give together_bytes=NUMBER"),
+        (["--set", "taper"], "'taper': give alone_bytes=NUMBER, taper=NUMBER"),
+        (["--set", "taper=1,rest=2"], "'rest=2': give alone_bytes=NUMBER"),
+        (["--set", "alone_bytes=many"], "'alone_bytes=many': give alone_bytes=NUMBER"),
     ],
 )
 def test_wrong_arguments(bench: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def test_constants_of_the_exchange_can_be_set_for_a_measurement_each(bench: Any)
             "--set",
             "none",
             "--set",
-            "together_bytes=1e12,alone_bytes=16e6",
+            "alone_bytes=16e6,taper=2",
             "--works",
             "full",
             "--gpus",
@@ -132,7 +132,7 @@ def test_constants_of_the_exchange_can_be_set_for_a_measurement_each(bench: Any)
         (1, "allhands", {}),
         (1, "PyTorch DDP, eager", None),
         (2, "allhands", {}),
-        (2, "allhands, together_bytes 1e+12, alone_bytes 1.6e+07", {"together_bytes": 1e12, "alone_bytes": 16e6}),
+        (2, "allhands, alone_bytes 1.6e+07, taper 2", {"alone_bytes": 16e6, "taper": 2}),
         (2, "PyTorch DDP, eager", None),
     ]
     # Those that there are.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import run_allhands
@@ -15,8 +16,11 @@ from allhands.checkpoints import checkpoint_path, write_checkpoint
 from allhands.cli import launching, notices
 from allhands.cli.launching import Job, step_in, way_on
 from allhands.cli.notices import Notices, telling
+from allhands.cli.train import job_of
 from allhands.cluster import addresses
+from allhands.cluster.agent import enter_directory
 from allhands.cluster.supervisor import SupervisorEvent
+from allhands.config import build_config
 from allhands.errors import ConfigError
 from allhands.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
 from allhands.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
@@ -46,6 +50,38 @@ def show(told: Notices, *events: SupervisorEvent) -> None:
 def failed(exit_code: int, message: str = "rank 1 has failed", *tail: str, rank: int = 1) -> SupervisorEvent:
     path = Path(f"logs/rank-{rank}.log")
     return SupervisorEvent("failed", message, rank=rank, exit_code=exit_code, log_path=path, log_tail=tail)
+
+
+# --- other computers --------------------------------------------------------------------------------------
+
+
+def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There the ranks of the same command have the run below their own home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
+    asked: list[tuple[str | Path, str | Path | None]] = []
+    monkeypatch.setattr(
+        "allhands.cluster.remote.newest_checkpoint", lambda _, path, __, resume: asked.append((path, resume)) or {}
+    )
+    told: list[str | None] = []
+    for path in ("~/run", f"{tmp_path}/run", "run"):
+        flags = {"train": True, "adapter_path": path, "hostfile": "~/hosts", "resume": "auto", "backend": "ring"}
+        job = job_of(build_config(flags))
+        assert (job.directory, job.hostfile) == (tmp_path / "run" if path != "run" else Path("run"), str(hostfile))
+        members: Any = launching._members(job, "run-1")
+        members._checkpoints([])
+        told.append(launching._spec(job, ["program"]).log_dir_there)
+    assert asked == [("~/run", "~/run"), (f"{tmp_path}/run", f"{tmp_path}/run"), ("run", "run")]
+    assert told == ["~/run/logs", None, None]
+    with pytest.raises(ConfigError, match="cannot be entered"):
+        enter_directory("~/nowhere", None)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path)
+    enter_directory("~/work", None)
+    assert Path.cwd() == tmp_path / "work"
 
 
 # --- failures -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import call_allhands
+from command_line import call_allhands, changed
 from written_runs import write_run
 
 from allhands.cli.plan_validations import ValidRows, number_of, seconds_of
@@ -78,7 +78,7 @@ def test_the_command_counts_the_rows_of_the_validation_set(tmp_path: Path, tiny_
     words += ["--data", str(tiny_data), "--steps-per-eval", "10", "--num-layers", "-1"]
 
     def planned(*more: str) -> dict[str, Any]:
-        done = call_allhands(*words, *more, "--json", cwd=tmp_path)
+        done = call_allhands(*changed(words, more), "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

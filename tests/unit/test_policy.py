@@ -153,7 +153,7 @@ def _gives_up(history: list[Past], limits: Limits = _TEN) -> str | None:
         (at(_ERROR, 5, 7, 7), "at step 7"),
         (at(replace(_KILLED, exit_code=139), 7, 7), "twice in a row: rank 1 was killed"),
         (at(replace(_ERROR, kind="ended early", exit_code=7, error=None), 7, 7), "twice in a row"),
-        (at(_KILLED, 7, 7, 7), "killed at step 7, 3 times in a row: memory is probably too short"),
+        (at(_KILLED, 7, 7, 7), "killed at step 7, 3 times in a row: something ends it, or memory is too short"),
         (at(replace(_KILLED, kind="memory"), 7, 7, 7), "memory is probably too short"),
         ([*at(_KILLED, 7), *at(replace(_KILLED, kind="memory"), 7, 7)], "memory is probably too short"),
         (at(replace(_KILLED, exit_code=143), 7, 7, 7), "in the same way, 3 times in a row"),

@@ -315,6 +315,27 @@ def test_template_that_drops_tool_calls_is_refused() -> None:
 # Against mlx_lm
 
 
+def test_older_spellings_give_the_tokens_that_mlx_lm_has_for_the_newer() -> None:
+    datasets = pytest.importorskip("mlx_lm.tuner.datasets")
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    ask, end = user("Is the ferry running?"), answer("It runs.")
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    called = {"name": "weather", "arguments": {"city": "Oslo"}}
+    result = {"role": "tool", "name": "weather", "content": "rain"}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": called}]}
+    new = {"messages": [ask, calling, result, end], "tools": [{"type": "function", "function": function}]}
+    old_call = {"role": "assistant", "content": None, "function_call": {**called, "arguments": '{"city": "Oslo"}'}}
+    old = {"messages": [ask, old_call, {**result, "role": "function"}, end], "functions": [function]}
+    padded = [dict.fromkeys(("role", "content", "name", "tool_calls")) | message for message in new["messages"]]
+    rows = [old, {"messages": padded, "tools": new["tools"]}, {key: json.dumps(value) for key, value in new.items()}]
+    for tokenizer in (qwen25(), from_npm("qwen3")):
+        theirs, _ = datasets.ChatDataset([new], TokenizerWrapper(tokenizer), mask_prompt=False).process(new)
+        for row in rows:
+            record = parse_record(row, ColumnNames(), source="f", line=1)
+            assert render(tokenizer, record, mask_prompt=False).tokens.tolist() == list(theirs)
+
+
 def test_tokens_and_targets_of_mlx_lm() -> None:
     datasets = pytest.importorskip("mlx_lm.tuner.datasets")
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,8 @@ def test_every_attempt_has_its_number_and_all_the_same_run(stage: Callable[..., 
     runs = {spec.env["ALLHANDS_RUN_ID"] for spec in job.specs}
     assert len(runs) == 1
     assert len(bytes.fromhex(runs.pop())) == 8
+    (began,) = {spec.env["ALLHANDS_RUN_BEGAN"] for spec in job.specs}
+    assert abs(datetime.now() - datetime.fromisoformat(began)).total_seconds() < 600
     assert all(spec.env["A"] == "secret" for spec in job.specs)
     named = stage(_DONE)
     named.run(run_id="abc")

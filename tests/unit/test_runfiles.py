@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from allhands.cluster import runfiles
 from allhands.cluster.environment import Launch
 from allhands.cluster.ranks import Beat, Marks
 from allhands.cluster.runfiles import BEAT_BYTES, RunFiles, oom_counters, tail
@@ -134,12 +135,60 @@ def test_counters_of_both_kinds_of_control_group(tmp_path: Path) -> None:
     (groups / "slice/job").mkdir(parents=True)
     events = groups / "slice/job/memory.events"
     events.write_text("low 0\nhigh 9\nmax 3\noom 2\noom_kill 1\noom_group_kill 0\n")
-    found = oom_counters(proc, groups)
-    assert found == [proc / "vmstat", groups / "memory/box/a:b/memory.oom_control", events]
-    files = RunFiles(tmp_path, tmp_path, counters=found)
-    assert files.out_of_memory() is False
-    events.write_text("low 0\nhigh 10\nmax 4\noom 3\noom_kill 1\noom_group_kill 0\n")
-    assert files.out_of_memory() is False
-    events.write_text("low 0\nhigh 10\nmax 4\noom 3\noom_kill 2\noom_group_kill 0\n")
-    assert files.out_of_memory() is True
-    assert RunFiles(tmp_path, tmp_path, counters=found).out_of_memory() is False
+    # Those of the group, whose processes are ours: on the whole computer other programs may be killed.
+    assert oom_counters(proc, groups) == [groups / "memory/box/a:b/memory.oom_control", events]
+    (proc / "self/cgroup").write_text("9:name=systemd:/\n0::/nothing/counted\n")
+    assert oom_counters(proc, groups) == [proc / "vmstat"]
+
+
+class Kernel:
+    """A counter of processes that were killed for want of memory, and the clock by which ranks are watched."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = tmp_path / "memory.events"
+        self.kills(0)
+        self.now = 1000.0
+        monkeypatch.setattr(runfiles.time, "monotonic", lambda: self.now)
+        self.files = RunFiles(tmp_path, tmp_path, counters=[self.file])
+
+    def kills(self, count: int) -> None:
+        # Of the other lines none is the end of a process.
+        self.file.write_text(f"low 0\nhigh {count + 9}\nmax 3\noom {count + 2}\noom_kill {count}\noom_group_kill 0\n")
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds * 20)):
+            self.now += 0.05
+            self.files.look_at_kills()
+
+
+@pytest.mark.parametrize(("before_s", "told"), [(0.0, True), (0.5, True), (3.0, True), (8.0, False), (3600.0, False)])
+def test_only_a_kill_for_want_of_memory_just_before_is_why_a_rank_ended(
+    before_s: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(tmp_path, monkeypatch)
+    kernel.wait(30.0)
+    kernel.kills(1)
+    kernel.wait(before_s)
+    kernel.files.note_end(1)
+    # Later kills are of others.
+    kernel.wait(1.0)
+    kernel.kills(2)
+    assert kernel.files.out_of_memory(1) is told
+    assert kernel.files.out_of_memory(0) is False
+
+
+def test_a_rank_that_is_killed_by_hand_is_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(tmp_path, monkeypatch)
+    kernel.wait(2.0)
+    kernel.files.note_end(0)
+    assert kernel.files.out_of_memory(0) is False
+
+
+def test_a_rank_that_ends_at_once_is_judged_by_what_was_before_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(tmp_path, monkeypatch)
+    kernel.kills(1)
+    kernel.files.note_end(0)
+    assert kernel.files.out_of_memory(0) is True
+    assert RunFiles(tmp_path, tmp_path, counters=[kernel.file]).out_of_memory(0) is False

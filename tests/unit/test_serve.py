@@ -89,8 +89,8 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
     assert done.returncode == 2
     assert "no address of this computer" in done.stderr
     assert "there is no password" in done.stderr
-    for wrong in (["--model", tiny_model.parent], ["--adapter-path", tiny_model]):
-        done = call_allhands("serve", "--model", tiny_model, "--port", "0", *wrong)
+    for wrong in (["--model", tiny_model.parent], ["--model", tiny_model, "--adapter-path", tiny_model]):
+        done = call_allhands("serve", "--port", "0", *wrong)
         assert done.returncode == 4
         assert done.stderr.count("allhands: error") == 1
         assert "Traceback" not in done.stderr

@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from chat_tokenizers import CHATML, THINKING, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allhands.data.heard import WORDS as UNHEARD
 from allhands.data.records import ColumnNames, parse_record
+from allhands.data.render import Renderer
 from allhands.data.shapes import Example, parse_example
-from allhands.errors import DataError
+from allhands.errors import AllhandsError, DataError
 
 DEFAULT = ColumnNames()
 
@@ -42,14 +45,14 @@ MESSAGE = st.fixed_dictionaries(
         "from": st.sampled_from(ROLES) | VALUES,
         "content": TEXTS | VALUES,
         "value": TEXTS | VALUES,
-        "tool_calls": CALLS | VALUES,
-        "note": VALUES,
+        **dict.fromkeys(("tool_calls", "function_call", "tool_call"), CALLS | VALUES),
+        **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "name", "images", "note"), VALUES),
     },
 )
 GOOD_MESSAGE = st.builds(say, st.sampled_from(["user", "assistant", "tool"]), TEXTS.map(lambda text: text + "."))
 MESSAGES = st.lists(GOOD_MESSAGE, min_size=1, max_size=4) | st.lists(MESSAGE | GOOD_MESSAGE, max_size=3)
 KEYS = [name.removesuffix("_feature") for name in ColumnNames.__dataclass_fields__]
-KEYS += ["messages", "conversations", "conversation", "kto_tag", "input_ids"]
+KEYS += ["messages", "conversations", "conversation", "kto_tag", "input_ids", "functions", "images", "reasoning"]
 PART = st.just("words") | TEXTS | MESSAGES | MESSAGE | VALUES | st.lists(st.lists(TEXTS, max_size=2), max_size=2)
 # Rows that are almost right, so that what comes after the first check is met as well.
 WORDS = TEXTS.map(lambda text: text + "!") | st.lists(GOOD_MESSAGE, min_size=1, max_size=3)
@@ -57,6 +60,7 @@ MORE: dict[str, st.SearchStrategy[Any]] = {
     "label": st.booleans() | TEXTS,
     "system": TEXTS,
     "tools": st.just([{"name": "f"}]) | VALUES,
+    "functions": st.just([{"name": "f", "parameters": {"properties": {"x": {}}}}]) | VALUES,
     "history": st.lists(st.lists(TEXTS, min_size=2, max_size=2), max_size=2),
 }
 
@@ -109,6 +113,22 @@ def test_anything_is_an_example_or_a_data_error(row: Any, columns: ColumnNames) 
     else:
         with pytest.raises(DataError, match="data prepare"):
             parse_record(row, columns, source="f", line=7)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ROWS)
+def test_whatever_is_read_is_rendered_or_refused(row: Any) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CHATML.replace(
+        "message['content'] +", "message['content'] + message.tool_calls | default('', true) | string +"
+    )
+    record = getattr(example_or_error(row), "record", None)
+    for tokenizer in (tiny(template), tiny(THINKING)):
+        for mask in (False, True) if record is not None else ():
+            (found,) = Renderer(tokenizer, mask_prompt=mask, max_seq_length=99).render_many([record])
+            if isinstance(found, AllhandsError):
+                str(found).encode()
+                continue
+            assert {code for code, _ in found.unheard} <= set(UNHEARD)
 
 
 @given(st.lists(GOOD_MESSAGE, min_size=1, max_size=6), st.booleans())

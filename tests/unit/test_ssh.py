@@ -64,6 +64,14 @@ def no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALLHANDS_SSH", raising=False)
 
 
+def test_a_program_below_the_home_directory_is_that_of_the_other_computer() -> None:
+    *_, text = ssh.command("node1", ["~/a place/printf $x", "%s", "~/b"])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"echo {text}"], env={"HOME": "/there"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "/there/a place/printf $x %s ~/b\n"
+
+
 @settings(max_examples=150)
 @given(words)
 @example(HOSTILE)

@@ -11,9 +11,10 @@ from chat_tokenizers import CHATML, GEMMA, LLAMA2, THINKING, WORDS, ZEPHYR, from
 
 from allhands.data.messages import merged_system
 from allhands.data.records import Record
-from allhands.data.render import ChatTemplate, Renderer, own_tokens, unstopped
+from allhands.data.render import ChatTemplate, Renderer
 from allhands.data.shapes import parse_example, with_merged_system
 from allhands.data.templates import NAMED, ChatChoice, SystemPlace, read_template, template_text
+from allhands.data.token_roles import own_tokens, unstopped
 from allhands.errors import ConfigError, DataError, ModelError
 
 USER, SYSTEM = {"role": "user", "content": " Hi "}, {"role": "system", "content": "Be brief."}

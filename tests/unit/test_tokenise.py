@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from allhands.data.tokenise import Rendering, every_core, fill_store, num_helper
 from allhands.errors import ConfigError, DataError
 
 VOCABULARY = 259
+NOON = datetime(2026, 3, 1, 12)
 WORDS = ["ahoy", "matie", "the", "sea", "is", "wide", "and", "the", "rum", "is", "gone", "café", "漢字", "🏴"]
 
 
@@ -45,6 +47,13 @@ def load_and_note(path: str, notes: str) -> Any:
     """In a helper: the tokenizer, and a file that says who has loaded it."""
     (Path(notes) / str(os.getpid())).touch()
     return load(path)
+
+
+def load_dated(path: str, notes: str) -> Any:
+    """The tokenizer with a template that writes the time."""
+    tokenizer = load_and_note(path, notes)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + tokenizer.chat_template
+    return tokenizer
 
 
 def killed(_path: str, parent: int) -> Any:
@@ -208,8 +217,8 @@ def test_chunks_are_the_records(sizes: list[int], most: int, characters: int) ->
 
 
 def test_facts_are_those_of_the_tokenizer(tokenizer_path: Path) -> None:
-    facts = tokenizer_facts(load(tokenizer_path))
-    assert tokenizer_facts(load(tokenizer_path)) == facts
+    facts = tokenizer_facts(load(tokenizer_path), NOON)
+    assert tokenizer_facts(load(tokenizer_path), NOON) == facts
     assert json.loads(json.dumps(facts)) == facts
     assert vocabulary_of(load(tokenizer_path)) == VOCABULARY
 
@@ -247,27 +256,51 @@ CHANGES = [changed_template, named_templates, no_template, other_end, other_pad,
 
 
 def test_facts_change_with_what_changes_tokens(tokenizer_path: Path) -> None:
-    seen = [tokenizer_facts(load(tokenizer_path))]
+    seen = [tokenizer_facts(load(tokenizer_path), NOON)]
     for change in CHANGES:
         tokenizer = load(tokenizer_path)
         change(tokenizer)
-        seen.append(tokenizer_facts(tokenizer))
+        seen.append(tokenizer_facts(tokenizer, NOON))
     texts = [json.dumps(facts, sort_keys=True) for facts in seen]
     assert len(set(texts)) == len(CHANGES) + 1
 
 
-def test_facts_hold_the_day_only_for_templates_that_write_it(
-    tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+# (template, whether another second of the same day makes other tokens)
+DATED = [
+    ("{{ strftime_now('%d %b %Y') }}", False),
+    ('{% if strftime_now is defined %}{% set day = strftime_now("%d %b %Y") %}{{ day }}{% endif %}', False),
+    ("{{ strftime_now('%H:%M:%S') }}", True),
+    # What is written cannot be read off the template: it counts as the time itself.
+    ("{% set form = '%d %b' %}{{ strftime_now(form) }}", True),
+    ("{% set now = strftime_now %}{{ now('%H') }}", True),
+]
+
+
+@pytest.mark.parametrize(("dated", "by_the_second"), DATED)
+def test_facts_hold_the_date_only_of_templates_that_write_it(
+    tokenizer_path: Path, dated: str, by_the_second: bool
 ) -> None:
-    plain, dated = load(tokenizer_path), load(tokenizer_path)
-    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + dated.chat_template
-    facts: dict[str, list[Any]] = {"plain": [], "dated": []}
-    for day in ("2026-03-01", "2026-03-02"):
-        monkeypatch.setattr(tokenise.time, "strftime", lambda _format, day=day: day)
-        facts["plain"].append(tokenizer_facts(plain))
-        facts["dated"].append(tokenizer_facts(dated))
-    assert facts["plain"][0] == facts["plain"][1]
-    assert facts["dated"][0] != facts["dated"][1]
+    def facts(written: str, moment: datetime) -> dict[str, Any]:
+        tokenizer = load(tokenizer_path)
+        tokenizer.chat_template = written + tokenizer.chat_template
+        return Rendering(tokenizer, True, "assistant", 60, moment=moment).facts()
+
+    later = [NOON + timedelta(seconds=1), NOON + timedelta(days=1, hours=1)]
+    assert all(facts("", NOON) == facts("", moment) for moment in later)
+    assert facts(dated, NOON) == facts(dated, NOON)
+    assert (facts(dated, NOON) != facts(dated, later[0])) == by_the_second
+    assert facts(dated, NOON) != facts(dated, later[1])
+
+
+def test_helpers_write_the_date_of_the_run(helpers: None, tokenizer_path: Path, tmp_path: Path) -> None:
+    reload = (load_dated, (str(tokenizer_path), str(tmp_path)))
+    tokenizer = load_dated(str(tokenizer_path), str(tmp_path))
+    rendering = Rendering(tokenizer, True, "assistant", 1000, reload, moment=NOON)
+    records = mixed(60)
+    made = stored(records, rendering)
+    assert len(list(tmp_path.iterdir())) > 1
+    assert all("01 Mar 2026 12:00:00" in tokenizer.decode(ids) for ids, _ in examples_of(made))
+    assert_as_one_by_one(made, records, rendering)
 
 
 @pytest.mark.parametrize("other", [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": None}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.is_file():
         raise _not_a_directory(path)
     if not path.is_dir():

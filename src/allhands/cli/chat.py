@@ -44,12 +44,17 @@ def chat(
     from allhands.cli.talk import tell_notes
     from allhands.conversation import Conversation
     from allhands.generate import Sampling, load_for_generation
+    from allhands.model.beyond import answering, limits_told
 
-    choice = chat_choice(chat_template, system)
-    loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
-    tell_notes(loaded)
-    sampling = Sampling(temp, top_p, seed)
-    conversation = Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt)
+    with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
+        choice = chat_choice(chat_template, system)
+        loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
+        tell_notes(loaded)
+        sampling = Sampling(temp, top_p, seed)
+        _talk(Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt))
+
+
+def _talk(conversation: Conversation) -> None:
     if sys.stdin.isatty():
         print(_HELP, file=sys.stderr)
     for line in _lines():

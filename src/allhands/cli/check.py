@@ -123,7 +123,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     found += [Finding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
     found += [Finding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
-        found += template_findings(loaded.tokenizer)
+        found += template_findings(loaded.tokenizer, reports)
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
     if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
         found.append(Finding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))
@@ -210,7 +210,7 @@ def _sources(
     if len(names) == 1 and names[0] not in found:
         hint = "leave --split out to check what is there; allhands data prepare makes all three"
         raise DataError(f"there is no {names[0]} set", where="--split", hint=hint)
-    folder = Path(config.data).expanduser()
+    folder = Path(config.data)
     splits: dict[str, Iterator[Example | DataError]] = {}
     for name in names:
         files = [file for end in ("jsonl", "json") if (file := folder / f"{name}.{end}").is_file()]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
 from allhands.formatting import format_size
 
@@ -255,8 +256,11 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     given = "tokenizer" if _is_of_pretraining(_mapping(state.get("config"))) else "model"
     facts += [(given, model["path"])] if "path" in model else []
     facts += [("its fingerprint", str(model["fingerprint"])[:_ID_DIGITS])] if "fingerprint" in model else []
-    data = [f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in _mapping(state.get("data")).items() if sha]
+    content = _mapping(state.get("data"))
+    date = content.pop(DATE_KEY, None)
+    data = [f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in content.items() if sha]
     facts += [("data", ", ".join(data))] if data else []
+    facts += [("date in its chats", str(date)[:10])] if date else []
     versions = [f"{name} {version}" for name, version in _mapping(state.get("versions")).items()]
     return facts + ([("versions", ", ".join(versions))] if versions else [])
 

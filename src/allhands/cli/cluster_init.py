@@ -81,7 +81,7 @@ def _wishes(
     from allhands.cluster.setup.survey import Surveyor, wanted_from
 
     names = [name for name, _ in hosts_of(hosts)]
-    output = output.expanduser().absolute()
+    output = output.absolute()
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
         hint = f"give an absolute path, or one below ~/ such as {_PLACE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ def _words(wanted: Wanted) -> list[str]:
         words.append(wanted.config)
         model = model or content.get("model")
         named = content.get("data")
-        if data is None and isinstance(named, str) and Path(named).expanduser().exists():
+        if data is None and isinstance(named, str) and Path(os.path.expanduser(named)).exists():
             data = named
     if model is not None:
         words.append(_model_path(str(model)))
@@ -142,14 +143,14 @@ def _data_path(data: str) -> str:
     Raises:
         DataError: it is not, which is the same mistake as in training.
     """
-    if not Path(data).expanduser().exists():
+    if not Path(os.path.expanduser(data)).exists():
         raise DataError("the data folder does not exist", where=data, hint="check --data; nothing has been sent")
     return data
 
 
 def _model_path(source: str) -> str:
     """A directory as it is named; anything else as the place in the cache where it is found by its name."""
-    if source != "demo" and Path(source).expanduser().is_dir():
+    if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
     from allhands.cli.notices import say
     from allhands.model.sources import resolve

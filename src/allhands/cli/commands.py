@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from allhands.cli.parser import App, HostsCommand
+
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter-path", help="Directory with adapters.safetensors from a training run.")
@@ -64,7 +66,7 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
             app.command(name, help=summary)(_not_called)
 
     def group(name: str, summary: str, fill: Callable[[typer.Typer], None]) -> None:
-        inner = typer.Typer(help=summary, no_args_is_help=True)
+        inner = App(help=summary, no_args_is_help=True)
         if verb in (None, name):
             fill(inner)
         app.add_typer(inner, name=name)
@@ -203,6 +205,7 @@ def _add_env(app: typer.Typer) -> None:
 
 def _fill_model(model: typer.Typer) -> None:
     model.command("get")(model_get)
+    model.command("check")(model_check)
 
 
 def _fill_data(data: typer.Typer) -> None:
@@ -238,8 +241,8 @@ def _fill_cluster(cluster: typer.Typer) -> None:
     from allhands.cli.netbench import bench
 
     cluster.command("init")(cluster_init)
-    cluster.command("sync")(sync)
-    cluster.command("check")(cluster_check)
+    cluster.command("sync", cls=HostsCommand)(sync)
+    cluster.command("check", cls=HostsCommand)(cluster_check)
     cluster.command("bench")(bench)
 
 
@@ -332,6 +335,30 @@ def model_get(
     from allhands.cli.model import run_model_get
 
     run_model_get(source, out, quantize, group_size, dequantize, dtype, force)
+
+
+def model_check(
+    model: Annotated[str, typer.Argument(help="'demo', a model directory, or a Hugging Face repository.")],
+    data: Annotated[str | None, typer.Option("--data", help="What will be trained on: its longest row counts.")] = None,
+    fine_tune_type: Annotated[str | None, typer.Option("--fine-tune-type", help="lora, dora or full.")] = None,
+    num_layers: Annotated[int | None, typer.Option("--num-layers", help="Blocks to train; -1 is all.")] = None,
+    max_seq_length: Annotated[int | None, typer.Option("--max-seq-length", help="Tokens of the long row.")] = None,
+    lora_parameters: Annotated[str | None, typer.Option("--lora-parameters", help="As for train (JSON).")] = None,
+    mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="As for train.")] = None,
+    grad_checkpoint: Annotated[bool | None, typer.Option("--grad-checkpoint", help="As for train.")] = None,
+    compile: Annotated[str | None, typer.Option("--compile", help="on: the form that GPUs use.")] = None,
+    trust_remote_code: Annotated[bool | None, typer.Option("--trust-remote-code", help="As for train.")] = None,
+) -> None:
+    """Compare a training step's loss and gradient with those of mlx_lm's own model.
+
+    A short row and a long one are computed by both. Every training does this before its first step, but within
+    seconds: with fewer blocks where the model is large.
+    """
+    from allhands.cli.model import run_model_check
+
+    settings = {"fine_tune_type": fine_tune_type, "num_layers": num_layers, "lora_parameters": lora_parameters}
+    settings |= {"mask_prompt": mask_prompt, "grad_checkpoint": grad_checkpoint, "compile": compile}
+    run_model_check(model, data, max_seq_length, {**settings, "trust_remote_code": trust_remote_code})
 
 
 def data_demo(

@@ -230,6 +230,8 @@ class ContainerRun:
         """
         given = {name: self._from_bucket(name, value) for name, value in parse_arguments(words).items()}
         asked = merged(given, {name: self._from_bucket(name, value) for name, value in self._hyperparameters().items()})
+        for note in asked.notes:
+            _say(f"note: {note}")
         values = asked.model_dump(exclude_unset=True)
         if self.is_share:
             self._check_share(asked)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import ALIASES, TrainConfig, build_config
+from allhands.config_values import unique
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.files import storage_error
 
@@ -90,9 +91,11 @@ def _place(name: str) -> str:
 
 def _object(text: str, source: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
-    except ValueError as error:
+        content = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
         raise ConfigError(f"it is not JSON: {error}", where=source, hint="write a JSON object") from None
+    except ValueError as error:
+        raise ConfigError(str(error), where=source, hint="remove the other") from None
     if not isinstance(content, dict):
         raise ConfigError("it is not a JSON object", where=source, hint='write {"iters": "100", ...}')
     return cast(dict[str, Any], content)
@@ -111,15 +114,19 @@ def _pairs(text: str) -> dict[str, Any]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(list[Any], words)):
         raise ConfigError("it is not a JSON list of words", where="SM_USER_ARGS", hint="unset it")
     found: dict[str, Any] = {}
-    name: str | None = None
+    open_name: str | None = None  # an option whose value may follow
     for word in cast(list[str], words):
         if word.startswith("--"):
             name, _, value = word.partition("=")
+            if name in found:
+                raise ConfigError(f"{name} is given twice", where="SM_USER_ARGS", hint="keep one of them")
             found[name] = value if "=" in word else "true"
-        elif name is None:
+            open_name = None if "=" in word else name
+        elif open_name is None:
             raise ConfigError(f"{word!r} belongs to no option", where="SM_USER_ARGS", hint="give --name value")
         else:
-            found[name] = word
+            found[open_name] = word
+            open_name = None
     return found
 
 
@@ -132,15 +139,15 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: they are not understood.
     """
-    import typer
     import typer.main
 
     from allhands.aliases import canonical_flag
     from allhands.cli.main import with_auto_resume
     from allhands.cli.options import option_function
+    from allhands.cli.parser import App
 
     given: dict[str, Any] = {}
-    app = typer.Typer(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
+    app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(given.update, "Train."))
     command: Any = typer.main.get_command(app)
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from allhands.data.heard import WORDS as UNHEARD
+
 if TYPE_CHECKING:
     from allhands.data.check import Finding
 
@@ -20,9 +22,9 @@ MESSAGES = {
     "special-text": "special tokens are spelled out in the words: {special}",
     "own-tokens": "tokens that the chat template does not write stand in the words: {own}",
     "vocabulary": "token ids up to {largest:,}, but the model has {vocab_size:,}",
-    "system-dropped": "the chat template leaves the system message out, so the model never sees it",
-    "tools-dropped": "the chat template leaves the tools out, so the model never sees them",
+    **{code: message for code, (message, _) in UNHEARD.items()},
     "weights-unused": "a message of weight 0 is trained all the same, because prompts are not masked",
+    "dated": "the chat template writes the current date: {dates}",
     "short-answers": "the answer has only one or two tokens",
     "repeats": "word for word an earlier one of the split",
     "in-train": "also in the training set, so the loss here says little",
@@ -56,9 +58,9 @@ REMEDIES = {
     "embedding as they are: add model.embed_tokens (and lm_head, where it is not tied to it) to the keys of "
     "--lora-parameters, or train in full (--fine-tune-type full, all layers)",
     "vocabulary": "use the tokenizer that belongs to the model",
-    "system-dropped": "--system merge puts it at the beginning of the first question; or use a template that takes it",
-    "tools-dropped": "describe them in the first question, or use a model whose template takes tools",
+    **{code: remedy for code, (_, remedy) in UNHEARD.items()},
     "weights-unused": "add --mask-prompt, under which such messages are left out of the loss",
+    "dated": "nothing, as a rule: a run keeps the date on which it began, also when it is resumed",
     "short-answers": "right for labels; for conversation, check that the answers are whole",
     "repeats": "allhands data prepare --dedupe exact drops them",
     "in-train": "take them out of one of the two, or let allhands data prepare split the data",

@@ -129,7 +129,7 @@ def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
     _check_options(options)
     _refuse_another_launcher()
     if options.hosts is not None:
-        path = write_hosts(options.hosts, options.log_dir.expanduser() / "hosts.txt")
+        path = write_hosts(options.hosts, options.log_dir / "hosts.txt")
         options = replace(options, hosts=None, hostfile=str(path))
     words = resolved(command, anywhere=options.hostfile is not None)
     if options.hostfile is None:
@@ -144,9 +144,9 @@ def _job(options: LaunchOptions) -> Job:
     from allhands.cli.launching import Job
     from allhands.supervised import DIRECTORY_VARIABLE
 
-    logs = options.log_dir.expanduser().resolve()
-    chosen = options.checkpoints or os.environ.get(DIRECTORY_VARIABLE)
-    directory = Path(chosen).expanduser().resolve() if chosen else logs
+    logs = options.log_dir.resolve()
+    chosen = options.checkpoints or os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE, ""))
+    directory = Path(chosen).resolve() if chosen else logs
     return Job(
         directory=logs,
         log_dir=logs,

@@ -39,6 +39,7 @@ class Job:
         resume: the run directory or checkpoint from which the job goes on until it has one of its own.
         earlier: whether there are traces here of an earlier run in the directory, on which this one is to go on.
         new_journal: whether ``events.jsonl`` of an earlier run is set aside, not added to.
+        there: how other computers are told of ``directory`` and ``resume``, where that is not as here.
         memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short, ...".
         resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as ``allhands train`` does; a
             program of one's own goes on from what it finds.
@@ -67,6 +68,7 @@ class Job:
     resume: Path | None = None
     earlier: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    there: Mapping[Path, str] = field(default_factory=dict[Path, str])
     new_journal: bool = False
     memory_hint: str = "give each rank less to do at once, or start fewer with -n"
     resumes: bool = True
@@ -91,6 +93,10 @@ class Job:
         if self.tag_output is not None:
             return self.tag_output
         return self.size > 1 and (self.tag_here or self._leaves_here)
+
+    def told(self, path: Path) -> str:
+        """``path`` as other computers are told of it."""
+        return self.there.get(path, str(path))
 
     @property
     def _leaves_here(self) -> bool:
@@ -260,8 +266,15 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         hang_timeout_s=job.hang_timeout_s,
         weights=job.weights,
         tag_output=job.tagged,
+        log_dir_there=_log_dir_there(job),
         keep_logs=job.keep_logs,
     )
+
+
+def _log_dir_there(job: Job) -> str | None:
+    """The directory of the logs, where the run's directory is another one on each computer."""
+    below = job.directory in job.there and job.log_dir.is_relative_to(job.directory)
+    return str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory)) if below else None
 
 
 def _choose_backend(job: Job) -> Backend:
@@ -320,17 +333,18 @@ def _members(job: Job, run_id: str) -> Members:
         return HostfileMembers(job.hostfile, job.num_ranks)
     from allhands.cluster.remote import newest_checkpoint
 
+    resume = None if job.resume is None else job.told(job.resume)
     return HostfileMembers(
         job.hostfile,
         job.num_ranks,
-        checkpoints=lambda hosts: newest_checkpoint(hosts, directory, run_id, job.resume),
+        checkpoints=lambda hosts: newest_checkpoint(hosts, job.told(directory), run_id, resume),
         earlier=job.earlier,
     )
 
 
 def _newest_step(job: Job, run_id: str) -> int | None:
     own = step_in(job.checkpoints, run_id) if job.checkpoints else None
-    return step_in(job.resume.expanduser()) if own is None and job.resume else own
+    return step_in(job.resume) if own is None and job.resume else own
 
 
 def step_in(place: Path, run_id: str | None = None) -> int | None:
@@ -354,7 +368,7 @@ def way_on(job: Job, run_id: str | None) -> str | None:
         return None
     # A program of one's own takes what it finds, whoever wrote it.
     own = step_in(job.checkpoints, run_id if job.resumes else None)
-    if own is None and job.resume is not None and (earlier := step_in(job.resume.expanduser())) is not None:
+    if own is None and job.resume is not None and (earlier := step_in(job.resume)) is not None:
         return f"to go on from step {earlier}: the same command"
     where = "the last checkpoint, if there is one" if own is None else f"step {own}"
     if own is None and job.hostfile is None:

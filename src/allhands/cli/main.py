@@ -7,19 +7,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import typer
-
 from allhands.aliases import ELSEWHERE, canonical_flag
 from allhands.cli import commands
+from allhands.cli.parser import App
 from allhands.errors import AllhandsError, ConfigError, in_our_words
+from allhands.paths import check_variables
 
 _INTERRUPTED = 130
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
 
-def make_app(verb: str | None = None) -> typer.Typer:
+def make_app(verb: str | None = None) -> App:
     """The parser with every verb; given the one that is called, what the others need is not imported."""
-    app = typer.Typer(
+    app = App(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
         no_args_is_help=True,
@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     if _TRAINING.intersection(arguments[:1]):
         arguments = with_auto_resume(arguments)
     try:
+        check_variables(os.environ)
         result: Any = make_app(canonical_flag(arguments[0]) if arguments else "")(
             args=arguments, prog_name="allhands", standalone_mode=False
         )

@@ -1,12 +1,26 @@
-"""``allhands model get``."""
+"""``allhands model get`` and ``allhands model check``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from allhands.model.load import get_model
+from allhands.accelerator import detect
+from allhands.config import build_config
+from allhands.errors import ConfigError
+from allhands.model.adapters import make_trainable
+from allhands.model.load import LoadedModel, get_model, load_model
+from allhands.train.choosing import own_choices
+from allhands.train.datasets import load_data
+from allhands.train.gradient_check import GradientCheck, Verdict
+from allhands.train.preparing import put_forms_in
+
+# Tokens of the long row where no data say how long rows are.
+DEFAULT_LONGEST = 1024
 
 
 def run_model_get(
@@ -32,3 +46,65 @@ def run_model_get(
         report=lambda line: console.print(line, markup=False),
     )
     console.print(f"model: {written}", markup=False)
+
+
+def run_model_check(model: str, data: str | None, longest: int | None, settings: Mapping[str, Any]) -> None:
+    """Compare the gradient of a training step of ``model`` with that of mlx_lm's own, and print what was found.
+
+    Args:
+        data: what will be trained on; its longest row is compared.
+        longest: tokens of the long row at most.
+        settings: of a training, by the names of its options; ``None`` is not given.
+
+    Raises:
+        ModelError: they differ.
+        ConfigError: there is nothing to compare.
+    """
+    import mlx.core as mx
+
+    console = Console(highlight=False, soft_wrap=True)
+    wanted = {**settings, "model": model, "data": data, "max_seq_length": longest, "train": True, "val_batches": 0}
+    config = build_config(wanted)
+    accelerator = detect()
+    loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
+    tokens, largest = longest or DEFAULT_LONGEST, _vocabulary(loaded) - 1
+    if data is not None:
+        sets = load_data(config)
+        assert sets.train is not None
+        tokens, largest = int(sets.train.work.max()) + 1, sets.largest_token
+    mx.random.seed(config.seed)
+    make_trainable(loaded.model, config)
+    eager = accelerator.eager and config.compile != "on"
+    kernels = own_choices(accelerator, eager=eager)
+    console.print(f"mlx_lm's own model computes rows of 16 and {tokens} tokens, then a training step does ...")
+    check = GradientCheck(
+        loaded.model, accelerator, loaded.config, longest=tokens, largest_token=largest, bounded=False
+    )
+    dropout = put_forms_in(loaded.model, config, accelerator)
+    verdict = check.compare(loaded.model, kernels=kernels.choices, eager=eager, dropout=dropout)
+    _print_verdict(console, verdict)
+    if not verdict.compared:
+        raise ConfigError("nothing could be compared", where=model, hint="; ".join(verdict.notes))
+    verdict.raise_if_wrong(model)
+    console.print("right: nothing differs by more than rounding")
+
+
+def _vocabulary(loaded: LoadedModel) -> int:
+    config = {**loaded.config, **(loaded.config.get("text_config") or {})}
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else len(loaded.tokenizer.get_vocab())
+
+
+def _print_verdict(console: Console, verdict: Verdict) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "most in"):
+        table.add_column(heading, justify="left" if heading == "most in" else "right")
+    for row in verdict.compared:
+        worst, share = row.worst
+        losses = f"{row.loss:.5f}", f"{row.expected_loss:.5f}"
+        table.add_row(str(row.tokens), str(row.blocks), *losses, f"{row.difference:.1e}", f"{worst} ({share:.1e})")
+    console.print(table)
+    for note in verdict.notes:
+        console.print(f"note: {note}", markup=False)
+    if verdict.compared:
+        console.print(f"differences are shares of the gradient's norm; up to {verdict.limit:g} is rounding here")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from allhands.cli.parser import twice
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
 
@@ -29,7 +30,9 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
     """
 
     def command(*, verbose: bool | None = None, **flags: Any) -> None:
-        if verbose and flags.get("log_level") is None:
+        if verbose is not None:
+            if flags.get("log_level") is not None:
+                raise twice(("--log-level", "--verbose"), "--log-level")
             flags["log_level"] = "verbose"
         run({name: _plain(value) for name, value in flags.items() if value is not None})
 

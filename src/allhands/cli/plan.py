@@ -125,20 +125,19 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     """
     from allhands.aliases import canonical_flag
     from allhands.cli.options import option_function
+    from allhands.cli.parser import App
     from allhands.config import TrainConfig, build_config
     from allhands.pretrain_config import PretrainConfig
     from allhands.yaml_files import read_yaml
 
     flags: dict[str, Any] = {}
-    kind: type[TrainConfig] = PretrainConfig if {"--shape", "--tokenizer"} & set(words) else TrainConfig
-    for flag in ("-c", "--config"):
-        if kind is TrainConfig and flag in words[:-1]:
-            keys = read_yaml(words[list(words).index(flag) + 1]).keys()
-            kind = PretrainConfig if {"shape", "tokenizer"} & keys else TrainConfig
-    app = typer.Typer(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
-    app.command()(option_function(flags.update, "", kind))
+    app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
+    app.command()(option_function(flags.update, "", PretrainConfig))  # which has all of both
     app(args=list(words), prog_name="allhands plan", standalone_mode=False)
-    return build_config({"train": True, **flags}, flags.get("config"), kind)
+    file = flags.get("config")
+    keys = {*flags, *(read_yaml(file) if file else ())}
+    kind = PretrainConfig if {"shape", "tokenizer"} & keys else TrainConfig
+    return build_config({"train": True, **flags}, file, kind)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def facts_of(
     _check(config, asked, devices)
     kind = devices[0].kind if devices else _kind_here()
     model = _model(config, kind)
-    notes: list[str] = []
+    notes = list(config.notes)
     energy: list[str] = []
     prices = _prices(asked, devices, energy)  # before anything that takes long
     measured: Calibration | None = None
@@ -295,7 +295,7 @@ def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -
 
     numbers = adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
     if not numbers:
-        raise no_such_keys(config, linears(blocks))
+        raise no_such_keys(config, linears(blocks), config.lora_parameters.keys or ())
     return numbers
 
 

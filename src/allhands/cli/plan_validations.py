@@ -53,7 +53,7 @@ def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], objec
     nothing = ValidRows(0, 0)
     if config.val_batches == 0:
         return nothing
-    local = config.data == "demo" or Path(config.data).expanduser().exists()
+    local = config.data == "demo" or Path(config.data).exists()
     if not counted and not ("data" in config.model_fields_set and local):
         notes.append("validations are not in these times: there are no data here to validate on")
         return nothing

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
-from allhands.data.records import ColumnNames, Record
+from allhands.data.records import ColumnNames
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -245,19 +245,14 @@ def _source_options(flags: _Flags) -> SourceOptions:
 
 
 def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
-    """Tokens of a record for the tokenizer of ``model``."""
+    """Records as tokens for the tokenizer of ``model``."""
     from allhands.data.render import Renderer
     from allhands.model.load import load_tokenizer
 
     # Where system messages are merged, they are so before they come here.
     chat = replace(chat, system="template")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
-    renderer = Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE)
-
-    def measure(record: Record) -> int:
-        return len(renderer.render(record).tokens)
-
-    return measure
+    return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE).render
 
 
 @contextmanager

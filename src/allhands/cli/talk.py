@@ -53,6 +53,14 @@ def run_generate(options: GenerateOptions) -> None:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+    from allhands.model.beyond import answering, limits_told
+
+    use = answering(options.model, options.adapter_path, trust_remote_code=options.trust_remote_code)
+    with limits_told(use):
+        _generate(options, prompt)
+
+
+def _generate(options: GenerateOptions, prompt: str) -> None:
     from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
 
     if options.ignore_chat_template and options.chat != ChatChoice():
@@ -124,8 +132,10 @@ def answers(
 ) -> tuple[list[str], Any]:
     """Greedy answers and their speed; the model is freed afterwards."""
     from allhands.generate import answer_all, load_for_generation
+    from allhands.model.beyond import answering, limits_told
 
-    return answer_all(load_for_generation(model, adapter_path, chat=chat), prompts, max_tokens)
+    with limits_told(answering(model, adapter_path)):
+        return answer_all(load_for_generation(model, adapter_path, chat=chat), prompts, max_tokens)
 
 
 def show_speed(console: Console, label: str, speed: Any) -> None:

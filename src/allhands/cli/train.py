@@ -25,6 +25,7 @@ from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
+from allhands.paths import written
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,6 +196,7 @@ def job_of(config: TrainConfig) -> Job:
         checkpoints=directory,
         new_journal=config.resume is None,
         resume=None if config.resume is None else directory if config.resume == "auto" else Path(config.resume),
+        there=_paths_there(config),
         earlier=config.resume == "auto" and _has_begun(directory),
         memory_hint=_SHORT_OF_MEMORY,
         tag_output=config.tag_output,
@@ -206,12 +208,18 @@ def job_of(config: TrainConfig) -> Job:
     )
 
 
+def _paths_there(config: TrainConfig) -> dict[Path, str]:
+    """What began with ``~``, as ranks on other computers read it in the same command or file."""
+    given = (config.adapter_path, config.resume)
+    return {Path(path): written(path) for path in given if path is not None and written(path) != path}
+
+
 def _sync_command(config: TrainConfig) -> str | None:
     """What brings model and data, as far as they lie here, to the computers of the hostfile."""
     if config.hostfile is None:
         return None
-    found = {"--model": config.model, "--data": str(config.data)}
-    words = [word for flag, path in found.items() if Path(path).expanduser().exists() for word in (flag, path)]
+    found = {"--model": config.model, "--data": config.data}
+    words = [word for flag, path in found.items() if Path(path).exists() for word in (flag, written(path))]
     return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words]) if words else None
 
 

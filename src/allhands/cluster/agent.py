@@ -163,7 +163,7 @@ class Agent:
         """Those of a job that is of no interest once it is over, unless a rank has failed here."""
         codes = {end.code for end in self._ranks.exits()} if self._ranks is not None else set[int]()
         if codes <= {0, Interrupted.exit_code}:
-            log_dir = Path(self._hello["log_dir"]).absolute()
+            log_dir = Path(self._hello["log_dir"]).expanduser().absolute()
             shutil.rmtree(log_dir, ignore_errors=True)
             with contextlib.suppress(OSError):  # something else lies beside them
                 log_dir.parent.rmdir()
@@ -176,7 +176,7 @@ class Agent:
         first, *rest = hello["command"]
         # The supervisor's own Python has another path here.
         command = [sys.executable if first == hello["python"] else first, *rest]
-        log_dir = Path(hello["log_dir"]).absolute()
+        log_dir = Path(hello["log_dir"]).expanduser().absolute()
         weights = None if hello["weights"] is None else tuple(hello["weights"])
         cores = hello["cores_per_rank"] or max(1, allowed_cores() // self._count)
         return LaunchSpec(
@@ -259,7 +259,7 @@ def enter_directory(path: str, below_home: str | None) -> None:
         ConfigError: it cannot be entered.
     """
     try:
-        os.chdir(path)
+        os.chdir(os.path.expanduser(path))
     except OSError as error:
         if below_home is None:
             hint = 'correct "cwd" in the hostfile'

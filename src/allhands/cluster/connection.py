@@ -143,10 +143,12 @@ class Connection:
         return self._ended.is_set()
 
     def _start(self, host: Host | None, stdin: int, stdout: int, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-        argv = [host.python if host and host.python else sys.executable, *_AGENT]
+        python = host.python if host and host.python else sys.executable
         remote = host is not None and host.ssh is not None
         if host is not None and host.ssh is not None:
-            argv = ssh.command(host.ssh, argv)
+            argv = ssh.command(host.ssh, [python, *_AGENT])
+        else:
+            argv = [os.path.expanduser(python), *_AGENT]
         try:
             with contextlib.ExitStack() as stack:
                 stderr = stack.enter_context(_private_log(self._log)) if self._log else subprocess.DEVNULL

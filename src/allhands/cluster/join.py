@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +86,15 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         regroup_requested=worker.regroup_requested,
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
+        moment=_began(os.environ.get("ALLHANDS_RUN_BEGAN", "")),
     )
+
+
+def _began(text: str) -> datetime:
+    """When the run began: as its supervisor has it, or now."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(text).replace(tzinfo=None)
+    return datetime.now()
 
 
 def take_device(launch: Launch) -> None:

@@ -223,7 +223,10 @@ def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | Non
     if fault.kind == "hang":
         return f"it has hung {where}, {_times(times)} in a row, the last time with longer deadlines"
     if fault.kind == "memory" or fault.exit_code == 128 + signal.SIGKILL:
-        return f"a process was killed {where}, {_times(times)} in a row: memory is probably too short"
+        cause = (
+            "memory is probably too short" if fault.kind == "memory" else "something ends it, or memory is too short"
+        )
+        return f"a process was killed {where}, {_times(times)} in a row: {cause}"
     return f"it has failed {where} in the same way, {_times(times)} in a row: {fault.error or fault.message}"
 
 

@@ -50,7 +50,7 @@ _FOREIGN = (
         "MPI_LOCALNRANKS",
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
-    *("ALLHANDS_HOST_CORES", "ALLHANDS_RUN_ID", "ALLHANDS_ATTEMPT"),
+    *("ALLHANDS_HOST_CORES", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
 )
 _SHARED_MEMORY = "/dev/shm"
 _MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -173,7 +173,7 @@ class _Local:
         return tail(self.log_path(rank))
 
     def out_of_memory(self, rank: int) -> bool:
-        return self._files.out_of_memory()
+        return self._files.out_of_memory(rank)
 
     def stopped(self, rank: int) -> bool:
         """Whether the rank's command is stopped, as by SIGSTOP."""
@@ -256,9 +256,11 @@ class _OwnChildren(_Local):
 
     def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
+        self._files.note_end(rank)
         self._exits.append(RankExit(rank, code, time.monotonic()))
 
     def exits(self) -> list[RankExit]:
+        self._files.look_at_kills()
         return sorted(self._exits, key=lambda end: end.time)
 
     def _command(self, rank: int) -> int | None:
@@ -309,10 +311,12 @@ class _MpirunsChildren(_Local):
         reaper.group(self._mpirun.pid)
 
     def exits(self) -> list[RankExit]:
+        self._files.look_at_kills()
         # mpirun first: a rank that has ended before mpirun did has left its file by then.
         code = self._mpirun.poll()
         for rank in range(self._spec.num_processes):
             if rank not in self._ends and (end := self._exit_of(rank, code)):
+                self._files.note_end(rank)
                 self._ends[rank] = end
         return sorted(self._ends.values(), key=lambda end: end.time)
 

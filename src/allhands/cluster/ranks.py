@@ -39,6 +39,7 @@ class LaunchSpec:
         weights: relative speed of every rank, if they differ.
         rdma: for JACCL, of each computer its devices by which it reaches the others, in their order.
         tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
+        log_dir_there: how other computers are told of ``log_dir``; ``None``: as it is here.
         keep_logs: otherwise other computers remove ``log_dir`` when their ranks have ended without an error.
     """
 
@@ -55,6 +56,7 @@ class LaunchSpec:
     places: tuple[Place, ...] = ()
     weights: tuple[float, ...] | None = None
     tag_output: bool = False
+    log_dir_there: str | None = None
     keep_logs: bool = True
     rdma: Sequence[Sequence[Any]] | None = None
 
@@ -137,7 +139,7 @@ class RankProcesses(Protocol):
         ...
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed processes for want of memory during this attempt."""
+        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
         ...
 
     def kill(self) -> None:

@@ -74,9 +74,9 @@ def newest_checkpoint(
     if not hosts:
         return {}
     question = {
-        "adapter_path": _portable(Path(adapter_path)),
+        "adapter_path": _portable(adapter_path),
         "run_id": run_id,
-        "resume": None if resume is None else _portable(Path(resume)),
+        "resume": None if resume is None else _portable(resume),
     }
     with ThreadPoolExecutor(len(hosts)) as pool:
         answers = list(pool.map(partial(_ask_step, question=question), hosts))
@@ -188,7 +188,7 @@ class RemoteRanks:
         return tuple(self._report(rank).get("log_tail", ()))
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed processes for want of memory during this attempt."""
+        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
         return bool(self._report(rank).get("out_of_memory", False))
 
     def stopped(self, rank: int) -> bool:
@@ -366,7 +366,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "first": own.start,
         "count": len(own),
         "backend": spec.backend,
-        "log_dir": _portable(spec.log_dir),
+        "log_dir": spec.log_dir_there or _portable(spec.log_dir),
         "cores_per_rank": spec.cores_per_rank,
         # What the supervisor sets is for it to set.
         "env": {**(host.envs if host else {}), **spec.env},
@@ -416,10 +416,10 @@ def _ask_step(host: Host, question: Frame) -> Frame | None:
             connection.finish(time.monotonic() + _REPORT_S)
 
 
-def _portable(path: Path) -> str:
-    """A path below the working directory relative to it, which may be another one elsewhere."""
+def _portable(path: str | Path) -> str:
+    """A path below the working directory relative to it, which may be another one elsewhere; ``~/...`` as it is."""
     with suppress(ValueError):
-        return str(path.absolute().relative_to(Path.cwd()))
+        return str(Path(path).absolute().relative_to(Path.cwd()))
     return str(path)
 
 

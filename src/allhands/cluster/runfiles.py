@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,8 @@ BEAT_BYTES = 128  # of the file with the latest beat, which is written over in p
 _LOG_LINES = 20
 _TAIL_BYTES = 65536
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_LOOK_S = 1.0  # between two looks at what the kernel has killed
+_DYING_S = 5.0  # that a process takes at most, with all of its memory, from its being chosen to its end
 
 
 class RunFiles:
@@ -28,7 +31,8 @@ class RunFiles:
         self._beats: dict[int, Beat] = {}
         self._busy: dict[int, tuple[int, float]] = {}  # when the mark was touched, when that was seen here
         self._counters = oom_counters() if counters is None else counters
-        self._oom_kills = self._count_oom_kills()
+        self._oom_kills = deque([(time.monotonic(), self._count_oom_kills())])
+        self._short: dict[int, bool] = {}
 
     def marks(self, rank: int) -> Marks:
         """Return what the rank has said of itself so far; beat and work are timed by when they are seen here first."""
@@ -60,9 +64,25 @@ class RunFiles:
         """Return the file with the rank's output."""
         return self.log_dir / f"rank-{rank}.log"
 
-    def out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process for want of memory since this object was made."""
-        return self._count_oom_kills() > self._oom_kills
+    def look_at_kills(self) -> None:
+        """Note what the kernel has killed for want of memory so far; to be called all the time."""
+        now = time.monotonic()
+        if now < self._oom_kills[-1][0] + _LOOK_S:
+            return
+        self._oom_kills.append((now, self._count_oom_kills()))
+        while len(self._oom_kills) > 1 and self._oom_kills[1][0] < now - _DYING_S:
+            self._oom_kills.popleft()
+
+    def note_end(self, rank: int) -> None:
+        """Note that the rank has ended just now, and whether the kernel has killed something shortly before.
+
+        What it has killed earlier is no reason: other programs and their ends may be what was counted.
+        """
+        self._short[rank] = self._count_oom_kills() > self._oom_kills[0][1]
+
+    def out_of_memory(self, rank: int) -> bool:
+        """Whether the kernel has killed a process for want of memory when the rank ended."""
+        return self._short.get(rank, False)
 
     def _path(self, rank: int, name: str) -> Path:
         return self.run_dir / f"rank-{rank}.{name}"
@@ -109,9 +129,10 @@ def tail(log: Path) -> tuple[str, ...]:
 def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> list[Path]:
     """Return the files in which the kernel counts processes killed for want of memory; none on macOS.
 
-    Those of the whole computer, and those of this process's control group, version 1 or 2, whose ranks are in it.
+    Those of this process's control group, version 1 or 2, since its ranks are in it; where that counts nothing, of the
+    whole computer, on which other programs may be killed.
     """
-    found = [proc / "vmstat"]
+    found = list[Path]()
     try:
         groups = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -122,7 +143,8 @@ def oom_counters(proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> li
             found.append(cgroups / path.lstrip("/") / "memory.events")
         elif "memory" in controllers.split(","):
             found.append(cgroups / "memory" / path.lstrip("/") / "memory.oom_control")
-    return [path for path in found if path.exists()]
+    found = [path for path in found if path.exists()]
+    return found or [path for path in (proc / "vmstat",) if path.exists()]
 
 
 def _counter(path: Path) -> int:

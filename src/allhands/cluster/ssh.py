@@ -68,6 +68,7 @@ class Trouble:
 def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
     """Return the command line that runs ``argv`` on ``host``, word for word, whatever is in the words.
 
+    Only a program that begins with ``~/`` is looked for in the home directory on ``host``.
     The remote shell must be a POSIX one: ssh joins words with spaces and gives them to it. Nothing is forwarded,
     nothing is asked (no password, no unknown host key), there is no pseudo-terminal.
 
@@ -77,7 +78,12 @@ def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -
     check_host(host)
     if any("\0" in word for word in argv):
         raise ConfigError("a word of the command holds a NUL character", where=host)
-    return [*_program(), *_arguments(options or SshOptions()), "-T", "--", host, shlex.join(argv)]
+    return [*_program(), *_arguments(options or SshOptions()), "-T", "--", host, _joined(argv)]
+
+
+def _joined(argv: Sequence[str]) -> str:
+    below_home = argv[0][2:] if argv and argv[0].startswith("~/") else ""
+    return f"~/{shlex.join([below_home, *argv[1:]])}" if below_home else shlex.join(argv)
 
 
 def trouble(host: str, timeout_s: float) -> Trouble | None:
@@ -198,7 +204,7 @@ def check_host(host: str) -> None:
 def _program() -> list[str]:
     text = os.environ.get("ALLHANDS_SSH") or "ssh"
     try:
-        words = shlex.split(text)
+        words = [os.path.expanduser(word) for word in shlex.split(text)]
     except ValueError as error:
         words, reason = [], str(error)
     else:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -167,7 +168,9 @@ class _Job:
 
     def __post_init__(self) -> None:
         run_id = self.options.run_id or secrets.token_hex(8)
-        self.spec = replace(self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id})
+        # By the clock on the wall here, whatever time zones the ranks are in.
+        began = datetime.now().isoformat()
+        self.spec = replace(self.spec, env={**self.spec.env, "ALLHANDS_RUN_ID": run_id, "ALLHANDS_RUN_BEGAN": began})
 
     @property
     def number(self) -> int:

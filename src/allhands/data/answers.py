@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from allhands.data.calls import called_function
 from allhands.data.encoding import Span
-from allhands.data.messages import called_function
 from allhands.data.records import Message
 from allhands.errors import DataError
 

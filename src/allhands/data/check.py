@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,14 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.duplicates import Overlap
-from allhands.data.explained import TemplateFacts, pattern_of, special_tokens
+from allhands.data.explained import openings, pattern_of, special_tokens
+from allhands.data.heard import Unheard
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
+from allhands.data.messages import REASONING_KEYS
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
-from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained, own_tokens
-from allhands.data.shapes import Example, remedy_of_warning
+from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
+from allhands.data.shapes import Example, remedy_of_warning, spoken_words
+from allhands.data.token_roles import own_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
 
 Severity = Literal["ruins", "harms", "note"]
@@ -39,7 +43,8 @@ _SAME_ANSWERS, _SAME_ANSWER_SHARE = 5, 0.2
 _FIRST_ANSWERS = 1000
 # How `Reasons` calls what it groups no further.
 _OTHER_REASONS = "other reasons"
-_MARKER = "\ue0a1answer\ue0a2"
+# How examples are counted that begin otherwise than what is generated; `template_findings` tells it.
+_OPENED_OTHERWISE = "opened-otherwise"
 
 
 @dataclass(frozen=True)
@@ -165,11 +170,15 @@ class View:
         tokens: (L,) ids.
         trained: (L,) bool, the targets of the loss.
         answer: (L,) bool, the answers with their ends; None where they cannot be told from the rest.
+        dates: the current date, in each spelling in which the chat template has written it.
+        unheard: what the record holds and the tokens do not.
     """
 
     tokens: NDArray[np.int32]
     trained: NDArray[np.bool_]
     answer: NDArray[np.bool_] | None
+    dates: tuple[str, ...] = ()
+    unheard: tuple[Unheard, ...] = ()
 
 
 class Examiner:
@@ -178,10 +187,9 @@ class Examiner:
     def __init__(self, tokenizer: Any, options: CheckOptions) -> None:
         self.tokenizer = tokenizer
         self.options = options
-        self._renderer = Renderer(
-            tokenizer, mask_prompt=options.mask_prompt, max_seq_length=WHOLE, train_on=options.train_on
-        )
-        self._answers = Renderer(tokenizer, mask_prompt=True, max_seq_length=WHOLE)
+        same: Any = {"max_seq_length": WHOLE, "moment": datetime.now()}
+        self._renderer = Renderer(tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same)
+        self._answers = Renderer(tokenizer, mask_prompt=True, **same)
         stops = getattr(tokenizer, "eos_token_ids", None)  # a set, or of a bare tokenizer the one token
         self.stops: set[int] = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
         # Where it is the end-of-text token too, two of them say nothing.
@@ -200,28 +208,28 @@ class Examiner:
         """
         rendered = self._renderer.render(record)
         if record.kind == "text" or self.options.masks:
-            return View(rendered.tokens, rendered.mask, rendered.mask)
+            return View(rendered.tokens, rendered.mask, rendered.mask, dates=rendered.dates, unheard=rendered.unheard)
         try:
             alone = self._answers.render(record)
         except AllhandsError:  # prompts are trained too, so training does not mind
-            return View(rendered.tokens, rendered.mask, None)
+            return View(rendered.tokens, rendered.mask, None, dates=rendered.dates, unheard=rendered.unheard)
         same = np.array_equal(alone.tokens, rendered.tokens)
-        return View(rendered.tokens, rendered.mask, alone.mask if same else None)
+        mask = alone.mask if same else None
+        return View(rendered.tokens, rendered.mask, mask, dates=rendered.dates, unheard=rendered.unheard)
 
     @cached_property
-    def facts(self) -> TemplateFacts:
-        """What the chat template does."""
-        return self._renderer.template_facts()
+    def opening(self) -> str:
+        """What the chat template writes after the header of an answer that is asked for, and of a trained one not."""
+        return openings(ChatTemplate(self.tokenizer, datetime.now()))[1] if has_chat_template(self.tokenizer) else ""
 
-    def unheard(self, record: Record) -> Iterator[str]:
-        """What the record says and training does not hear."""
-        roles = {message["role"] for message in record.turns}
-        if self.facts.system == "dropped" and roles & {"system", "developer"}:
-            yield "system-dropped"
-        if self.facts.tools == "dropped" and record.tools:
-            yield "tools-dropped"
-        if not self.options.masks and any(is_untrained(message) for message in record.turns):
-            yield "weights-unused"
+    def opens_otherwise(self, record: Record) -> bool:
+        """Whether the last answer does not begin as the template makes generated ones begin, because it was written
+        so: not if the template has left its beginning out, which is another finding."""
+        answer = next((message for message in reversed(record.turns) if message["role"] == "assistant"), None)
+        if not self.opening or answer is None:
+            return False
+        thinks = any(isinstance(answer.get(key), str) for key in REASONING_KEYS)
+        return not (thinks or answer["content"].lstrip().startswith(self.opening))
 
     def tokens_in(self, words: str) -> dict[str, list[str]]:
         """Tokens that are written in ``words``: special ones, and those that may be new and are not learned."""
@@ -229,32 +237,28 @@ class Examiner:
         return {name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()}
 
 
-def template_findings(tokenizer: Any) -> list[Finding]:
-    """Whether an answer begins in generation as it did in training."""
-    question: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-    template = ChatTemplate(tokenizer)
+def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[Finding]:
+    """Whether an answer begins in generation as it did in training.
+
+    Args:
+        reports: of the data, whose answers may begin with what the template writes in generation only.
+    """
     if not has_chat_template(tokenizer):
         return []
-    try:
-        plain, prompt = template.text(question, None), template.text(question, None, prompt=True)
-        trained = template.text([*question, {"role": "assistant", "content": _MARKER}], None)
-    except DataError:
-        return []  # the records that are rejected say it better
-    opening = trained.partition(_MARKER)[0]
-    header = opening.removeprefix(plain).strip()
-    if prompt == plain:
-        return [Finding("no-generation-prompt", "harms", None, details={"header": header})] if header else []
-    if opening.startswith(prompt.rstrip()):
+    header, opening = openings(ChatTemplate(tokenizer, datetime.now()))
+    if header:
+        return [Finding("no-generation-prompt", "harms", None, details={"header": header})]
+    count = sum(report.counts.get(_OPENED_OTHERWISE, 0) for report in reports or ())
+    if not opening or (reports is not None and not count):
         return []
-    same = next((i for i, (a, b) in enumerate(zip(prompt, opening, strict=False)) if a != b), len(opening))
-    return [Finding("other-generation-prompt", "harms", None, details={"header": prompt[same:].strip()})]
+    total = sum(report.lengths.count for report in reports or ())
+    return [Finding("other-generation-prompt", "harms", None, count, total, details={"header": opening})]
 
 
 def answer_text(record: Record) -> str:
-    """The last answer of a chat or completion."""
-    said = record.completion if record.completion is not None else record.messages or ()
-    answers = [said] if isinstance(said, str) else [m["content"] for m in said if m["role"] == "assistant"]
-    return answers[-1].strip() if answers else ""
+    """The last answer of a chat or completion, with its thinking and its calls."""
+    answers = [message for message in record.turns if message["role"] == "assistant"]
+    return "\n".join(spoken_words(answers[-1:])).strip()
 
 
 # --- one split ---------------------------------------------------------------------------------------
@@ -275,9 +279,14 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "special-text": ("harms", 0.0, 2.0),
     "own-tokens": ("note", 0.0, 2.0),
     "vocabulary": ("ruins", 0.0, 0.0),
-    "system-dropped": ("harms", 0.0, 2.0),
-    "tools-dropped": ("harms", 0.0, 2.0),
+    # What the chat template leaves out.
+    **dict.fromkeys(("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped"), ("harms", 0.0, 2.0)),
+    **dict.fromkeys(("earlier-reasoning-dropped", "schemas-cut", "names-dropped"), ("note", 0.0, 2.0)),
     "weights-unused": ("harms", 0.0, 2.0),
+    "dated": ("note", 0.0, 2.0),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
     "in-train": ("harms", 0.0, 0.1),
@@ -311,7 +320,9 @@ class _Tally:
         self._warnings = Reasons()
         self._answers: Counter[bytes] = Counter()
         self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
-        self._texts: dict[str, Counter[str]] = {"special": Counter(), "own": Counter(), "end": Counter()}
+        kinds = ("special", "own", "end", "dates")
+        self._texts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        self._samples: dict[str, str] = {}
         self._largest, self._trained_prompt = -1, 0
 
     def add(self, item: Example | DataError) -> None:
@@ -373,13 +384,22 @@ class _Tally:
 
     def _contents(self, record: Record, view: View, text: str) -> Iterator[str]:
         examiner, tokens = self._examiner, view.tokens
-        yield from examiner.unheard(record)
+        for code, sample in view.unheard:
+            self._samples.setdefault(code, sample)
+            yield code
+        if not self._options.masks and any(is_untrained(message) for message in record.turns):
+            yield "weights-unused"
+        if examiner.opens_otherwise(record):
+            yield _OPENED_OTHERWISE
         if code := self._ending(view):
             yield code
         if (bos := examiner.bos) is not None and np.any((tokens[1:] == bos) & (tokens[:-1] == bos)):
             yield "bos-twice"
         if self._options.vocab_size is not None and tokens.max(initial=-1) >= self._options.vocab_size:
             yield "vocabulary"
+        if view.dates:
+            self._texts["dates"].update(view.dates)
+            yield "dated"
         for name, found in examiner.tokens_in(text).items():
             if found and (name == "own" or record.kind != "text"):
                 self._texts[name].update(found)
@@ -428,7 +448,8 @@ class _Tally:
         for code, (severity, told_from, ruins_from) in _RULES.items():
             hits = self._hits.get(code)
             if hits and hits.count >= told_from * total:
-                yield self._finding(code, "ruins" if hits.count >= ruins_from * total else severity, hits, **details)
+                more = details | ({"sample": self._samples[code]} if code in self._samples else {})
+                yield self._finding(code, "ruins" if hits.count >= ruins_from * total else severity, hits, **more)
         yield from self._about_the_whole()
 
     def _reasons(self, code: str, severity: Severity, reasons: Reasons) -> Iterator[Finding]:

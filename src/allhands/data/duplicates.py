@@ -192,7 +192,7 @@ def _word_runs(codes: _U32) -> Iterator[_U32]:
 
 
 def _character_runs(codes: _U32) -> Iterator[_U32]:
-    """Hashes of every five characters in a row, in blocks; of a shorter text as a whole."""
+    """Hashes of every eight characters in a row, in blocks; of a shorter text as a whole."""
     starts = np.arange(max(1, codes.size - _CHARACTERS + 1))
     return _hashes(codes, starts, np.minimum(starts + _CHARACTERS, codes.size))
 

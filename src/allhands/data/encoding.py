@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.data.heard import Unheard
 from allhands.errors import AllhandsError, DataError, ModelError
 
 Span = tuple[int, int]
@@ -48,11 +49,15 @@ class Draft:
         framed: the tokenizer adds its special tokens, and an end-of-text token closes it. False for the
             output of a chat template, which has written all of them.
         spans: the character ranges that are targets, in order; None if all of it is.
+        dates: the current date, in each spelling in which the chat template has written it.
+        unheard: what the record holds and the text does not.
     """
 
     text: str
     framed: bool
     spans: tuple[Span, ...] | None
+    dates: tuple[str, ...] = ()
+    unheard: tuple[Unheard, ...] = ()
 
 
 @dataclass(frozen=True)

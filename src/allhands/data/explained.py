@@ -197,6 +197,22 @@ def probe_template(tokenizer: Tokenizer, template: ChatTemplate, trained: str) -
     )
 
 
+def openings(template: ChatTemplate) -> tuple[str, str]:
+    """What a chat template does not write before an answer that is asked for, and what it writes only there."""
+    try:
+        plain, prompt = template.text(_QUESTION, None), template.text(_QUESTION, None, prompt=True)
+        trained = template.text([*_QUESTION, {**_ANSWER, "content": _WORDS}], None)
+    except DataError:
+        return "", ""  # the records that are rejected say it better
+    opening = trained.partition(_WORDS)[0]
+    if prompt == plain:
+        return opening.removeprefix(plain).strip(), ""
+    if opening.startswith(prompt.rstrip()):
+        return "", ""
+    same = next((i for i, (a, b) in enumerate(zip(prompt, opening, strict=False)) if a != b), len(opening))
+    return "", prompt[same:].strip()
+
+
 def _text(template: ChatTemplate, messages: list[Message], tools: list[Any] | None = None) -> str | None:
     try:
         return template.text(messages, tools)

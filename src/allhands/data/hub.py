@@ -59,8 +59,8 @@ def _library(path: str) -> Generator[Any]:
 def _is_cached(name: str) -> bool:
     """Whether something of the dataset was fetched before, so that the library may do without the network."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    made = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    made = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
     return (hub / f"datasets--{name.replace('/', '--')}").exists() or (made / name.replace("/", "___").lower()).exists()
 
 

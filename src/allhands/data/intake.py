@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from allhands.data.duplicates import normalise
+from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
@@ -18,8 +19,12 @@ from allhands.data.splitting import NONE, SPLITS, Share, hash64
 from allhands.data.spool import Entry, Spool
 from allhands.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from allhands.data.render import Rendered
+
 Dedupe = Literal["off", "exact", "near"]
-Measure = Callable[[Record], int]
+# The tokens of a record: their number; or what they are, of which it is also told what the chat template leaves out.
+Measure = Callable[[Record], "int | Rendered"]
 # What is being done, how much of it is done, and of how much (None: unknown).
 Progress = Callable[[str, int, "int | None"], None]
 
@@ -158,7 +163,11 @@ class Intake:
             example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
         line, text = json_line(example, where), example.texts()
-        content = hash64(line)
+        content, length = hash64(line), len(text)
+        if self._measure is not None:
+            length = self._measured_length(self._measure(_measured(example, row)), where)
+        elif example.record is not None:
+            self._warn_of_unheard(unread(example.record.unread), where)
         split = None if self.options.resplit else self.sources[number].split
         entry = Entry(
             name=row.source,
@@ -169,7 +178,7 @@ class Intake:
             key=self._key(row, content, where),
             given=NONE if split is None else SPLITS.index(split),
             is_preference=example.preference is not None,
-            length=len(text) if self._measure is None else self._measure(_measured(example, row)),
+            length=length,
         )
         self.spool.add(line, text, entry)
         self.tallies[number].accepted += 1
@@ -178,6 +187,17 @@ class Intake:
         for warning in example.warnings:
             self.warnings.add(warning, remedy_of_warning(warning), where)
         self._look_at_id(row.value, where)
+
+    def _measured_length(self, measured: int | Rendered, where: str) -> int:
+        if isinstance(measured, int):
+            return measured
+        self._warn_of_unheard(measured.unheard, where)
+        return len(measured.tokens)
+
+    def _warn_of_unheard(self, found: Iterable[Unheard], where: str) -> None:
+        for code, _ in found:
+            if code != COLUMN_UNREAD:
+                self.warnings.add(*words_of(code), where)
 
     def _look_at_id(self, value: dict[str, Any], where: str) -> None:
         """Ids that repeat are no reason to leave a row out, but a sign that something was put together twice."""

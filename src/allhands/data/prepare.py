@@ -8,6 +8,7 @@ spool into their files. All of it happens in a hidden directory that takes its n
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,8 +72,8 @@ def prepare(
     """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is untouched.
 
     Args:
-        measure: gives the tokens of a record and raises DataError for one that cannot be rendered; without
-            it, lengths are in characters.
+        measure: gives the tokens of a record, or their number, and raises DataError for one that cannot be rendered;
+            without it, lengths are in characters.
 
     Raises:
         ConfigError: ``out`` is in use, or an option cannot take effect.
@@ -130,7 +131,7 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
     """
     where, whole = f"--out {out}", out.resolve()
     for name in names:
-        source = Path(name).expanduser().resolve()
+        source = Path(os.path.expanduser(name)).resolve()
         if source.exists() and (source == whole or whole in source.parents):
             hint = "choose another directory: what is read is never replaced"
             raise ConfigError(f"the source {name} is in it", where=where, hint=hint)

@@ -7,27 +7,32 @@ names file and line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
+from allhands.data.calls import read_tools, without_foreign_nulls
+from allhands.data.columns import SHAPES, column_hint, fail_on_mapping
 from allhands.data.messages import (
-    DELETE,
+    MEDIA_KEYS,
+    REASONING_KEYS,
     Message,
-    Place,
     asks_only,
     check_message,
     check_messages,
-    check_string,
     check_tool_answers,
-    check_tools,
     is_sharegpt,
-    key_list,
-    quoted,
+    messages_of_text,
     require_answer,
+)
+from allhands.data.values import (
+    DELETE,
+    Place,
+    check_string,
+    key_list,
+    list_if_text,
+    quoted,
     type_name,
 )
 from allhands.data.wrapped import inner_record
@@ -35,13 +40,8 @@ from allhands.data.wrapped import inner_record
 RecordKind = Literal["chat", "completion", "text"]
 Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
 
-SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 SHORTEN = "shorten the number or the nesting that it names"
 
-_PROMPT_LIKE = ("question", "instruction", "input", "query", "problem", "user", "source")
-_COMPLETION_LIKE = ("answer", "output", "response", "target", "solution", "reply", "assistant")
-_CHAT_LIKE = ("chat", "dialogue", "dialog", "turns")
-_TEXT_LIKE = ("content", "body", "story", "document", "raw_content")
 _BY_COMMAND = "`allhands data prepare` writes it out for other programs"
 
 
@@ -90,7 +90,9 @@ class Record:
 
     ``messages`` (content always a string) and ``tools`` are set for a chat; ``prompt`` and ``completion``
     for a completion, each a string or a list of messages; ``text`` for plain text. ``source`` is the file
-    name and ``line`` the line (1-based) where the record begins; for a Hub dataset, its name and row.
+    name and ``line`` the line (1-based) where the record begins; for a Hub dataset, its name and row. ``unread``
+    are the keys of what stood beside it and is not trained on: pictures, sound, a system message or thinking in a
+    column that its shape does not have.
     """
 
     kind: RecordKind
@@ -101,6 +103,7 @@ class Record:
     text: str | None = None
     source: str = ""
     line: int = 0
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def where(self) -> str:
@@ -154,6 +157,12 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 _MISSING = object()
 # By default also known as; the first that is there counts.
 _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
+# Columns that may belong to an answer or a conversation.
+_BESIDE = (*REASONING_KEYS, "system")
+# Lists, which tables hold as strings of JSON.
+_LISTS = ("chat", "conversation", "history")
+# Texts; or lists of messages, if all of those that are there are lists or such strings.
+_TEXTS_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -189,7 +198,19 @@ class Parts:
         return getattr(self.columns, f"{part}_feature")
 
     def get(self, part: str) -> Any:
-        """The value of a part; None if it is null or not there."""
+        """The value of a part; None if it is null or not there. A list that is written as a string is that list."""
+        found = self._raw(part)
+        if not isinstance(found, str):
+            return found
+        if part in _LISTS:
+            return list_if_text(found, quoted(self.name(part)), self.place)
+        if part in _TEXTS_OR_MESSAGES and found.lstrip()[:1] == "[":
+            values = [value for other in _TEXTS_OR_MESSAGES if (value := self._raw(other)) is not None]
+            if all(isinstance(value, list) or messages_of_text(value) is not None for value in values):
+                return messages_of_text(found)
+        return found
+
+    def _raw(self, part: str) -> Any:
         found = _reach(self.values, self.name(part))
         return None if found is _MISSING else found
 
@@ -255,8 +276,8 @@ def recognise(parts: Parts) -> Shape:
             if all(there(part) for part in needs) and (not mapped or any(p in mapped and there(p) for p in used)):
                 return _by_messages(parts) if shape == "chat" else shape
     if mapped:
-        _fail_on_mapping(parts, sorted(mapped))
-    parts.place.fail(f"no known shape; the keys are {key_list(parts.values)}", _column_hint(parts))
+        fail_on_mapping(parts, sorted(mapped))
+    parts.place.fail(f"no known shape; the keys are {key_list(parts.values)}", column_hint(parts))
 
 
 def _has_shape(parts: Parts) -> bool:
@@ -307,55 +328,6 @@ def _truth(value: Any, *, numbers: bool) -> bool | None:
     return truths.get(word)
 
 
-# Errors about columns
-
-
-def _fail_on_mapping(parts: Parts, mapped: list[str]) -> NoReturn:
-    """A record without the columns that were mapped: name its keys, and the key that was probably meant."""
-    absent = [part for part in mapped if not parts.names_it(part)]
-    paths = {path.lower(): path for path in islice(_paths(parts.values), 300)}
-    near: list[str] = []
-    for part in absent:
-        close = get_close_matches(parts.name(part).lower(), paths, n=1, cutoff=0.4)
-        near += [f"{part}_feature: {quoted(paths[match])}" for match in close]
-    keys = key_list(parts.values)
-    names = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in absent)
-    if not names:
-        present = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in mapped)
-        parts.place.fail(f"{present} alone makes no shape; the keys are {keys}", _column_hint(parts))
-    hint = f"the nearest: {', '.join(near)}" if near else _column_hint(parts)
-    parts.place.fail(f"{names} {'are' if len(absent) > 1 else 'is'} not there; the keys are {keys}", hint)
-
-
-def _paths(values: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
-    """Keys, and dotted paths to the keys of nested objects."""
-    for name, value in values.items():
-        yield str(name)
-        if isinstance(value, dict) and depth > 1:
-            yield from (f"{name}.{path}" for path in _paths(cast(dict[str, Any], value), depth - 1))
-
-
-def _column_hint(parts: Parts) -> str:
-    """What to do about a record of unknown shape: a column mapping if its keys suggest one."""
-    row = parts.values
-    if "input_ids" in row:
-        return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
-
-    def found(part: str, candidates: tuple[str, ...]) -> str | None:
-        return parts.name(part) if parts.names_it(part) else next((name for name in candidates if name in row), None)
-
-    completion, prompt = found("completion", _COMPLETION_LIKE), found("prompt", _PROMPT_LIKE)
-    if completion and prompt:
-        other = next((name for name in ("input", "context") if row.get(name)), None)
-        unused = f'; join "{other}" to it first, or it is ignored' if prompt == "instruction" and other else ""
-        return f"name the columns: prompt_feature: {prompt} and completion_feature: {completion}{unused}"
-    if chat := found("chat", _CHAT_LIKE):
-        return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"
-    if text := found("text", _TEXT_LIKE):
-        return f"name the column: text_feature: {text}"
-    return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
-
-
 # Converting
 
 
@@ -373,13 +345,34 @@ def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Recor
         text = string_part(parts, "text")
         if not text.strip() and not empty_texts:
             place.fail(f"{quoted(parts.name('text'))} is empty: there is nothing to learn", DELETE)
-        return Record("text", text=text, source=place.source, line=place.line)
-    tools = check_tools(parts.get("tools"), parts.name("tools"), place)
+        return Record("text", text=text, source=place.source, line=place.line, unread=unread_keys(parts, shape))
+    tools = tools_part(parts)
     record = _completion(parts) if shape == "completion" else _chat_or_question(parts, shape)
+    if tools and record.messages:
+        record = replace(record, messages=tuple(without_foreign_nulls(list(record.messages), tools)))
+    elif tools and isinstance(record.completion, list):
+        record = replace(record, completion=without_foreign_nulls(record.completion, tools))
     check_tool_answers(record.turns, parts.name(NEEDS[shape][-1]), place)
-    return Record(
-        record.kind, record.messages, tools, record.prompt, record.completion, source=place.source, line=place.line
-    )
+    return replace(record, tools=tools, source=place.source, line=place.line, unread=unread_keys(parts, shape))
+
+
+def tools_part(parts: Parts) -> list[Any] | None:
+    """The tools of a record, also under OpenAI's older name ``functions``.
+
+    Raises:
+        DataError: they are broken, or both are there and differ.
+    """
+    functions = None if parts.mapped("tools") else parts.values.get("functions")
+    return read_tools(parts.get("tools"), parts.name("tools"), functions, parts.place)
+
+
+def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
+    """Keys of a record under which something stands that training does not see."""
+    keys = [key for key in MEDIA_KEYS if parts.values.get(key)]
+    if shape != "text":
+        beside = REASONING_KEYS if shape in ("alpaca", "sharegpt") or parts.mapped("system") else _BESIDE
+        keys += [key for key in beside if isinstance(value := parts.values.get(key), str) and value.strip()]
+    return tuple(key for key in keys if key not in map(parts.name, _SHAPING)) if keys else ()
 
 
 def _completion(parts: Parts) -> Record:

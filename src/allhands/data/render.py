@@ -15,20 +15,22 @@ A message may say whether it is trained: ``"weight": 0`` (OpenAI's field), ``"lo
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.answers import AnswerFinder
+from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
-from allhands.data.messages import INSTRUCTION_ROLES, called_function, merged_system
+from allhands.data.forms import Form, other_forms
+from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
+from allhands.data.messages import INSTRUCTION_ROLES, merged_system
 from allhands.data.records import Message, Record, as_turns
 from allhands.data.templates import MERGE, NAMED, OPTION
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
@@ -39,6 +41,9 @@ TrainOn = Literal["all", "last", "assistant"]
 _WEIGHTS = ("weight", "loss_weight", "train")
 # Records encoded at once: enough for all cores, and small beside the tokens that come of them.
 _BATCH = 512
+# Forms of conversations that are remembered.
+_MANY_FORMS = 4096
+_THOUGHT = "Bluebell"
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,15 @@ class Rendered:
         mask: (L,) bool; True where the token is a target of the loss. ``mask[0]`` is never True, since
             nothing predicts the first token.
         truncated: tokens cut off the end to keep ``max_seq_length``.
+        dates: the current date, in each spelling in which the chat template has written it.
+        unheard: what the record holds and the tokens do not, because the chat template leaves it out.
     """
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     truncated: int
+    dates: tuple[str, ...] = ()
+    unheard: tuple[Unheard, ...] = ()
 
 
 class Renderer:
@@ -65,6 +74,8 @@ class Renderer:
     every assistant turn of a chat (``train_on="assistant"``) or the last one only (``"last"``), less those of
     weight 0. Tool calls and thinking belong to the answer; the header that opens a turn does not. A text has
     no prompt, so that all of it is a target in any case.
+
+    A chat template that writes the current date writes that of ``moment``, by default of when this was made.
     """
 
     def __init__(
@@ -74,12 +85,14 @@ class Renderer:
         mask_prompt: bool,
         max_seq_length: int,
         train_on: TrainOn = "assistant",
+        moment: datetime | None = None,
     ) -> None:
         if max_seq_length < 2:
             raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        self._template = ChatTemplate(tokenizer) if has_chat_template(tokenizer) else None
+        self._moment = moment or datetime.now()
+        self._template = ChatTemplate(tokenizer, self._moment) if has_chat_template(tokenizer) else None
         self._max_seq_length = max_seq_length
         self._masked = mask_prompt and train_on != "all"
         self._last_only = train_on == "last"
@@ -153,7 +166,8 @@ class Renderer:
         """What the model's chat template does, found by rendering small conversations."""
         if self._template is None:
             return TemplateFacts(present=False)
-        probe = Renderer(self._tokenizer, mask_prompt=True, max_seq_length=1 << 20, train_on="last")
+        options: Any = {"mask_prompt": True, "max_seq_length": 1 << 20, "train_on": "last", "moment": self._moment}
+        probe = Renderer(self._tokenizer, **options)
         try:
             trained = "".join(text for text, trained in probe.explain(PROBE).pieces if trained)
         except AllhandsError:
@@ -170,8 +184,12 @@ class Renderer:
         """The record as one text and the ranges of its answers."""
         if record.kind == "text":
             # There is no prompt to mask: in a mixture with chats all of it is trained.
-            return Draft(record.text or "", framed=True, spans=None)
-        return self._draft_plain(record) if self._template is None else self._draft_chat(self._template, record)
+            draft = Draft(record.text or "", framed=True, spans=None)
+        elif self._template is None:
+            draft = self._draft_plain(record)
+        else:
+            draft = self._draft_chat(self._template, record)
+        return replace(draft, unheard=(*draft.unheard, *unread(record.unread))) if record.unread else draft
 
     def _draft_plain(self, record: Record) -> Draft:
         """A completion for a tokenizer without chat template: prompt, completion, end-of-text token."""
@@ -182,91 +200,43 @@ class Renderer:
                 "model, or give prompt and completion, or text",
             )
         text = record.prompt + record.completion
-        return Draft(text, framed=True, spans=((len(record.prompt), len(text)),) if self._masked else None)
+        spans = ((len(record.prompt), len(text)),) if self._masked else None
+        return Draft(text, framed=True, spans=spans, unheard=(Unheard("tools-dropped", ""),) if record.tools else ())
 
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
         conversation, first_answer = _conversation(record)
-        messages, text = template.accepted_form(conversation, record.tools)
-        if not self._masked:
-            return Draft(text, framed=False, spans=None)
+        written = template.written(conversation, record.tools)
+        messages, dates = written.messages, template.dates_in(written.text)
         wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_answer]
+        if not self._masked:
+            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            missing = written.unheard(conversation, answers)
+            return Draft(written.text, framed=False, spans=None, dates=dates, unheard=missing)
         weights = [_weight(message, i) for i, message in enumerate(messages)]
         wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        return Draft(text, framed=False, spans=template.answers.spans(text, messages, record.tools, wanted))
+        missing = written.unheard(conversation, wanted)
+        try:
+            spans = template.answers.spans(written.text, messages, written.tools, wanted)
+        except DataError as error:
+            # What cannot be found because it is not there has a better remedy.
+            gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
+            if gone:
+                words, error.hint = words_of(gone)
+                error.message = f"{error.message}: {words}"
+            raise
+        return Draft(written.text, framed=False, spans=spans, dates=dates, unheard=missing)
 
     def _finish(self, draft: Draft, encoded: Encoded) -> Rendered:
         mask = mask_of(draft, encoded, self._tokenizer.eos_token_id)
         limit = self._max_seq_length
-        return Rendered(encoded.tokens[:limit], mask[:limit], max(0, len(mask) - limit))
+        cut = max(0, len(mask) - limit)
+        return Rendered(encoded.tokens[:limit], mask[:limit], cut, dates=draft.dates, unheard=draft.unheard)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
     """Whether conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
-
-
-def own_tokens(tokenizer: Any, *, chosen: bool = False) -> dict[int, str]:
-    """Tokens that somebody may have added to the model's: no text of the model's own makers is known to hold them.
-
-    Added tokens, less those that the chat template writes, those with a role (begin, end, padding and so on), and those
-    that families of models have for code, pictures and calls.
-
-    Args:
-        chosen: the chat template is not the model's own, so that the model may not know the tokens that it writes.
-    """
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    roles = {getattr(tokenizer, f"{role}_token", None) for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
-    stops = getattr(tokenizer, "eos_token_ids", None)
-    template = "" if chosen else _template_words(tokenizer)
-    return {
-        number: text
-        for number, text in ((number, str(token)) for number, token in added.items())
-        if text.strip()
-        and text not in roles
-        and not (isinstance(stops, set) and number in stops)
-        and not _OF_FAMILIES.fullmatch(text)
-        and text not in template
-    }
-
-
-_OF_FAMILIES = re.compile(
-    r"</?(think|tool_call|tool_response|tools|image|s|pad|unk|mask)>|\[/?[A-Z_]+\]|<(0x[0-9A-Fa-f]{2}|unused\d+)>|\s+"
-    r"|<\|?(fim|object_ref|box|quad|vision|image|video|audio|repo|file|endof|reponame|filename|gh_|issue_|jupyter)\w*\|?>"
-)
-
-
-def _template_words(tokenizer: Any) -> str:
-    """What the chat template may write besides the words of a conversation: its source, and a conversation."""
-    source: Any = getattr(tokenizer, "chat_template", None)
-    texts: list[Any] = list(source.values()) if isinstance(source, dict) else [source]  # pyright: ignore[reportUnknownArgumentType]
-    if has_chat_template(tokenizer):
-        with suppress(DataError):  # it rejects the conversation
-            texts.append(ChatTemplate(tokenizer).text(PROBE.turns, None))
-    return "\n".join(str(text) for text in texts if text)
-
-
-def unstopped(tokenizer: Any) -> tuple[str, int] | None:
-    """The token, and its id, that ends answers in the chat template, where generation would not stop at it."""
-    if not has_chat_template(tokenizer):
-        return None
-    try:
-        token = ChatTemplate(tokenizer).answers.closing
-    except DataError:
-        return None
-    number = None if token is None else tokenizer.get_vocab().get(token)
-    stops = getattr(tokenizer, "eos_token_ids", None)
-    known = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id}
-    return None if token is None or number is None or number in known else (token, number)
-
-
-def stop_at_answers(tokenizer: Any) -> str | None:
-    """Let generation stop where the chat template ends an answer; the token, if it would not have."""
-    found = unstopped(tokenizer)
-    if found is None:
-        return None
-    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, found[1]}
-    return found[0]
 
 
 def _conversation(record: Record) -> tuple[list[Message], int]:
@@ -305,11 +275,38 @@ def _weight(message: Message, index: int) -> int | None:
     return weight
 
 
-class ChatTemplate:
-    """A tokenizer's chat template."""
+@dataclass(frozen=True)
+class Written:
+    """A conversation as a chat template takes it.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Attributes:
+        messages, tools: in the form that the template takes, see :class:`Form`.
+        text: what it makes of them.
+        parts: all that the conversation says.
+        lost: those of them that are not in the text.
+        keeps_words: thinking is in it if it stands in the words of the answer.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    text: str
+    parts: list[Part]
+    lost: list[Part]
+    keeps_words: bool
+
+    def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
+        """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
+        return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. If it writes the current date: that of ``moment``, or else of the clock."""
+
+    def __init__(self, tokenizer: Tokenizer, moment: datetime | None = None) -> None:
         self._tokenizer = tokenizer
+        self._clock = StoppedClock(moment) if moment is not None and asks_date(tokenizer) else None
+        # By the form of a conversation: how it is written best, and the markers that are lost all the same.
+        self._known: dict[bytes, tuple[Form, frozenset[int]]] = {}
 
     @cached_property
     def answers(self) -> AnswerFinder:
@@ -324,9 +321,9 @@ class ChatTemplate:
             DataError: the template rejects the conversation.
         """
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
+            options: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
+            render = partial(self._tokenizer.apply_chat_template, list(messages), **options)
+            return render() if self._clock is None else self._clock.rendered(self._source(tools), render)
         except Exception as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
@@ -360,6 +357,15 @@ class ChatTemplate:
         except DataError:
             return False
 
+    def _source(self, tools: list[Any] | None) -> str:
+        """The template that is used of those that the tokenizer may have."""
+        tokenizer: Any = self._tokenizer
+        return tokenizer.get_chat_template(None, tools)
+
+    def dates_in(self, text: str) -> tuple[str, ...]:
+        """The current date in a rendered conversation, in each spelling; only known of a ``moment``."""
+        return self._clock.dates_in(text) if self._clock else ()
+
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation and the header of the answer to come.
 
@@ -368,36 +374,67 @@ class ChatTemplate:
         """
         return self._tokenizer.encode(self.text(messages, None, prompt=True), add_special_tokens=False)
 
-    def accepted_form(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[Message], str]:
-        """The messages with tool-call arguments as objects, as most templates and mlx_lm's server have them;
-        and the rendered conversation.
+    def written(self, messages: list[Message], tools: list[Any] | None) -> Written:
+        """The conversation, rendered in the form in which the template leaves out least.
 
-        OpenAI's format has them as JSON strings, which such a template would quote a second time. A template
-        that takes only strings gets them as they are.
+        That is the usual one, with arguments of calls as objects, unless the template drops or rejects something in
+        it that it takes in another.
 
         Raises:
             DataError: the template rejects the conversation.
         """
-        parsed = [_with_parsed_arguments(message) for message in messages]
-        if parsed != messages:
+        marked = mark(messages, tools)
+        if marked.key not in self._known:
+            if len(self._known) >= _MANY_FORMS:
+                self._known.clear()
+            self._known[marked.key] = self._best_form(marked)
+        form, lost = self._known[marked.key]
+        rejected: DataError | None = None
+        # What depends on the words may need another form.
+        for one in dict.fromkeys((form, Form(), Form(strings=True))):
+            shaped, shaped_tools = one.messages(messages), one.tools(tools)
             try:
-                return parsed, self.text(parsed, tools)
-            except DataError:
-                pass
-        return messages, self.text(messages, tools)
+                text = self.text(shaped, shaped_tools)
+            except DataError as error:
+                rejected = error
+                continue
+            gone = lost_parts(text, marked.parts, lost)
+            thought = any(part.kind == "reasoning" for part in gone)
+            return Written(shaped, shaped_tools, text, marked.parts, gone, thought and self._keeps_thinking)
+        assert rejected is not None
+        raise rejected
 
-
-def _with_parsed_arguments(message: Message) -> Message:
-    def parsed(call: Message) -> Message:
-        arguments = called_function(call).get("arguments")
+    @cached_property
+    def _keeps_thinking(self) -> bool:
+        """Whether thinking in the words of the last answer stays."""
+        answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
         try:
-            value = json.loads(arguments) if isinstance(arguments, str) else None
-        except ValueError:
-            return call
-        if not isinstance(value, dict):
-            return call
-        changed = {**called_function(call), "arguments": value}
-        return {**call, "function": changed} if called_function(call) is not call else changed
+            return _THOUGHT in self.text([{"role": "user", "content": "a"}, answer], None)
+        except DataError:
+            return False
 
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [parsed(call) for call in calls]} if calls else message
+    def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
+        """The form in which least is lost, and the markers that are; none if all are rejected."""
+        best, lost = Form(), self._lost(Form(), marked)
+        if lost is not None and not lost:
+            return best, lost
+        tried = {self._shape(best, marked)}
+        for _ in range(2):  # one form may only help together with another
+            for form in other_forms(best):
+                if (shape := self._shape(form, marked)) in tried:
+                    continue
+                tried.add(shape)
+                now = self._lost(form, marked)
+                if now is not None and (lost is None or len(now) < len(lost)):
+                    best, lost = form, now
+        return best, frozenset() if lost is None else lost
+
+    def _shape(self, form: Form, marked: Marked) -> str:
+        return json.dumps([form.messages(marked.messages), form.tools(marked.tools)], default=str)
+
+    def _lost(self, form: Form, marked: Marked) -> frozenset[int] | None:
+        """The markers that are not in what the template makes of a form; None if it rejects that."""
+        try:
+            return lost_markers(self.text(form.messages(marked.messages), form.tools(marked.tools)), marked)
+        except DataError:
+            return None

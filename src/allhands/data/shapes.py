@@ -8,22 +8,20 @@ record but may be meant, and which columns were not used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
 
+from allhands.data.calls import called_function
 from allhands.data.messages import (
     INSTRUCTION_ROLES,
+    REASONING_KEYS,
     TOOL_ROLES,
     Message,
-    Place,
-    called_function,
     check_messages,
     check_tool_answers,
-    check_tools,
     merged_system,
-    quoted,
     require_answer,
 )
 from allhands.data.records import (
@@ -40,8 +38,11 @@ from allhands.data.records import (
     recognise,
     text_or_messages,
     to_record,
+    tools_part,
+    unread_keys,
     with_system,
 )
+from allhands.data.values import Place, quoted
 from allhands.errors import DataError
 
 
@@ -84,10 +85,10 @@ class Example:
         """
         if self.preference is not None:
             lists = [self.preference.get(key, []) for key in ("prompt", "chosen", "rejected", "completion")]
-            return "\n".join(_words(message for messages in lists for message in messages))
+            return "\n".join(spoken_words(message for messages in lists for message in messages))
         record = self.record
         assert record is not None
-        return record.text or "" if record.kind == "text" else "\n".join(_words(record.turns))
+        return record.text or "" if record.kind == "text" else "\n".join(spoken_words(record.turns))
 
 
 def with_merged_system(example: Example) -> Example:
@@ -106,8 +107,10 @@ def with_merged_system(example: Example) -> Example:
     return replace(example, record=changed, warnings=warnings)
 
 
-def _words(messages: Iterator[Message] | Sequence[Message]) -> Iterator[str]:
+def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
+    """What messages say, in order: thinking, words, tool calls."""
     for message in messages:
+        yield from (thought for key in REASONING_KEYS if isinstance(thought := message.get(key), str))
         if message["content"]:
             yield message["content"]
         for call in message.get("tool_calls") or ():
@@ -174,7 +177,7 @@ def _preference(parts: Parts) -> Example:
     if chosen == rejected:
         names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
         place.fail(f"{names} are the same: there is nothing to prefer", "delete the record")
-    tools = check_tools(parts.get("tools"), parts.name("tools"), place)
+    tools = tools_part(parts)
     prompt, warnings = _question(parts), ()
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt, warnings = _shared(parts, chosen, rejected, prompt)
@@ -265,6 +268,8 @@ ARGUMENTS_NOT_JSON = "tool call whose arguments are not a JSON object"
 PROMPT_DIFFERS = "the prompt is not part of the conversations of a preference, and not used"
 EMPTY_TEXT = "the text is empty: training leaves it out"
 
+_NOT_TRAINED = "beside the answer is not trained"
+
 # What to do about each; for a phrase that names a column see `remedy_of_warning`.
 _REMEDIES = {
     TWO_SYSTEM: "most chat templates use one or none: join them into the first",
@@ -283,6 +288,10 @@ _REMEDIES = {
 
 def remedy_of_warning(warning: str) -> str:
     """What to do about one of the warnings of an :class:`Example`."""
+    if warning.endswith(_NOT_TRAINED):
+        return "write it before the words of the answer (<think>...</think>), or into its message as reasoning_content"
+    if warning.startswith('"system" is not used'):
+        return 'write it as the first message, of role "system"'
     return _REMEDIES.get(warning, "rename the column, or map it to the part that it is")
 
 
@@ -365,6 +374,9 @@ def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
             yield f"the mapped column {quoted(parts.name(part))} is not there"
         elif not taken and parts.get(part) and (part != "input" or parts.mapped(part) or instructed):
             yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
+    for key in unread_keys(parts, shape):
+        if key in REASONING_KEYS:
+            yield f"{quoted(key)} {_NOT_TRAINED}"
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
         yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
     used = {parts.name(part) for part in NEEDS[shape]}

@@ -188,7 +188,7 @@ def full_places(data_dir: Path) -> Generator[None, None, None]:
         yield
     except AllhandsError as error:
         file = Path(re.sub(r":\d+$", "", error.where or ""))
-        if error.where and not file.is_absolute() and (data_dir.expanduser() / file).is_file():
+        if error.where and not file.is_absolute() and (data_dir / file).is_file():
             error.where = str(data_dir / error.where)
         raise
 

@@ -44,6 +44,16 @@ _REMEMBERED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
+class LeftOutPart:
+    """Something that a chat template leaves out of records: how many, the beginning of the first, the first places."""
+
+    code: str
+    count: int
+    sample: str
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TokenSetReport:
     """What became of the records.
 
@@ -59,6 +69,7 @@ class TokenSetReport:
         num_trained_tokens: tokens in the set that the loss is computed on.
         build_s: seconds that it took to make.
         num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets that were made before it was counted.
+        left_out: what records hold and the chat template leaves out.
     """
 
     num_records: int
@@ -72,6 +83,7 @@ class TokenSetReport:
     num_trained_tokens: int
     build_s: float
     num_text_bytes: int = 0
+    left_out: tuple[LeftOutPart, ...] = ()
 
     @property
     def tokens_per_byte(self) -> float | None:
@@ -186,7 +198,7 @@ Build = Callable[[StoreWriter], TokenSetReport]
 def stores() -> Path:
     """The directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
     chosen = os.environ.get("ALLHANDS_TOKEN_CACHE")
-    return Path(chosen).expanduser() if chosen else cache_dir() / "tokens"
+    return Path(os.path.expanduser(chosen)) if chosen else cache_dir() / "tokens"
 
 
 def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:
@@ -313,7 +325,8 @@ def _mapped(path: Path, *, built: bool) -> StoredTokens | None:
 
 
 def _report(values: dict[str, Any]) -> TokenSetReport:
-    fields: dict[str, Any] = values | {"dropped": tuple(values["dropped"])}
+    parts = [LeftOutPart(**part | {"places": tuple(part["places"])}) for part in values.get("left_out", ())]
+    fields: dict[str, Any] = values | {"dropped": tuple(values["dropped"]), "left_out": tuple(parts)}
     return TokenSetReport(**fields)
 
 

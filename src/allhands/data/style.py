@@ -150,7 +150,7 @@ def check_output_file(out: Path, sources: Sequence[Source], force: bool) -> None
 
 
 def _lies_at(name: str, out: Path) -> bool:
-    source = Path(name).expanduser()
+    source = Path(os.path.expanduser(name))
     return source.exists() and source.resolve() == out.resolve()
 
 

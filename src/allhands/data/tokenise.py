@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -25,9 +25,10 @@ from typing import Any
 
 import psutil
 
+from allhands.data.dates import asks_date, date_facts
 from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
-from allhands.data.store import StoreWriter, TokenSetReport, file_hash
+from allhands.data.store import LeftOutPart, StoreWriter, TokenSetReport, file_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.versions import version_of
 
@@ -40,7 +41,6 @@ ALONE_S = 3.0
 HELPER_BYTES = 500_000_000
 _SHOWN = 5
 _POLL_S = 1.0
-_STRFTIME = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 # Files of a model's directory that a tokenizer may be made of.
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.jinja", "chat_template*", "*.py")
 
@@ -63,6 +63,7 @@ class Rendering:
         reload: makes the tokenizer anew in another process: a function of a module and its arguments. ``None`` if
             that cannot be done, and this process renders alone.
         files: :func:`tokenizer_files` of the directory that it was loaded from.
+        moment: whose date a chat template writes that writes the current one.
     """
 
     tokenizer: Tokenizer
@@ -71,11 +72,18 @@ class Rendering:
     max_seq_length: int | None
     reload: tuple[Callable[..., Tokenizer], tuple[Any, ...]] | None = None
     files: str | None = None
+    moment: datetime = field(default_factory=datetime.now)
 
     def renderer(self) -> Renderer:
         """The renderer that does it."""
         limit = self.max_seq_length or 1 << 40
-        return Renderer(self.tokenizer, mask_prompt=self.mask_prompt, max_seq_length=limit, train_on=self.train_on)
+        return Renderer(
+            self.tokenizer,
+            mask_prompt=self.mask_prompt,
+            max_seq_length=limit,
+            train_on=self.train_on,
+            moment=self.moment,
+        )
 
     @property
     def masks(self) -> bool:
@@ -85,7 +93,7 @@ class Rendering:
     def facts(self) -> dict[str, Any]:
         """What its results depend on besides the records, as JSON values."""
         return {
-            "tokenizer": tokenizer_facts(self.tokenizer),
+            "tokenizer": tokenizer_facts(self.tokenizer, self.moment),
             "files": self.files,
             "mask_prompt": self.mask_prompt,
             "train_on": self.train_on,
@@ -93,8 +101,8 @@ class Rendering:
         }
 
 
-def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    """What determines a tokenizer's output, as JSON values."""
+def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
+    """What determines a tokenizer's output, as JSON values; ``moment``: see :class:`Rendering`."""
     import tokenizers
     import transformers
 
@@ -115,11 +123,8 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     own = getattr(tokenizer, "_chat_template", None)
     if callable(own):
         facts["own_template"] = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '')}"
-    if "strftime_now" in str(template):
-        # Llama 3 writes today's date into its system message.
-        formats = _STRFTIME.findall(str(template))
-        literal = len(formats) == str(template).count("strftime_now(")
-        facts["now"] = [time.strftime(one) for one in formats] if literal else time.time_ns()
+    if asks_date(tokenizer):
+        facts["now"] = date_facts(tokenizer, moment)
     return facts
 
 
@@ -161,12 +166,14 @@ def fill_store(
     num_records = num_texts = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
     num_bytes = 0
     dropped: list[str] = []
+    left_out: dict[str, LeftOutPart] = {}
     with every_core():
         for chunk, results in _rendered(_chunks(records), rendering):
             kept: list[Rendered] = []
             for record, result in zip(chunk, results, strict=True):
                 if isinstance(result, AllhandsError):
                     raise result
+                _count_unheard(left_out, record, result)
                 if result.mask.any() and not record.is_blank:
                     kept.append(result)
                     num_bytes += len((record.text or "").encode())
@@ -209,7 +216,15 @@ def fill_store(
         num_trained,
         time.perf_counter() - started,
         num_bytes,
+        tuple(left_out.values()),
     )
+
+
+def _count_unheard(left_out: dict[str, LeftOutPart], record: Record, result: Rendered) -> None:
+    for code, sample in result.unheard:
+        known = left_out.get(code) or LeftOutPart(code, 0, sample, ())
+        places = known.places if len(known.places) >= _SHOWN else (*known.places, record.where)
+        left_out[code] = replace(known, count=known.count + 1, places=places)
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -262,7 +277,9 @@ def _with_helpers(
     from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
 
     assert rendering.reload is not None
-    task = _Task(*rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length)
+    task = _Task(
+        *rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length, rendering.moment
+    )
     workers = num_helpers()
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),))
@@ -312,6 +329,7 @@ class _Task:
     mask_prompt: bool
     train_on: TrainOn
     max_seq_length: int | None
+    moment: datetime
 
 
 def _render(task: _Task, chunk: list[Record]) -> Sequence[Result]:
@@ -322,7 +340,8 @@ def _render(task: _Task, chunk: list[Record]) -> Sequence[Result]:
 @lru_cache(maxsize=1)
 def _helpers_renderer(task: _Task) -> Renderer:
     tokenizer = task.make(*task.arguments)
-    return Rendering(tokenizer, task.mask_prompt, task.train_on, task.max_seq_length).renderer()
+    options = (task.mask_prompt, task.train_on, task.max_seq_length)
+    return Rendering(tokenizer, *options, moment=task.moment).renderer()
 
 
 def num_helpers() -> int:

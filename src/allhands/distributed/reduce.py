@@ -19,13 +19,11 @@ _TAPER = 4  # parts of a bucket that the last ones have
 _ONE_CALL_BYTES = 4_000_000
 # Arrays of so many bytes are not copied to lie beside others: that takes longer than a call of their own.
 _ALONE_BYTES = 8_000_000
-# From how many bytes on ranks begin the exchange of a bucket together. On two H100s, with 1.24 billion numbers, a step
-# of 32 x 1024 tokens a GPU takes 1.6 % less time for it, one of 8 x 1024 as much as before, and both 8 % less memory
-# (benchmarks/results/gpu_many-2026-11-25.md).
-_TOGETHER_BYTES = 0
 # Of 8, 32 and 128 MB the last was the fastest on four H200s (benchmarks/results/gpu_many-2026-11-22.md): a GPU's host
 # can be a few calls ahead of it, not more.
 _NCCL_BUCKET_BYTES = 128_000_000
+# A count travels as how many times this, and the rest: float32 holds whole numbers up to 2**24 only.
+_COUNT_UNIT = 1 << 12
 
 
 def bucket_bytes_for(backend: str, megabytes: float | None) -> int:
@@ -49,7 +47,7 @@ def sum_over_ranks(
 
     Args:
         arrays: the same shapes and dtypes in the same order on every rank.
-        scalars: exact as float32 (token counts below 2**24 a step).
+        scalars: exact as float32; of counts, which may be larger than 2**24, :func:`count_parts`.
 
     Returns:
         The summed arrays in their order and shapes, and the (len(scalars),) float32 sums.
@@ -62,6 +60,24 @@ def sum_over_ranks(
         total = communicator.all_sum(_end_to_end(everything, bucket)).reshape(-1)
         _take_apart(total, everything, bucket, sums)
     return sums[1:], sums[0]
+
+
+def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:
+    """A count, or lazy counts, as two numbers whose float32 sums over up to 4096 ranks are exact, up to 2**36."""
+    if isinstance(count, mx.array) and mx.issubdtype(count.dtype, mx.floating):
+        count = count.astype(mx.float32)
+    units = count // _COUNT_UNIT
+    return units, count - units * _COUNT_UNIT
+
+
+def whole_count(units: float, rest: float) -> int:
+    """The count whose parts, or their sums, these are."""
+    return int(units) * _COUNT_UNIT + int(rest)
+
+
+def lazy_count(parts: mx.array) -> mx.array:
+    """() float32, of two sums of :func:`count_parts`: rounded once, whatever the ranks' own counts are."""
+    return parts[0] * _COUNT_UNIT + parts[1]
 
 
 @dataclass(frozen=True)
@@ -181,12 +197,9 @@ def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicato
 
     A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
     kernel of that rank's ends: ranks that are not at the same place of their passes would wait for each other in turn.
-    They do before what is smaller than :data:`_TOGETHER_BYTES`.
+    On two H100s, with 1.24 billion numbers, a step of 32 x 1024 tokens a GPU takes 1.6 % less time for it, one of
+    8 x 1024 as much, and both 8 % less memory (benchmarks/results/gpu_many-2026-11-25.md).
     """
-    if sum(array.nbytes for array in arrays) < _TOGETHER_BYTES:
-        with _beside(arrays, stream) as made:
-            yield made
-        return
     zero = mx.zeros((1,))
     here = mx.depends([zero], arrays)[0]
     with _beside([*arrays, here], stream) as met:
@@ -325,22 +338,24 @@ def mean_of_tokens(
         reduction: whether that loss is the mean over its tokens or their sum.
     """
     communicator = on_stream(communicator, exchange.stream)
-    count = mx.array(num_tokens, dtype=mx.float32)
+    parts = count_parts(num_tokens)
+    own = _as_array(parts)
+    count = lazy_count(own)
     flat = flatten(grads)
     # Whole sums overflow a small type: then the total is asked for first, and parts of the mean travel.
     early = exchange.dtype is not None and communicator.size > 1
-    total = mx.maximum(communicator.all_sum(count.reshape(1))[0], 1.0) if early else mx.ones(())
+    total = mx.maximum(lazy_count(communicator.all_sum(own)), 1.0) if early else mx.ones(())
     scale = (count if reduction == "mean" else mx.ones(())) / total
     # In float32, because a token count does not fit bfloat16; and a rank without tokens has no mean:
     # its NaN must not reach the others.
     weighted = [mx.where(count > 0, g.astype(mx.float32) * scale, mx.zeros(g.shape, dtype=mx.float32)) for _, g in flat]
-    sums, (counted,) = sum_over_ranks(
+    sums, counted = sum_over_ranks(
         communicator,
         [_cast(g, exchange.dtype) for g in weighted] if early else weighted,
-        [count],
+        parts,
         bucket_bytes=max(exchange.bucket_bytes, 1),
     )
-    divisor = mx.ones(()) if early else mx.maximum(counted, 1.0)
+    divisor = mx.ones(()) if early else mx.maximum(lazy_count(counted), 1.0)
     return unflatten(
         [(name, (s.astype(mx.float32) / divisor).astype(g.dtype)) for (name, g), s in zip(flat, sums, strict=True)]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import mlx.nn as nn
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.files import write_whole
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
 from allhands.trees import flatten
@@ -32,22 +34,26 @@ class Trainable:
         num_layers: blocks that are trained, counted from the last; -1 for all.
         parameters: number of trained parameters.
         total_parameters: of the whole model; a quantised weight counts its values, not its packed words.
+        unmatched: adapter keys that name nothing.
     """
 
     num_layers: int
     parameters: int
     total_parameters: int
+    unmatched: tuple[str, ...] = ()
 
 
 def make_trainable(model: Any, config: TrainConfig) -> Trainable:
     """Freeze ``model`` and make trainable what ``config`` asks for.
 
     Raises:
-        ConfigError: more layers than the model has, adapter keys that match nothing, full fine-tuning of
-            quantised weights.
+        ConfigError: more layers than the model has, adapter keys that match nothing (those of a run that is gone on
+            from, or of an adapter that is only tested, are only named), full fine-tuning of quantised weights.
+        ModelError: no layer can have an adapter.
     """
     total = count_parameters(model)
     num_layers = resolve_layers(len(model.layers), config)
+    names = _linear_names(model, num_layers)
     model.freeze()
     if config.fine_tune_type == "full":
         _unfreeze(model, num_layers)
@@ -61,18 +67,44 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
             raise ConfigError(str(error), where="--lora-parameters", hint="choose other keys") from None
     trained = sum(value.size for _, value in flatten(model.trainable_parameters()))
     if trained == 0:
-        raise no_such_keys(config, _linear_names(model))
+        raise no_such_keys(config, names, config.lora_parameters.keys or ())
+    unmatched = _unmatched(model, num_layers, config)
+    if unmatched and config.train and config.resume is None:
+        raise no_such_keys(config, names, unmatched)
     mx.eval(model.parameters())
-    return Trainable(num_layers, trained, total)
+    return Trainable(num_layers, trained, total, unmatched)
 
 
-def no_such_keys(config: TrainConfig, names: Iterable[str]) -> ConfigError:
-    """What to raise where none of the adapter keys is among ``names``, a block's linear layers."""
+def untrained(model: Any) -> Trainable:
+    """Freeze a model that is only computed."""
+    for _, module in model.named_modules():
+        if "_no_grad" not in vars(module):  # recurrent_gemma of mlx_lm leaves MLX's own initialisation out
+            module._no_grad = set()
+    model.freeze()
+    return Trainable(0, 0, count_parameters(model))
+
+
+def no_such_keys(config: TrainConfig, names: Iterable[str], unmatched: Sequence[str]) -> AllhandsError:
+    """What to raise where ``unmatched`` adapter keys are none of ``names``, the linear layers of blocks."""
+    if not config.lora_parameters.keys:
+        problem = "mlx_lm finds no layer in this model that could have an adapter"
+        hint = "take another model; --fine-tune-type full needs no such layers"
+        return ModelError(problem, where=config.model, hint=hint)
+    blocks = "any block" if config.num_layers in (None, -1) else f"the last {config.num_layers} blocks"
     return ConfigError(
-        f"none of the adapter keys {config.lora_parameters.keys} names a linear layer of this model",
+        f"adapter keys that name no layer of {blocks}: {', '.join(unmatched)}",
         where="--lora-parameters",
-        hint=f"linear layers of a block: {', '.join(names)}",
+        hint=f"remove or correct them; linear layers of a block: {', '.join(names)}",
     )
+
+
+def _unmatched(model: Any, num_layers: int, config: TrainConfig) -> tuple[str, ...]:
+    """Adapter keys that mlx_lm has found in no block that is trained, nor in the model as a whole."""
+    keys = config.lora_parameters.keys if config.fine_tune_type != "full" else None
+    if not keys:
+        return ()
+    known = {name for part in (*model.layers[-max(num_layers, 0) :], model) for name, _ in part.named_modules()}
+    return tuple(key for key in keys if key not in known)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -122,9 +154,10 @@ def _unfreeze(model: Any, num_layers: int) -> None:
         part.unfreeze()
 
 
-def _linear_names(model: Any) -> list[str]:
-    block = model.layers[-1]
-    return [name for name, module in block.named_modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+def _linear_names(model: Any, num_layers: int) -> list[str]:
+    """Of all blocks that are trained, which may be of several kinds."""
+    modules = [pair for block in reversed(model.layers[-max(num_layers, 0) :]) for pair in block.named_modules()]
+    return list(dict.fromkeys(name for name, module in modules if isinstance(module, nn.Linear | nn.QuantizedLinear)))
 
 
 def trained_weights(model: nn.Module) -> dict[str, mx.array]:
@@ -165,14 +198,19 @@ def unfit(problem: str, directory: Path) -> ModelError:
 
 
 def adapter_config(
-    config: TrainConfig, num_layers: int, model_path: str, stop_tokens: Sequence[str] = ()
+    config: TrainConfig,
+    num_layers: int,
+    model_path: str,
+    dated: datetime | None = None,
+    stop_tokens: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads resolved.
 
     Args:
+        dated: the moment whose date the chat template wrote; ``None`` if it writes none.
         stop_tokens: what ends the answers that were trained, where the model itself does not stop there.
     """
-    values = config.model_dump(mode="json")
+    values = config.model_dump(mode="json") | ({} if dated is None else {DATE_KEY: dated.isoformat()})
     values.update(num_layers=num_layers, model=model_path, stop_tokens=list(stop_tokens))
     if config.fine_tune_type == "full":
         values["lora_parameters"] = None
@@ -201,6 +239,15 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
             where=str(file),
             hint="take the file from the run that the adapter came from",
         ) from None
+
+
+def dated_as(directory: Path) -> datetime | None:
+    """The moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says so."""
+    try:
+        said = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[DATE_KEY]
+        return datetime.fromisoformat(said).replace(tzinfo=None)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 _SHAPE_KEYS = ("fine_tune_type", "num_layers", "lora_parameters")

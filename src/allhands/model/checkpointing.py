@@ -1,4 +1,9 @@
-"""Recompute a block's activations in the backward pass instead of keeping them."""
+"""Recompute a block's activations in the backward pass instead of keeping them.
+
+A block may be called with arrays in any place: positional or by keyword, in lists, dictionaries or objects such as
+caches, which it may also change. All of them are inputs of the recomputed function, and what the block leaves in them
+is among its outputs.
+"""
 
 from __future__ import annotations
 
@@ -28,57 +33,167 @@ def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> 
             layer.__class__ = _recomputing(type(layer), _called_at_once if at_once else _called_in_a_graph)
 
 
-def _recomputing(base: type[nn.Module], called: Callable[..., Any]) -> type[nn.Module]:
+def _recomputing(base: type[nn.Module], called: Callable[[_Call], list[mx.array]]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return called(cast("Any", base).__call__, self, *args, **kwargs)
+        floating_only = called is _called_at_once
+        this = _Call(cast("Any", base).__call__, self, (args, kwargs), floating_only=floating_only)
+        return this.result(called(this))
 
     return type(base.__name__, (base,), {"__call__": call, "_recomputes": True})
 
 
-def _called_in_a_graph(function: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    def inner(params: Any, *inner_args: Any) -> Any:
-        layer.update(params)
-        return function(layer, *inner_args, **kwargs)
+class _Call:
+    """One call of a block, as a function of arrays alone: its inputs, then its trained weights.
 
-    return mx.checkpoint(inner)(layer.trainable_parameters(), *args)
+    Attributes:
+        inputs: arrays that the block is called with.
+        weights: its trained arrays.
+    """
+
+    def __init__(self, function: Callable[..., Any], layer: nn.Module, given: Any, *, floating_only: bool) -> None:
+        self.layer = layer
+        self._function = function
+        self._floating_only = floating_only
+        self.inputs: list[mx.array] = []
+        self._given = _Parts(self.inputs, floating_only=floating_only).take_apart(given)
+        named = flatten(layer.trainable_parameters())
+        self._names = [name for name, _ in named]
+        self.weights = [value for _, value in named]
+        self._made: Any = None
+
+    def __call__(self, inputs: Sequence[mx.array], weights: Sequence[mx.array]) -> list[mx.array]:
+        """The arrays that come of it; what the block was called with is as it was afterwards."""
+        outputs: list[mx.array] = []
+        try:
+            self._install(weights)
+            args, kwargs = _put_together(self._given, inputs)
+            result = self._function(self.layer, *args, **kwargs)
+            parts = _Parts(outputs, floating_only=True, passed_on=inputs)
+            self._made = parts.take_apart((result, args, kwargs))
+        finally:
+            _put_together(self._given, self.inputs)
+            self._install(self.weights)
+        return outputs
+
+    def result(self, outputs: Sequence[mx.array]) -> Any:
+        """What the block returns, made of ``outputs``; its arguments are as it leaves them."""
+        return _put_together(self._made, outputs, self.inputs)[0]
+
+    def _install(self, weights: Sequence[mx.array]) -> None:
+        self.layer.update(unflatten(zip(self._names, weights, strict=True)))
 
 
-def _called_at_once(function: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _called_in_a_graph(call: _Call) -> list[mx.array]:
+    return cast("Any", mx.checkpoint)(call)(call.inputs, call.weights)
+
+
+def _called_at_once(call: _Call) -> list[mx.array]:
     """As :func:`mx.checkpoint`, which keeps what MLX is told of a forward pass as long as the pass around it lasts."""
-    named = flatten(layer.trainable_parameters())
-    weights = [value for _, value in named]
-    places = [place for place, each in enumerate(args) if _is_differentiable(each)]
-
-    def call(inputs: Sequence[mx.array]) -> Any:
-        whole = list(args)
-        for place, each in zip(places, inputs, strict=True):
-            whole[place] = each
-        return function(layer, *whole, **kwargs)
+    count = len(call.inputs)
 
     def forward(*primals: mx.array) -> Any:
-        with no_gradient_through(layer):
+        with no_gradient_through(call.layer):
             # Copies are nothing that is differentiated: what comes of them is forgotten.
-            return call([mx.array(floats(each)) for each in primals[: len(places)]])
+            return call([mx.array(floats(each)) for each in primals[:count]], call.weights)
 
     def again(*primals: mx.array) -> Any:
-        _install(layer, named, primals[len(places) :])
-        return call(primals[: len(places)])
+        return call(primals[:count], primals[count:])
 
     def backward(primals: Any, cotangents: Any, _: Any) -> Any:
         inputs, towards = (list(each) if isinstance(each, tuple | list) else [each] for each in (primals, cotangents))
-        try:
-            made = mx.vjp(again, inputs, towards)[1]
-            # Copies again: what a sum came of, MLX would keep until the whole backward pass is done.
-            return [mx.array(np.asarray(each)) for each in made]
-        finally:
-            _install(layer, named, weights)
+        made = mx.vjp(again, inputs, towards)[1]
+        # Copies again: what a sum came of, MLX would keep until the whole backward pass is done.
+        return [mx.array(np.asarray(each)) for each in made]
 
-    return with_vjp(forward, backward)(*(args[place] for place in places), *weights)
+    outputs: Any = with_vjp(forward, backward)(*call.inputs, *call.weights)
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _install(layer: nn.Module, named: Sequence[tuple[str, mx.array]], values: Sequence[mx.array]) -> None:
-    layer.update(unflatten([(name, value) for (name, _), value in zip(named, values, strict=True)]))
+# --- arrays in nested values ------------------------------------------------------------------------------
 
 
-def _is_differentiable(argument: Any) -> bool:
-    return isinstance(argument, mx.array) and mx.issubdtype(argument.dtype, mx.floating)
+class _Slot:
+    """Stands for an array: its number among those that were found, or among those that a block was given."""
+
+    def __init__(self, number: int, *, passed_on: bool = False) -> None:
+        self.number, self.passed_on = number, passed_on
+
+
+class _Filled:
+    """Stands for a list, dictionary or object that keeps its identity while its contents are replaced."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.contents: Any = None
+
+
+class _Parts:
+    """Takes nested values apart into ``arrays`` and what is needed to put them together again."""
+
+    def __init__(self, arrays: list[mx.array], *, floating_only: bool, passed_on: Sequence[mx.array] = ()) -> None:
+        self._arrays = arrays
+        self._floating_only = floating_only
+        self._passed_on = {id(array): number for number, array in enumerate(passed_on)}
+        self._seen: dict[int, _Filled] = {}
+
+    def take_apart(self, value: Any) -> Any:
+        if isinstance(value, mx.array):
+            return self._array(value)
+        if isinstance(value, tuple):
+            made = [self.take_apart(each) for each in cast("tuple[Any, ...]", value)]
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        if not _is_filled(value):
+            return value
+        if id(value) not in self._seen:
+            filled = self._seen[id(value)] = _Filled(value)
+            if isinstance(value, list):
+                filled.contents = [self.take_apart(each) for each in cast("list[Any]", value)]
+            else:
+                named: dict[Any, Any] = value if isinstance(value, dict) else vars(value)
+                filled.contents = {name: self.take_apart(each) for name, each in named.items()}
+        return self._seen[id(value)]
+
+    def _array(self, array: mx.array) -> Any:
+        if id(array) in self._passed_on:
+            return _Slot(self._passed_on[id(array)], passed_on=True)
+        if self._floating_only and not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        self._arrays.append(array)
+        return _Slot(len(self._arrays) - 1)
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether ``value`` can hold arrays that a block reads or changes: a container, or an object such as a cache."""
+    if isinstance(value, list | dict):
+        return True
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type | nn.Module)
+
+
+def _put_together(parts: Any, arrays: Sequence[mx.array], passed_on: Sequence[mx.array] = ()) -> Any:
+    """The value that was taken apart, with ``arrays`` in it; lists, dictionaries and objects are filled in place."""
+    done: set[int] = set()
+
+    def made(part: Any) -> Any:
+        if isinstance(part, _Slot):
+            return (passed_on if part.passed_on else arrays)[part.number]
+        if isinstance(part, tuple):
+            values = [made(each) for each in cast("tuple[Any, ...]", part)]
+            return type(part)(*values) if hasattr(part, "_fields") else tuple(values)
+        if not isinstance(part, _Filled):
+            return part
+        if id(part) not in done:
+            done.add(id(part))
+            _fill(part, made)
+        return part.original
+
+    return made(parts)
+
+
+def _fill(part: _Filled, made: Callable[[Any], Any]) -> None:
+    if isinstance(part.original, list):
+        part.original[:] = [made(each) for each in part.contents]
+        return
+    held: dict[Any, Any] = part.original if isinstance(part.original, dict) else vars(part.original)
+    values = {name: made(each) for name, each in part.contents.items()}
+    held.clear()
+    held.update(values)

@@ -192,6 +192,8 @@ def parse_wishes(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[s
             continue
         if part == PLAIN:
             wished[""] = PLAIN
+        elif name in wished:
+            raise ConfigError(f"{name} is given twice: {text}", where=VARIABLE, hint="keep one of them")
         elif not equals or form not in here.get(name, ()):
             ways = "; ".join(f"{key}={'|'.join(values)}" for key, values in here.items())
             raise ConfigError(

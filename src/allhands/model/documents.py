@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.errors import ConfigError
+from allhands.model.known import follows_length
 
 
 class Row:
@@ -91,7 +92,8 @@ def require_isolation(model: Any, name: str) -> None:
         kept_apart = bool(((apart <= 0.02 * mx.abs(alone).max()) & (apart <= 0.2 * difference(model(rows)))).item())
     except (TypeError, ValueError, AttributeError, IndexError, KeyError):
         kept_apart = False
-    if not kept_apart:
+    # Rows are too short here to see that.
+    if not kept_apart or follows_length(model):
         raise ConfigError(
             f"documents cannot be kept apart in this architecture ({name})",
             where="--isolate-documents",

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from allhands.model import known
 from allhands.model.choices import PLAIN, chosen
 
 # tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation of degree
@@ -72,14 +73,6 @@ def with_vjp(function: Callable[..., mx.array], vjp: Callable[..., Any]) -> Call
 swiglu = with_vjp(_swiglu, _swiglu_vjp)
 
 
-def near(expected: mx.array, actual: mx.array, share: float, least: float = 1e-6) -> bool:
-    """Whether no value is off by more than ``share`` of the largest expected one, and ``least``; shapes are equal."""
-    if expected.shape != actual.shape:
-        return False
-    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
-    return bool((mx.abs(expected - actual).max() <= share * mx.abs(expected).max() + least).item())
-
-
 class FastMlp:
     """Forward pass shared by the substitute classes of :func:`use_fast_mlp`."""
 
@@ -98,37 +91,12 @@ def swiglu_form(gate: mx.array) -> str:
 
 
 def use_fast_mlp(model: nn.Module) -> int:
-    """Let the model's SwiGLU blocks use :func:`swiglu`; returns how many.
+    """Let the model's known SwiGLU blocks use :func:`swiglu`; returns how many.
 
-    A module qualifies if it has exactly the three projections and computes, on a probe, what the substitute
-    does: architectures with another activation or scaling are left alone. Only instances change, and neither
-    the names nor the values of their parameters do.
+    Only instances change, and neither the names nor the values of their parameters do.
     """
-    changed = 0
-    verdicts: dict[type, bool] = {}
-    for _, module in model.named_modules():
-        if set(module.children()) != {"gate_proj", "up_proj", "down_proj"} or isinstance(module, FastMlp):
-            continue
+    found = [module for module in model.modules() if known.is_swiglu(module)]
+    for module in found:
         kind = type(module)
-        substitute = type(kind.__name__, (FastMlp, kind), {})
-        if kind not in verdicts:
-            verdicts[kind] = _same(module, substitute)
-        if verdicts[kind]:
-            module.__class__ = substitute
-            changed += 1
-    return changed
-
-
-def _same(module: Any, substitute: Any) -> bool:
-    # An adapter wraps the layer whose input width is asked for.
-    gate = module.gate_proj.get("linear", module.gate_proj)
-    width = gate.weight.shape[1] if isinstance(gate, nn.Linear) else getattr(gate, "input_dims", None)
-    if width is None:
-        return False
-    probe = mx.sin(mx.arange(2 * width, dtype=mx.float32)).reshape(2, -1)
-
-    def agree(x: mx.array) -> bool:
-        return near(module(x), substitute.__call__(module, x), 1e-4, 1e-7)
-
-    # Large inputs too: some architectures clip the gate, which small ones do not reach.
-    return agree(probe) and agree(1000.0 * probe)
+        module.__class__ = type(kind.__name__, (FastMlp, kind), {})
+    return len(found)

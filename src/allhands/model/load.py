@@ -29,7 +29,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.files import write_error
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, worth_threads
-from allhands.model.sources import Report, first_line, resolve, silent
+from allhands.model.sources import Report, first_line, quantising, resolve, silent
 from allhands.model.tokenizer import (
     BEST_MODEL,
     MODEL,
@@ -126,8 +126,11 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple
     files = _check_weights(path)
     made: Json = {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
     try:
-        return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
+        with quantising(path):
+            return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
     except Exception as error:  # a config that no class can be built from fails in any of its lines
+        if isinstance(error, ModelError):
+            raise
         hint = "check config.json against the weights, or fetch the model again"
         if "trust_remote_code" in str(error):
             hint = "pass --trust-remote-code if you trust its author"
@@ -296,7 +299,7 @@ def get_model(
     conversion = Conversion(quantize_bits, group_size, dequantize, dtype)
     say = report or silent
     path = resolve(source, report=say).resolve()
-    target = out.expanduser().resolve()
+    target = out.resolve()
     check_target(target, path, force)
     with staging(target) as staged:
         model, config = build(path, trust_remote_code)
@@ -375,7 +378,7 @@ def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, sa
         hint = "add --dequantize to unpack it first, or leave --quantize out"
         raise ModelError("the model is quantized already", where=str(path), hint=hint)
     group_size = wanted.group_size or DEFAULT_GROUP_SIZE
-    with redirect_stdout(io.StringIO()) as said:  # mlx_lm prints its result
+    with quantising(path), redirect_stdout(io.StringIO()) as said:  # mlx_lm prints its result
         model, config = mlx_lm.quantize_model(model, config, group_size, wanted.quantize_bits)
     if not _is_quantized(model):
         hint = f"choose another of {GROUP_SIZES}"

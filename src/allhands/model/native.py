@@ -8,7 +8,7 @@ called: they cannot be compiled, and their gradients ask for values, too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +16,10 @@ import mlx.nn as nn
 import numpy as np
 
 from allhands.blas import native_library
-from allhands.model import native_arrays, native_experts, native_products
+from allhands.model import known, native_arrays, native_experts, native_products
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.documents import Row
-from allhands.model.fastmath import FastMlp, gated, near, swiglu_form, with_vjp
+from allhands.model.fastmath import FastMlp, gated, swiglu_form, with_vjp
 from allhands.model.native_arrays import (
     FORWARD_ONLY,
     Array,
@@ -31,15 +31,9 @@ from allhands.model.native_arrays import (
     new,
     pointers,
 )
-from allhands.model.traits import traits_of
 from allhands.trees import flatten
 
 _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION = _PROJECTIONS | {"rope"}
-_NORMS = {"q_norm", "k_norm"}  # of Qwen 3, OLMo 2 and others
-_PROBE_TOKENS = 24
-_CLOSE = 1e-4  # of the largest value
 
 
 def use_native(model: nn.Module) -> int:
@@ -57,7 +51,7 @@ def use_native(model: nn.Module) -> int:
     for module in model.modules():
         if (multiply := getattr(module, "multiply_at_once", None)) is not None:
             multiply()
-    forms: _Forms = {}
+    turns: dict[Hashable, dict[str, tuple[Array, Array]]] = {}
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = _Norm
@@ -65,8 +59,9 @@ def use_native(model: nn.Module) -> int:
         elif isinstance(module, FastMlp):
             module.__class__ = type(type(module).__name__, (_Mlp, type(module)), {})
             changed += 1
-        elif module.children().keys() - _NORMS == _ATTENTION:
-            changed += _substitute_attention(module, forms)
+        elif (sizes := known.attention_of(module)) is not None:
+            _use_attention(module, sizes, turns)
+            changed += 1
         else:
             changed += native_experts.substitute(module)
     blocks: list[nn.Module] = list(getattr(model, "layers", ()))
@@ -74,8 +69,13 @@ def use_native(model: nn.Module) -> int:
 
 
 def before_training(model: Any) -> list[Any]:
-    """The blocks through which no gradient goes back: those before the first one that is trained."""
-    layers: list[Any] = list(getattr(model, "layers", ()))
+    """The blocks through which no gradient goes back: those before the first one that is trained.
+
+    None of a model that is not known to run each block once, in order.
+    """
+    if not known.runs_in_order(model):
+        return []
+    layers: list[Any] = list(model.layers)
     trained = [len(flatten(layer.trainable_parameters())) for layer in layers]
     if sum(trained) < len(flatten(model.trainable_parameters())):
         return []  # something beside the blocks, perhaps the embedding below them
@@ -234,13 +234,14 @@ class _Attention:
         causal = cache is None and isinstance(mask, str) and mask == "causal"
         if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
-        sizes = (*self._native_heads, self._native_width)
+        known_sizes: known.Attention = self._native_sizes
+        sizes = (known_sizes.heads, known_sizes.kv_heads, known_sizes.width)
         if chosen("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if "q_norm" in self:
+        if known_sizes.normed:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
-        turns = _turns(self, x.shape[1], self._native_width)
+        turns = _turns(self, x.shape[1], known_sizes.width)
         starts = row.starts if row else None
         return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=forward_only(self)))
 
@@ -250,77 +251,19 @@ def _normed(norm: Any, x: mx.array) -> mx.array:
     return norm(x.reshape(*x.shape[:-1], -1, norm.weight.size)).reshape(x.shape)
 
 
-def _heads(module: Any) -> tuple[int, int]:
-    """Of the queries and of the keys, which architectures name in two ways.
-
-    Raises:
-        AttributeError: neither is there.
-    """
-    if hasattr(module, "n_heads"):
-        return module.n_heads, module.n_kv_heads
-    return module.num_heads, module.num_key_value_heads
-
-
 def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
-    """(length, width / 2) cosines and sines, asked of the model: whatever its base and scaling are.
-
-    Layers that turn alike share them.
-    """
-    known: dict[str, tuple[Array, Array]] = module._native_turns
-    if not known or len(known["turns"][0]) < length:
-        ones = mx.concatenate([mx.ones((width // 2,)), mx.zeros((width // 2,))])
-        turned = module.rope(mx.contiguous(mx.broadcast_to(ones, (1, 1, 2 * length, width))))
-        cosines, sines = mx.split(turned[0, 0].astype(mx.float32), 2, axis=-1)
-        known["turns"] = floats(cosines), floats(sines)
-    return known["turns"]
+    """(length, width / 2) cosines and sines. Layers that turn alike share them."""
+    known_turns: dict[str, tuple[Array, Array]] = module._native_turns
+    if not known_turns or len(known_turns["turns"][0]) < length:
+        cosines, sines = known.turns_of(module.rope, 2 * length, width)
+        known_turns["turns"] = floats(cosines), floats(sines)
+    return known_turns["turns"]
 
 
-# For each kind of attention its native class, and what its instances share; None where it has none.
-_Forms = dict[tuple[Any, ...], tuple[type, dict[str, Any]] | None]
-
-
-def _substitute_attention(module: Any, forms: _Forms) -> bool:
-    """Give ``module`` the native form if it then computes the same, also of large inputs; whether it has it."""
-    kind = traits_of(module, opaque=_PROJECTIONS)
-    if kind not in forms:
-        forms[kind] = _native_form(module)
-    form = forms[kind]
-    if form is None:
-        return False
-    _take_form(module, *form)
-    return True
-
-
-def _take_form(module: Any, substitute: type, shared: dict[str, Any]) -> None:
-    for name, value in shared.items():
+def _use_attention(module: Any, sizes: known.Attention, turns: dict[Hashable, dict[str, tuple[Array, Array]]]) -> None:
+    """Give a known attention block the native form; ``turns`` are the tables of each rotation so far."""
+    shared = turns.setdefault((known.key_of_rotation(module.rope), sizes.width), {})
+    for name, value in (("_native_sizes", sizes), ("_native_turns", shared)):
         object.__setattr__(module, name, value)
-    module.__class__ = substitute
-
-
-def _native_form(module: Any) -> tuple[type, dict[str, Any]] | None:
-    kind, training = type(module), module.training
-    substitute: Any = type(kind.__name__, (_Attention, kind), {})
-    module.eval()  # dropout would make two passes differ
-    try:
-        heads, key_heads = _heads(module)
-        width = module.k_proj(probe := _probe(module)).shape[-1] // key_heads
-        if width % 2 or heads % key_heads:
-            return None
-        shared = {"_native_width": width, "_native_heads": (heads, key_heads), "_native_turns": {}}
-        inputs = [factor * probe for factor in (1.0, 10.0)]
-        expected = [module(x, "causal") for x in inputs]
-        _take_form(module, substitute, shared)
-        same = all(near(y, module(x, "causal"), _CLOSE) for x, y in zip(inputs, expected, strict=True))
-    except (TypeError, ValueError, AttributeError):
-        return None
-    finally:
-        module.__class__ = kind
-        module.train(training)
-    return (substitute, shared) if same else None
-
-
-def _probe(module: Any) -> mx.array:
-    """(1, T, D) input for ``module``."""
-    base = module.q_proj.get("linear", module.q_proj)
-    width = getattr(base, "input_dims", None) or base.weight.shape[1]
-    return mx.sin(mx.arange(_PROBE_TOKENS * width, dtype=mx.float32)).reshape(1, _PROBE_TOKENS, width)
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_Attention, kind), {})

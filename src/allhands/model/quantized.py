@@ -161,7 +161,8 @@ def prepare_dense(model: nn.Module) -> None:
 
 
 def _is_quantized(module: Any) -> bool:
-    return isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
+    # Exact types: a class derived from one of them may compute in its own way.
+    return type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def _substitute(module: Any, *, compact: bool, dtype: mx.Dtype | None) -> nn.Module:

@@ -7,9 +7,12 @@ the id of a Hub repository. :func:`resolve` makes a directory of each.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import errors as hub_errors
@@ -38,7 +41,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
     """
     if source == "demo":
         return demo_model(report=report)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
     if path.exists():
@@ -117,6 +120,21 @@ def _make_demo(target: Path, report: Report, run: Run) -> None:
 def first_line(error: Exception) -> str:
     """The first line of what ``error`` says; its class if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def quantising(path: Path) -> Generator[None]:
+    """Tell (ModelError) of a layer that mlx_lm takes for one that can be quantised, and that cannot."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:  # what is wrong with numbers in the config is a ValueError
+        if "quantize" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]:
+            raise
+        raise ModelError(
+            f"mlx_lm itself cannot quantise layers of this architecture: {first_line(error)}",
+            where=str(path),
+            hint="take the model in full precision, as it was before it was quantised",
+        ) from error
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

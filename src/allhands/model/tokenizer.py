@@ -57,7 +57,7 @@ def load_bare_tokenizer(
     Raises:
         ModelError: the tokenizer is missing or torn.
     """
-    path = Path(path_or_repo).expanduser()
+    path = Path(path_or_repo)
     local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
     advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
     if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):

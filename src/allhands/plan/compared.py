@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -424,7 +425,7 @@ def _same(name: str, planned: Any, trained: Any) -> bool:
     if planned == trained or (not planned and not trained):
         return True
     if name in _RESOLVED and isinstance(planned, str) and isinstance(trained, str):
-        return Path(planned).expanduser().resolve() == Path(trained).expanduser().resolve()
+        return Path(os.path.expanduser(planned)).resolve() == Path(os.path.expanduser(trained)).resolve()
     return False
 
 

@@ -19,10 +19,11 @@ import numpy as np
 from huggingface_hub import ModelCardData
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 
-from allhands.data.render import unstopped
 from allhands.data.templates import TEMPLATE_FILE, ChatChoice
+from allhands.data.token_roles import unstopped
 from allhands.errors import ConfigError, ModelError
 from allhands.generate import check_adapter, put_on
+from allhands.model.beyond import Use, limits_told
 from allhands.model.load import (
     Json,
     LoadedTokenizer,
@@ -108,14 +109,17 @@ def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, 
         kind, below = described(options.adapter_path, options.source)
     assert below is not None
     path = resolve(below).resolve()
-    target = out.expanduser().resolve()
+    target = out.resolve()
     check_target(target, path, options.force)
     if holds_files(target) and not options.force:
         raise ConfigError("a model is there already", where=str(out), hint="add --force to replace it")
     chat = ChatChoice(kept=options.adapter_path)
     tokenizer = load_tokenizer(str(path), trust_remote_code=options.trust_remote_code, chat=chat)
     # First of all, so that a place that cannot be written to is found before anything is computed.
-    with staging(target) as staged:
+    with (
+        limits_told(Use(str(path), options.trust_remote_code, adapter=options.adapter_path)),
+        staging(target) as staged,
+    ):
         adapted = _adapted(options, path)
         wanted, kinds = _logits(adapted), _floating(adapted)
         del adapted

@@ -7,6 +7,7 @@ the few formats that most models use; what is none of them is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
     hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
     if not has_chat_template(tokenizer):
         raise ModelError("the model has no chat template", where=str(path), hint=hint)
-    template, bos = ChatTemplate(tokenizer), tokenizer.bos_token or _MARK
+    template, bos = ChatTemplate(tokenizer, datetime.now()), tokenizer.bos_token or _MARK
 
     def rendered(messages: list[dict[str, str]]) -> str:
         # Ollama puts it there itself, as the GGUF says; a format may begin with the very same mark.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY, asks_date
+from allhands.data.heard import words_of
 from allhands.data.records import ColumnNames
-from allhands.data.render import unstopped
 from allhands.data.splits import (
     RecordSource,
     full_places,
@@ -22,6 +24,7 @@ from allhands.data.splits import (
 )
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.templates import MERGE, OPTION, ChatChoice
+from allhands.data.token_roles import unstopped
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError, DataError
@@ -52,6 +55,7 @@ class Datasets:
         stored: every split that the run needs, by name, mapped from its store.
         packing: how the splits are read.
         notes: what a person should know about them.
+        dated: the moment whose date the chat template writes, by the clock on the wall; ``None`` if it writes none.
         template: the chat template that was chosen in place of the model's own.
         stop_tokens: what ends the answers among them, where the model itself does not stop there.
     """
@@ -59,6 +63,7 @@ class Datasets:
     stored: dict[str, StoredTokens]
     packing: Packing | None
     notes: tuple[str, ...]
+    dated: datetime | None = None
     template: str | None = None
     stop_tokens: tuple[str, ...] = ()
 
@@ -92,6 +97,10 @@ class Datasets:
         """sha256 of each split's tokens and masks."""
         return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
 
+    def recorded(self) -> dict[str, str | None]:
+        """What a checkpoint says of the data: the fingerprints, and the moment whose date is in them."""
+        return {**self.fingerprints(), DATE_KEY: None if self.dated is None else self.dated.isoformat()}
+
 
 SPLITS = ("train", "valid", "test")
 
@@ -115,19 +124,21 @@ def open_data(
     progress: Progress = no_progress,
     *,
     leads: bool = True,
+    moment: datetime | None = None,
 ) -> Datasets:
     """The splits of ``sources`` as tokens; tokenised now if need be.
 
     Args:
         sources: of :func:`find_splits`.
         leads: whether this process is the one of its host that should do the work, because its progress is seen.
+        moment: whose date a chat template writes that writes the current one; ``None``: of this call.
 
     Raises:
         DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
         ConfigError: an option has no effect on these data.
         StorageError: the tokens cannot be stored.
     """
-    rendering = rendering_of(config, tokenizer)
+    rendering = rendering_of(config, tokenizer, moment)
     notes: list[str] = [*tokenizer.notes]
     stored: dict[str, StoredTokens] = {}
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
@@ -156,7 +167,8 @@ def open_data(
             f"answers end with {stops[0]}, which is not among the model's end-of-text tokens: generate, chat and serve "
             "stop there all the same, and fuse and export write it into eos_token_id"
         )
-    return Datasets(stored, packing, tuple(notes), tokenizer.template, stops)
+    dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
+    return Datasets(stored, packing, tuple(notes), dated, tokenizer.template, stops)
 
 
 def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
@@ -191,8 +203,8 @@ def load_data(config: TrainConfig) -> Datasets:
     )
 
 
-def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
-    """How ``config`` makes tokens of records."""
+def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None) -> Rendering:
+    """How ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
     return Rendering(
         cast("Any", tokenizer.tokenizer),
         mask_prompt=config.mask_prompt,
@@ -200,6 +212,7 @@ def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer) -> Rendering:
         max_seq_length=None if config.packing else config.max_seq_length,
         reload=(_reload, (str(tokenizer.path), config.trust_remote_code, tokenizer.template)),
         files=tokenizer_files(tokenizer.path),
+        moment=moment or datetime.now(),
     )
 
 
@@ -244,7 +257,7 @@ def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
 
 def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
     """The splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
-    path = Path(config.data).expanduser()
+    path = Path(config.data)
     # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
     named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
     if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
@@ -281,7 +294,7 @@ def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str,
     if named is not None:
         with _no_folder_either(config):
             return split_of_hub({"path": config.data, **named, **features}, split)
-    path = Path(config.data).expanduser()
+    path = Path(config.data)
     if pretraining(config) is not None and path.is_file() and (split == "train" or not required):
         return source_of_one_file(path, columns) if split == "train" else None
     return split_of_folder(path, split, columns, required=required)
@@ -303,7 +316,7 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
 
 def _misnamed(config: TrainConfig) -> str:
     """That there is a file which may be the validation set under another name."""
-    folder = Path(config.data).expanduser()
+    folder = Path(config.data)
     return " (there is an eval.jsonl: call it valid.jsonl)" if (folder / "eval.jsonl").is_file() else ""
 
 
@@ -326,7 +339,12 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
             f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
         )
     if report.num_dropped:
-        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {_first(report)}")
+        first = _first(report.dropped, report.num_dropped)
+        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {first}")
+    for part in report.left_out:
+        message, remedy = words_of(part.code, part.sample)
+        said = f"{split}: {part.count} of {report.num_records} examples: {message}"
+        notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
     return notes
 
 
@@ -338,6 +356,6 @@ def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
     return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
 
 
-def _first(report: TokenSetReport) -> str:
-    shown = report.dropped[:3]
-    return ", ".join(shown) + (", ..." if report.num_dropped > len(shown) else "")
+def _first(places: Sequence[str], count: int) -> str:
+    shown = places[:3]
+    return ", ".join(shown) + (", ..." if count > len(shown) else "")

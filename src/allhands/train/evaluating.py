@@ -10,6 +10,7 @@ from allhands.errors import DataError
 from allhands.eval_config import EvalConfig
 from allhands.evaluate import Evaluator
 from allhands.generate import check_adapter
+from allhands.model.beyond import limits_told, use_of
 from allhands.train.preparing import Surroundings, prepare
 
 
@@ -44,6 +45,11 @@ def run_evaluation(config: EvalConfig, surroundings: Surroundings) -> Evaluation
     """
     if config.adapter_path:
         check_adapter(Path(config.adapter_path))
+    with limits_told(use_of(config)):
+        return _evaluated(config, surroundings)
+
+
+def _evaluated(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
     start = Path(config.adapter_path) / "adapters.safetensors" if config.adapter_path else None
     ready = prepare(config, surroundings, Path(config.adapter_path), start)
     windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]

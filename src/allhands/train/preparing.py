@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
 from allhands.arrays import hand_out_json
-from allhands.checkpoints import run_name
+from allhands.checkpoints import Checkpoint, run_name
 from allhands.config import TrainConfig
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
@@ -28,7 +29,16 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
 from allhands.kernels import launch_directly
-from allhands.model.adapters import Trainable, as_written, load_trained, make_trainable, trained_weights, unfit
+from allhands.model.adapters import (
+    Trainable,
+    as_written,
+    dated_as,
+    load_trained,
+    make_trainable,
+    trained_weights,
+    unfit,
+    untrained,
+)
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.choices import Choices, settle
 from allhands.model.documents import require_isolation
@@ -37,13 +47,24 @@ from allhands.model.embedding import make_deterministic
 from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse, keep_dense
 from allhands.model.fused.linear import use_dense
+from allhands.model.known import calls_blocks
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
-from allhands.train.restore import AUTO, Restored, find_checkpoint, keeps_files, receive, tell_kept_aside
+from allhands.train.gradient_check import StartCheck
+from allhands.train.restore import (
+    AUTO,
+    Restored,
+    date_of,
+    find_checkpoint,
+    keeps_files,
+    receive,
+    seen_date,
+    tell_kept_aside,
+)
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
@@ -68,6 +89,7 @@ class Surroundings:
         regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
         run_id: one for all attempts of a run.
         attempt: which start of the run this is, from 1.
+        moment: when the run began, by the clock on the wall of whoever started it.
         console: for rank 0's progress; ``None`` for silence.
         cores_per_rank: processor cores of each local process, if limited.
         log_file: where this rank's own lines go besides the console.
@@ -84,6 +106,7 @@ class Surroundings:
     regroup_requested: Callable[[], bool] = lambda: False
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     attempt: int = 1
+    moment: datetime = field(default_factory=datetime.now)
     console: Console | None = None
     cores_per_rank: int | None = None
     log_file: Path | None = None
@@ -116,9 +139,14 @@ class Prepared:
     run_id: str
     kernels: Settlement
 
+    def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
+        """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
+        return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
+
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
+    told = config.notes
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
@@ -127,7 +155,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
-    checkpoint, notes = None, list[str]()
+    checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
@@ -138,12 +166,17 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
             tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
             config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
-            checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            checkpoint, found = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            notes += found
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
-        data = open_data(config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0)
+        made_data = partial(
+            open_data, config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0
+        )
+        data = made_data(moment=_moment(config, surroundings, directory, start, checkpoint))
+        notes += _date_told(data, surroundings)
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
@@ -156,29 +189,26 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
+    notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
     if config.train:
         notes += unlearned(model, loaded.tokenizer, data, config)
-    if not accelerator.eager:
-        make_deterministic(model)
-    dropout = install_dropout(model, config.seed)
-    prepare_quantized(model, accelerator, compact=True)
-    at_once = accelerator.eager and config.compile != "on" and use_native(model) > 0
-    if accelerator.kind == "cuda":
-        fuse(model, config.max_seq_length)
-    elif accelerator.kind == "metal":
-        use_dense(model)
+    with _busy(surroundings):
+        check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
+        dropout = put_forms_in(model, config, accelerator)
+        if check is not None:
+            notes += check.finish(model, dropout)
     if start is not None:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
-    if config.grad_checkpoint:
-        checkpoint_layers(model.layers, at_once=at_once)
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated, data.template)
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
     if communicator.size > 1:
+        with _busy(surroundings):
+            data = _of_one_date(communicator, data, lambda moment: made_data(moment=moment))
         agree(communicator, run_facts(config, loaded, data, start))
     kernels = agreed(kernels, communicator)
     settle(kernels.choices)
@@ -198,7 +228,60 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     return Prepared(*parts, tuple(notes), run_id, kernels)
 
 
+def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> DropoutKeys | None:
+    """Let ``model``, of which it is settled what is trained, compute as its training on this device does.
+
+    Returns:
+        What a training step must set for each micro-batch; ``None`` if nothing is ever dropped.
+    """
+    if not accelerator.eager:
+        make_deterministic(model)
+    dropout = install_dropout(model, config.seed)
+    prepare_quantized(model, accelerator, compact=True)
+    at_once = accelerator.eager and config.compile != "on" and use_native(model) > 0
+    if accelerator.kind == "cuda":
+        fuse(model, config.max_seq_length)
+    elif accelerator.kind == "metal":
+        use_dense(model)
+    if config.grad_checkpoint:
+        if not calls_blocks(model):
+            message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
+            hint = "leave it out; a smaller --batch-size saves memory"
+            raise ConfigError(message, where="--grad-checkpoint", hint=hint)
+        checkpoint_layers(model.layers, at_once=at_once)
+    return dropout
+
+
+def _moment(
+    config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None, checkpoint: Checkpoint | None
+) -> datetime:
+    """Whose date the chat template writes, if it writes the current one: the run's, once it has one."""
+    if not config.train:
+        kept = dated_as(start.parent) if start is not None else None
+    elif surroundings.mesh.is_main:
+        kept = date_of(checkpoint) if checkpoint is not None else None
+    else:
+        kept = seen_date(config, directory, surroundings.run_id, surroundings.attempt)
+    return kept or surroundings.moment
+
+
+def _date_told(data: Datasets, surroundings: Surroundings) -> list[str]:
+    """That the date is another than today's, where it is."""
+    if data.dated is None or data.dated.date() == surroundings.moment.date():
+        return []
+    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
+
+
+def _of_one_date(communicator: Communicator, data: Datasets, made: Callable[[datetime], Datasets]) -> Datasets:
+    """The data with rank 0's date: other ranks may have begun on another day, or live in another time zone."""
+    own = None if data.dated is None else data.dated.isoformat()
+    told: str | None = hand_out_json(communicator, own)
+    return data if own is None or told in (None, own) else made(datetime.fromisoformat(told))
+
+
 def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
+    if not config.train and start is None:
+        return untrained(model)
     try:
         return make_trainable(model, config)
     except ConfigError as error:
@@ -272,7 +355,8 @@ def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: P
 
     Weights are compared as files, because ranks on other devices may hold them in other types.
     """
-    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained_weights(loaded.model).items()}
+    trained = trained_weights(loaded.model) if config.train or start is not None else {}
+    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained.items()}
     return {
         "config": config.shared_values(),
         "parameters": arrays,

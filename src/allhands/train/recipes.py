@@ -41,6 +41,7 @@ from allhands.metrics import (
     read_metrics,
 )
 from allhands.model.adapters import adapter_config, trained_weights
+from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
 from allhands.monitor import Identity, ProcessSampler, monitor_file, read_samples
 from allhands.monitor.samples import LOGS
@@ -90,7 +91,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
-    with ExitStack() as stack, _observer(surroundings) as observer:
+    with limits_told(use_of(config)), ExitStack() as stack, _observer(surroundings) as observer:
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         surroundings = _observed(surroundings, observer)
@@ -365,9 +366,7 @@ class _Run:
             keep_every=config.keep_every,
             # In full each is a whole model, which the checkpoint holds already.
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
-            adapter_config=adapter_config(
-                config, ready.trainable.num_layers, str(ready.loaded.path), ready.data.stop_tokens
-            ),
+            adapter_config=adapter_config(config, *ready.described()),
             chat_template=ready.data.template,
             constants=cache(self._constants),
             model=self._model_files(),
@@ -397,7 +396,7 @@ class _Run:
             "config_fingerprint": self.config.fingerprint(),
             "versions": versions(),
             "model": {"path": str(ready.loaded.path), "fingerprint": ready.loaded.fingerprint},
-            "data": ready.data.fingerprints(),
+            "data": ready.data.recorded(),
             "chat_template": ready.data.template,
             "world_size": self.mesh.size,
             "backend": ready.communicator.backend,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from allhands.checkpoints import (
     run_name,
     survey,
 )
+from allhands.checkpoints.layout import run_of
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY
 from allhands.distributed.backend import Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
-from allhands.errors import CheckpointError
+from allhands.errors import AllhandsError, CheckpointError
 from allhands.files import make_directory
+from allhands.metrics import read_metrics
 from allhands.train.state import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.trees import numbers
 
@@ -57,21 +61,24 @@ class Restored:
 
 
 def find_checkpoint(
-    config: TrainConfig, directory: Path, run_id: str, attempt: int
+    config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that this start goes on from, if any, and what a person should know of others.
 
     A restart goes on from its own run's latest; if none is whole it begins as the first attempt did, because nobody
     is there to decide otherwise.
 
+    Args:
+        verify: whether to compute sums; else sizes are compared, which takes milliseconds.
+
     Raises:
         CheckpointError: what was asked for is missing or damaged, or all that there is.
     """
     rejected: list[CheckpointError] = []
-    found = latest(directory, run_id=run_id, rejected=rejected) if attempt > 1 else None
+    found = latest(directory, run_id=run_id, verify=verify, rejected=rejected) if attempt > 1 else None
     own_lost = found is None and bool(rejected)
     if found is None and config.resume is not None:
-        found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected)
+        found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
     errors = {one.where: one for one in rejected}.values()
     notes = [f"a damaged checkpoint is left out: {one.where}: {one.message}" for one in errors]
     if own_lost:
@@ -80,6 +87,26 @@ def find_checkpoint(
     elif found is None and config.resume == AUTO and attempt == 1:
         notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins")
     return found, notes
+
+
+def seen_date(config: TrainConfig, directory: Path, run_id: str, attempt: int) -> datetime | None:
+    """:func:`date_of` the checkpoint that rank 0 will go on from, as far as another rank can tell without it."""
+    with suppress(AllhandsError):
+        found, _ = find_checkpoint(config, directory, run_id, attempt, verify=False)
+        return None if found is None else date_of(open_checkpoint(found.path, verify=False))
+    return None
+
+
+def date_of(checkpoint: Checkpoint) -> datetime | None:
+    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it wrote none, or unknown."""
+    data: dict[str, Any] = checkpoint.state.get("data", {})
+    if DATE_KEY in data:
+        return datetime.fromisoformat(data[DATE_KEY]) if data[DATE_KEY] else None
+    # One of an earlier version, whose tokens were made when the run began.
+    with suppress(AllhandsError):
+        if starts := read_metrics(run_of(checkpoint.path)).starts:
+            return datetime.fromtimestamp(starts[0].time)
+    return None
 
 
 def tell_kept_aside(communicator: Communicator, directory: Path) -> list[str]:
@@ -102,13 +129,15 @@ def tell_kept_aside(communicator: Communicator, directory: Path) -> list[str]:
     return [f"an earlier run's checkpoints, up to step {last:g}, are kept{where}: to go on from them --resume {path}"]
 
 
-def _asked_for(resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError]) -> Checkpoint | None:
+def _asked_for(
+    resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError], verify: bool
+) -> Checkpoint | None:
     """What ``--resume`` means; ``run_id``: to a restart of that run, whose own checkpoints are not whole."""
     if resume != AUTO:
-        return find(resume, directory)
+        return find(resume, directory, verify=verify)
     if run_id is not None and _began_without(directory, run_id):
-        return latest(directory, rejected=rejected)
-    return find_latest(directory, rejected=rejected)
+        return latest(directory, verify=verify, rejected=rejected)
+    return find_latest(directory, verify=verify, rejected=rejected)
 
 
 def _began_without(directory: Path, run_id: str) -> bool:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed.reduce import count_parts, lazy_count, whole_count
 from allhands.trees import number, numbers
 
-# Where among the sums of a step's numbers those of the gradients' squares are, where ranks have parts of them.
-SQUARES = 4
+# A step's numbers: loss, trained tokens and tokens in two parts each, votes; then the gradients' squares, where ranks
+# have parts of them.
+_TARGETS, _TOKENS, _VOTES, SQUARES = 1, 3, 5, 6
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,27 @@ class StepResult:
 
 def filled(timed: StepResult, totals: mx.array, norm: mx.array) -> StepResult:
     """``timed`` with the numbers of the step: sums of loss, trained tokens, tokens and votes."""
-    loss_sum, num_targets, num_tokens, votes = numbers(totals)[:SQUARES]
+    values = numbers(totals)
     return replace(
         timed,
-        loss_sum=loss_sum,
-        num_targets=int(num_targets),
-        num_tokens=int(num_tokens),
+        loss_sum=values[0],
+        num_targets=whole_count(*values[_TARGETS:_TOKENS]),
+        num_tokens=whole_count(*values[_TOKENS:_VOTES]),
         grad_norm=number(norm),
-        stop_votes=int(votes),
+        stop_votes=int(values[_VOTES]),
     )
 
 
-def counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Trained tokens and tokens of them all."""
-    return sum(batch.num_targets for batch in micro_batches), sum(batch.num_tokens for batch in micro_batches)
+def own_numbers(loss: mx.array, micro_batches: Sequence[MicroBatch], stop: bool) -> list[float | mx.array]:
+    """What this rank adds to the numbers of the step."""
+    num_targets = sum(batch.num_targets for batch in micro_batches)
+    num_tokens = sum(batch.num_tokens for batch in micro_batches)
+    return [loss, *count_parts(num_targets), *count_parts(num_tokens), float(stop)]
+
+
+def num_targets_of(totals: mx.array) -> mx.array:
+    """() float32, lazy: trained tokens of the global batch."""
+    return lazy_count(totals[_TARGETS:_TOKENS])
 
 
 def not_finite(result: StepResult) -> str:

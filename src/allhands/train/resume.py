@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from allhands.checkpoints import Checkpoint
 from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
 from allhands.model.shapes import find_shape
@@ -94,6 +96,7 @@ def check_contents(
     config: TrainConfig,
     model: Callable[[str], bool],
     data: Mapping[str, str | None],
+    dated: datetime | None = None,
     template: str | None = None,
 ) -> list[str]:
     """Compare model and data by their content; what a person should know.
@@ -101,6 +104,7 @@ def check_contents(
     Args:
         model: whether a fingerprint is that of the weights.
         data: fingerprint of each split.
+        dated: the moment whose date is in them; ``None`` if the chat template writes none.
         template: the chat template that was chosen.
 
     Raises:
@@ -125,13 +129,7 @@ def check_contents(
         )
     if state["data"].get("train") != data.get("train"):
         _check_template(checkpoint, template)
-        what = "data and the tokenizer" if fresh else "data"
-        raise DataError(
-            "the training data, or how they become tokens, are not those that the checkpoint was trained on",
-            where="--data",
-            hint=f"name the {what} that the run began with; or begin a new run from these weights with "
-            f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
-        )
+        raise _other_data(checkpoint, fresh, dated)
     before, now = state["data"].get("valid"), data.get("valid")
     if before is not None and now is not None and before != now:
         return ["the validation data have changed: losses before and after cannot be compared"]
@@ -147,6 +145,22 @@ def _check_template(checkpoint: Checkpoint, template: str | None) -> None:
         where="--chat-template",
         hint=f"leave out --chat-template and --system, or give both as they were: {checkpoint.path / TEMPLATE_FILE} "
         "holds the template that was used, if it was not the model's own",
+    )
+
+
+def _other_data(checkpoint: Checkpoint, fresh: bool, dated: datetime | None) -> DataError:
+    what = "data and the tokenizer" if fresh else "data"
+    problem = "the training data, or how they become tokens, are not those that the checkpoint was trained on"
+    if dated is not None and DATE_KEY not in checkpoint.state["data"]:
+        problem += (
+            "; or else it is the date that the chat template writes, which this checkpoint of an earlier version does "
+            f"not hold ({dated:%d %b %Y, %H:%M} was tried)"
+        )
+    return DataError(
+        problem,
+        where="--data",
+        hint=f"name the {what} that the run began with; or begin a new run from these weights with "
+        f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
     )
 
 

@@ -36,10 +36,10 @@ from allhands.train.lookups import TravellingLookups, with_lookups
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.poison import find_culprits
-from allhands.train.result import SQUARES, StepResult, counts, filled, not_finite
+from allhands.train.result import SQUARES, StepResult, filled, not_finite, num_targets_of, own_numbers
 from allhands.train.runahead import RunAhead
 from allhands.train.update import GraphUpdate, initialise
-from allhands.trees import flatten, numbers, unflatten
+from allhands.trees import flatten, number, numbers, unflatten
 
 # Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
 # remains of the exchange.
@@ -205,7 +205,7 @@ class TrainStep:
             # Where the gradient is on its way already, the loss does it.
             loss = loss if begun is None else mx.array(math.nan)
         computed = time.perf_counter()
-        mine = [loss, *(float(n) for n in counts(micro_batches)), float(bool(stop()))]
+        mine = own_numbers(loss, micro_batches, bool(stop()))
         if self._overlap:
             begun = begun or self._begin([grad for _, grad in grads])
             sums = _named(grads, begun.arrays)
@@ -238,7 +238,7 @@ class TrainStep:
 
     def _update_by_hand(self, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult) -> StepResult:
         """Look at the numbers, then update the model if all are finite. Empties ``sums``."""
-        num_targets = numbers(totals)[1]
+        num_targets = number(num_targets_of(totals))
         # The one division: by the trained tokens of all micro-batches and all ranks.
         mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
         sums.clear()  # what nobody holds, MLX computes in place
@@ -259,7 +259,7 @@ class TrainStep:
         self, update: NativeUpdate, sums: list[tuple[str, mx.array]], totals: mx.array, timed: StepResult
     ) -> StepResult:
         """As :meth:`_update_by_hand`; the one division is a factor of the update."""
-        num_targets = max(numbers(totals)[1], 1.0)
+        num_targets = max(number(num_targets_of(totals)), 1.0)
         if self._after_backward is not None:
             self._after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
         norm = update.norm(sums) / num_targets
@@ -286,16 +286,17 @@ class TrainStep:
         assert self._graph is not None
         if self._after_backward is not None:
             # Besides, and only as far as somebody looks at it.
-            divisor = mx.maximum(totals[1], 1.0)
+            divisor = mx.maximum(num_targets_of(totals), 1.0)
             self._after_backward(unflatten([(n, (g / divisor).astype(g.dtype)) for n, g in self._graph.named(sums)]))
         if self._communicator.size > 1 and waiting is None:
             self._beat("update")
         self._rehearse("update")
         begun = time.perf_counter()
         if self._graph.shards is None:
-            norm = self._graph(sums, totals[0], totals[1])
+            norm = self._graph(sums, totals[0], num_targets_of(totals))
         else:
-            norm = self._graph(sums, totals[0], totals[1], squares=totals[SQUARES], exchange=self._wholes)
+            counted, squares = num_targets_of(totals), totals[SQUARES]
+            norm = self._graph(sums, totals[0], counted, squares=squares, exchange=self._wholes)
         if waiting is not None:
             mx.async_eval(norm, totals, self._graph.arrays())
         # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 
 from allhands.config import TrainConfig
-from allhands.data.render import own_tokens
+from allhands.data.token_roles import own_tokens
 from allhands.train.datasets import Datasets
 from allhands.trees import flatten
 

@@ -208,7 +208,7 @@ def settings_of(shell: Shell, target: str, extra: Sequence[str] = ()) -> dict[st
 def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
     """The person's own file of host keys; ``None``: there is none, or its name is not plain."""
     value = (settings.get("userknownhostsfile") or [""])[0]
-    whole = Path(value).expanduser()
+    whole = Path(os.path.expanduser(value))
     first = whole if whole.is_file() else Path((shlex.split(value) or [""])[0]).expanduser()
     return first if first.is_absolute() and "%" not in str(first) and first != Path("/dev/null") else None
 
@@ -218,7 +218,7 @@ def identity_of(settings: dict[str, list[str]]) -> Identity | None:
 
     ``None``: at that place is a private key whose public half is missing.
     """
-    files = [Path(value).expanduser() for value in settings.get("identityfile", []) if "%" not in value]
+    files = [Path(os.path.expanduser(value)) for value in settings.get("identityfile", []) if "%" not in value]
     whole = [file for file in files if file.exists() and _public(file).exists()]
     ed25519 = [file for file in (*whole, *files) if file.name == "id_ed25519"]
     if whole:

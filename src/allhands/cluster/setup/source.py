@@ -34,7 +34,7 @@ def find_source(text: str | None, store: Path) -> Source:
     """
     if text is None:
         return _own(store)
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.suffix == ".whl":
         return _wheel(path.resolve())
     if text and path.is_dir():
@@ -107,4 +107,4 @@ def _builder(path: Path, store: Path) -> tuple[str, ...]:
 
 def wheel_store() -> Path:
     """The person's own place for wheels that the shown commands make."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allhands" / "wheels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "allhands" / "wheels"

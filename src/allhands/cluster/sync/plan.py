@@ -93,7 +93,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 
 
 def _found(word: str, notes: list[str]) -> Iterator[Found]:
-    path = Path(os.path.abspath(Path(word).expanduser()))
+    path = Path(os.path.abspath(Path(os.path.expanduser(word))))
     if not path.exists():
         raise ConfigError("there is no such file or directory", where=word, hint="check the path")
     base, at = _place(word, path)

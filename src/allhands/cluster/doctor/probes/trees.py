@@ -60,7 +60,7 @@ def cache_place() -> str:
         return os.path.expanduser(chosen)
     if sys.platform == "darwin":
         return os.path.expanduser("~/Library/Caches/allhands")
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "allhands")
+    return os.path.join(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "allhands")
 
 
 def hub_directory(role: str, name: str) -> str | None:

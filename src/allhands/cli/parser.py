@@ -1,0 +1,103 @@
+"""The command-line parser of all verbs: an option is given once, and ``~`` is the home directory in every path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand
+
+from allhands.errors import ConfigError
+from allhands.paths import local_path
+
+# Options and arguments that are read as text and are paths, or names that may be: of models, of data sets.
+TEXT_PATHS = frozenset(
+    {
+        *("model", "data", "tokenizer", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile"),
+        *("source", "sources", "style", "base", "origin", "chat_template"),
+    }
+)
+
+
+class Command(TyperCommand):
+    """A verb."""
+
+    text_paths: ClassVar[frozenset[str]] = TEXT_PATHS
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, refuse options that are given twice, and put the home directory in place of ``~``.
+
+        Raises:
+            ConfigError: an option that takes one value is given more than once, or a ``~user`` is nobody.
+        """
+        words = list(args)
+        typed, _, order = self.make_parser(ctx).parse_args(args=list(words))
+        if not any(option.is_eager for option in order):  # else it is --help: nothing is done
+            self._refuse_twice(ctx, words, order)
+        rest: list[str] = super().parse_args(ctx, args)
+        for option in self.params:
+            if typed.get(option.name) is not None and option.name in ctx.params:
+                ctx.params[option.name] = self._at_home(option, typed[option.name], ctx.params[option.name])
+        return rest
+
+    def _refuse_twice(self, ctx: Any, words: list[str], order: list[Any]) -> None:
+        """The parser itself would take the last of several values without a word."""
+        for option, count in Counter(order).items():
+            if option.param_type_name == "option" and count > 1 and not option.multiple and not option.count:
+                raise twice(_spelled(option, words, ctx.token_normalize_func), _flag_of(option))
+
+    def _at_home(self, option: Any, typed: Any, value: Any) -> Any:
+        """``value`` as typed, because a ``Path`` does not know any more whether it was ``~`` or ``./~``."""
+        if isinstance(value, list | tuple):
+            pairs: Any = zip(typed, value, strict=True)
+            return [self._at_home(option, *pair) for pair in pairs]
+        if isinstance(value, Path):
+            return Path(local_path(typed, _flag_of(option)))
+        is_text = type(value) is str and option.name in self.text_paths  # a choice is a text, too
+        return local_path(typed, _flag_of(option)) if is_text else value
+
+
+class HostsCommand(Command):
+    """A verb about other computers: what it names may lie there, where ``~`` is another directory."""
+
+    text_paths: ClassVar[frozenset[str]] = frozenset({"hostfile"})
+
+
+class App(typer.Typer):
+    """Verbs, each of them a :class:`Command`."""
+
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
+    ) -> Callable[[Any], Any]:
+        """As typer has it."""
+        return super().command(name, cls=cls, **settings)
+
+
+def twice(spelled: Sequence[str], where: str) -> ConfigError:
+    """That an option is given more than once, as ``spelled``."""
+    return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them")
+
+
+def _flag_of(option: Any) -> str:
+    """The longest name, which is the one in messages."""
+    return max(option.opts, key=len)
+
+
+def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | None) -> list[str]:
+    """How often and with which values the option stands among ``words``."""
+    names = {*option.opts, *option.secondary_opts}
+    found: list[str] = []
+    ends = words.index("--") if "--" in words else len(words)
+    for place, word in enumerate(words[:ends]):
+        name, equals, _ = word.partition("=")
+        if name.startswith("--") and normal is not None:
+            name = f"--{normal(name[2:])}"
+        if name in names:
+            value = "" if equals or option.is_flag else f" {' '.join(words[place + 1 : place + 2])}"
+            found.append(word + value)
+        elif word[:2] in names and not word.startswith("--"):  # -n2
+            found.append(word)
+    return found if len(found) > 1 else [_flag_of(option)] * 2

@@ -1,0 +1,66 @@
+"""What to say about a record whose columns make no shape: the column that was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from allhands.data.values import key_list, quoted
+
+if TYPE_CHECKING:
+    from allhands.data.records import Parts
+
+SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
+
+_PROMPT_LIKE = ("question", "instruction", "input", "query", "problem", "user", "source")
+_COMPLETION_LIKE = ("answer", "output", "response", "target", "solution", "reply", "assistant")
+_CHAT_LIKE = ("chat", "dialogue", "dialog", "turns")
+_TEXT_LIKE = ("content", "body", "story", "document", "raw_content")
+
+
+def fail_on_mapping(parts: Parts, mapped: list[str]) -> NoReturn:
+    """A record without the columns that were mapped: name its keys, and the key that was probably meant."""
+    absent = [part for part in mapped if not parts.names_it(part)]
+    paths = {path.lower(): path for path in islice(_paths(parts.values), 300)}
+    near: list[str] = []
+    for part in absent:
+        close = get_close_matches(parts.name(part).lower(), paths, n=1, cutoff=0.4)
+        near += [f"{part}_feature: {quoted(paths[match])}" for match in close]
+    keys = key_list(parts.values)
+    names = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in absent)
+    if not names:
+        present = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in mapped)
+        parts.place.fail(f"{present} alone makes no shape; the keys are {keys}", column_hint(parts))
+    hint = f"the nearest: {', '.join(near)}" if near else column_hint(parts)
+    parts.place.fail(f"{names} {'are' if len(absent) > 1 else 'is'} not there; the keys are {keys}", hint)
+
+
+def _paths(values: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
+    """Keys, and dotted paths to the keys of nested objects."""
+    for name, value in values.items():
+        yield str(name)
+        if isinstance(value, dict) and depth > 1:
+            yield from (f"{name}.{path}" for path in _paths(cast(dict[str, Any], value), depth - 1))
+
+
+def column_hint(parts: Parts) -> str:
+    """What to do about a record of unknown shape: a column mapping if its keys suggest one."""
+    row = parts.values
+    if "input_ids" in row:
+        return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
+
+    def found(part: str, candidates: tuple[str, ...]) -> str | None:
+        return parts.name(part) if parts.names_it(part) else next((name for name in candidates if name in row), None)
+
+    completion, prompt = found("completion", _COMPLETION_LIKE), found("prompt", _PROMPT_LIKE)
+    if completion and prompt:
+        other = next((name for name in ("input", "context") if row.get(name)), None)
+        unused = f'; join "{other}" to it first, or it is ignored' if prompt == "instruction" and other else ""
+        return f"name the columns: prompt_feature: {prompt} and completion_feature: {completion}{unused}"
+    if chat := found("chat", _CHAT_LIKE):
+        return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"
+    if text := found("text", _TEXT_LIKE):
+        return f"name the column: text_feature: {text}"
+    return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"

@@ -1,0 +1,437 @@
+"""What of a conversation is in the text that a chat template made of it.
+
+Templates leave things out without a word: the thinking of answers, tool calls, words beside calls, a system message.
+A conversation is therefore rendered once more with a marker in the place of everything that was said
+(:func:`mark`); a marker that is not in the text stands for something that the model never sees. Conversations of the
+same form share that rendering, so that it costs little. Reformatted calls, escapes and trimmed blanks leave markers
+alone. Words that a template drops for what they say, not for where they stand, are found in the real text
+(:func:`is_missing`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+from allhands.data.calls import called_function
+from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
+from allhands.data.values import quoted
+
+Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "schema"]
+
+_WORD = re.compile(r"Zq(\d+)qZ|(?<!\d)731(\d{4})(?!\d)")
+_NUMBER = 7_310_000
+_MANY = 9_999
+# Only so much of a call's arguments: a template treats all alike.
+_FIELDS, _ITEMS, _DEPTH = 32, 2, 6
+# How models and data sets write thinking into the words of an answer; groups: opening, its name, thinking, closing.
+_NAMES = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning|reflection|analysis)"
+_THINKING = re.compile(
+    rf"(<({_NAMES})>|\[THINK\]|<\|begin_of_thought\|>)(.*?)(</\2>|\[/THINK\]|<\|end_of_thought\|>)", re.DOTALL
+)
+_UNOPENED = re.compile(rf"\A()()(.*?)(</{_NAMES}>|\[/THINK\])", re.DOTALL)
+# What a template may recognise a message by.
+_OPENING = re.compile(r"\A<[\w|/:.-]{1,40}>")
+_CLOSING = re.compile(r"<[\w|/:.-]{1,40}>\Z")
+# Shorter lines are no sign of anything.
+_SURE = 12
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a conversation says.
+
+    Attributes:
+        index: of its message; -1 for a tool.
+        text: its words.
+    """
+
+    kind: Kind
+    index: int
+    text: str
+
+
+class Unheard(NamedTuple):
+    """That a record holds something which the model never sees.
+
+    Attributes:
+        code: stable name; :data:`WORDS` has its words.
+        sample: the beginning of what is left out.
+    """
+
+    code: str
+    sample: str
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A conversation with markers in the place of what was said; ``parts[n]`` is what marker n stands for.
+
+    Conversations of equal ``key`` are treated alike by every template, as far as that does not depend on words.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    parts: list[Part]
+    key: bytes
+
+
+def mark(messages: Sequence[Message], tools: Sequence[Any] | None) -> Marked:
+    """Put a marker in the place of everything that a conversation says."""
+    marker = _Marker()
+    marked = [marker.message(index, message) for index, message in enumerate(messages)]
+    marked_tools = [marker.tool(tool) for tool in tools] if tools else None
+    text = json.dumps([marked, marked_tools], default=str)
+    return Marked(marked, marked_tools, marker.parts, hashlib.blake2b(text.encode(), digest_size=16).digest())
+
+
+class _Marker:
+    """Writes markers and remembers what they stand for."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self._ids: dict[str, str] = {}
+
+    def _word(self, kind: Kind, index: int, text: str) -> str:
+        if len(self.parts) >= _MANY:
+            return text
+        self.parts.append(Part(kind, index, text))
+        return f"Zq{len(self.parts) - 1}qZ"
+
+    def _spaced(self, kind: Kind, index: int, text: str) -> str:
+        """A marker between the blanks at both ends of a text, and tags there; blanks alone stay."""
+        words = text.strip()
+        if not words:
+            return text
+        start = text.index(words)
+        opening, closing = _OPENING.search(words), _CLOSING.search(words)
+        head, tail = opening[0] if opening else "", closing[0] if closing else ""
+        if len(head) + len(tail) >= len(words):
+            head = tail = ""
+        word = self._word(kind, index, words[len(head) : len(words) - len(tail)])
+        return text[:start] + head + word + tail + text[start + len(words) :]
+
+    def message(self, index: int, message: Message) -> Message:
+        """A message with markers; what a template cannot mean is made equal."""
+        role = message["role"]
+        marked: Message = {}
+        for key, value in message.items():
+            if key == "role":
+                marked[key] = value
+            elif key == "content":
+                marked[key] = self._content(index, role, value)
+            elif key == "tool_calls":
+                marked[key] = [self._call(index, call) for call in value]
+            elif key in REASONING_KEYS and role == "assistant" and isinstance(value, str):
+                marked[key] = self._spaced("reasoning", index, value)
+            elif key == "name" and role not in TOOL_ROLES and isinstance(value, str):
+                marked[key] = self._word("name", index, value)
+            elif isinstance(value, str):
+                marked[key] = self._id(value) if "id" in key else "x" * bool(value)
+            else:
+                marked[key] = value if isinstance(value, bool | int | None) else []
+        return marked
+
+    def _id(self, value: str) -> str:
+        """An id of the same length; equal ones stay equal."""
+        return self._ids.setdefault(value, str(len(self._ids)).zfill(len(value)))
+
+    def _content(self, index: int, role: str, text: str) -> str:
+        if role != "assistant":
+            kind: Kind = "result" if role in TOOL_ROLES else "system" if role in INSTRUCTION_ROLES else "question"
+            return self._spaced(kind, index, text)
+        pieces: list[str] = []
+        done = 0
+        blocks = [*_THINKING.finditer(text)]
+        unopened = _UNOPENED.search(text)
+        if unopened and (not blocks or unopened.end() < blocks[0].end()):
+            blocks.insert(0, unopened)
+        for block in blocks:
+            pieces.append(self._spaced("answer", index, text[done : block.start()]))
+            pieces += [block[1], self._spaced("reasoning", index, block[3]), block[4]]
+            done = block.end()
+        return "".join(pieces) + self._spaced("answer", index, text[done:])
+
+    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = dict(called_function(call))
+        function["name"] = self._word("call", index, str(function.get("name", "")))
+        if "arguments" in function:
+            arguments = function["arguments"]
+            whole = isinstance(arguments, str) and bool(arguments.strip())
+            value = parsed_arguments(arguments)
+            function["arguments"] = (
+                self._word("argument", index, arguments)
+                if whole and isinstance(value, str)
+                else self._argument(index, value, _DEPTH)
+            )
+        if called_function(call) is call:
+            return function
+        others = {
+            key: self._id(value) if key == "id" and isinstance(value, str) else value for key, value in call.items()
+        }
+        return {**others, "function": function}
+
+    def _argument(self, index: int, value: Any, depth: int) -> Any:
+        if isinstance(value, dict) and depth:
+            fields = list(cast(dict[str, Any], value).items())[:_FIELDS]
+            return {self._word("argument", index, key): self._argument(index, item, depth - 1) for key, item in fields}
+        if isinstance(value, list) and depth:
+            return [self._argument(index, item, depth - 1) for item in cast(list[Any], value)[:_ITEMS]]
+        if isinstance(value, str):
+            return self._spaced("argument", index, value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and len(self.parts) < _MANY:
+            self.parts.append(Part("argument", index, str(value)))
+            number = _NUMBER + len(self.parts) - 1
+            return number if isinstance(value, int) else number + 0.5
+        return value if isinstance(value, bool | None) else []
+
+    def tool(self, tool: Any) -> Any:
+        """A tool with markers for its name, descriptions, fields and their values."""
+        function = called_function(cast(dict[str, Any], tool))
+        named = {**function, "name": self._word("tool", -1, str(function.get("name", "")))}
+        marked = {key: value if key == "name" else self._schema({key: value})[key] for key, value in named.items()}
+        return marked if function is tool else {**tool, "function": marked}
+
+    def _schema(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._schema(item) for item in cast(list[Any], value)]
+        if not isinstance(value, dict):
+            return value
+        fields, marked = cast(dict[str, Any], value), {}
+        properties = fields.get("properties")
+        names = {
+            name: self._word("schema", -1, name)
+            for name in (cast(dict[str, Any], properties) if isinstance(properties, dict) else ())
+        }
+        for key, item in fields.items():
+            if key == "properties" and names:
+                marked[key] = {names[name]: self._schema(one) for name, one in cast(dict[str, Any], item).items()}
+            elif key in ("required", "enum") and isinstance(item, list):
+                marked[key] = [self._named(one, names) for one in cast(list[Any], item)]
+            elif key in ("name", "description", "title") and isinstance(item, str) and item.strip():
+                marked[key] = self._word("schema", -1, item)
+            else:
+                marked[key] = self._schema(item)
+        return marked
+
+    def _named(self, value: Any, names: Mapping[str, str]) -> Any:
+        if not isinstance(value, str):
+            return value
+        return names[value] if value in names else self._word("schema", -1, value)
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Arguments of a call as the object that their JSON is; as they stand if it is none."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return cast(Any, value) if isinstance(value, dict) else arguments
+
+
+def lost_markers(text: str, marked: Marked) -> frozenset[int]:
+    """The numbers of the markers that are not in the text."""
+    found = {int(word or number) for word, number in _WORD.findall(text)}
+    return frozenset(range(len(marked.parts))) - found
+
+
+# --- the real text -----------------------------------------------------------------------------------
+
+
+def lost_parts(text: str, parts: Sequence[Part], lost: Collection[int]) -> list[Part]:
+    """What is not in the rendered conversation, given what a rendering of its form has lost."""
+    return [
+        part
+        for number, part in enumerate(parts)
+        if (not _is_there(text, part, parts) if number in lost else is_missing(text, part))
+    ]
+
+
+def _is_there(text: str, part: Part, parts: Sequence[Part]) -> bool:
+    """Whether words are in a text as often as somebody says them."""
+    words = part.text.strip()
+    if part.kind in ("call", "argument", "tool", "schema", "name") or len(words) < _SURE:
+        return False
+    return text.count(words) >= sum(words in other.text for other in parts)
+
+
+def is_missing(text: str, part: Part) -> bool:
+    """Whether a part that stands where a template writes what is there is yet not in the text, or not all of it."""
+    words = part.text.strip()
+    if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(words, text):
+        return False
+    text = html.unescape(text) if "&" in text else text
+    if _written(words, text):
+        return False
+    lines = [line for line in map(str.strip, words.splitlines()) if len(line) >= _SURE and not _written(line, text)]
+    if not lines:
+        return False
+    letters = _letters(text)
+    return not all(any(_letters(form) in letters for form in (line, *_escaped(line))) for line in lines)
+
+
+def _written(words: str, text: str) -> bool:
+    return words in text or any(form in text for form in _escaped(words))
+
+
+def _escaped(words: str) -> Iterator[str]:
+    yield json.dumps(words, ensure_ascii=False)[1:-1]
+    yield json.dumps(words)[1:-1]
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, whatever stands between them."""
+    return "".join(filter(str.isalnum, text.casefold()))
+
+
+# --- what to say of it -------------------------------------------------------------------------------
+
+# `data prepare` and `data check` tell of columns by themselves.
+COLUMN_UNREAD = "column-unread"
+_EXAMPLE = ", {sample} is never seen"
+_KEEP = "in the model's folder (chat_template.jinja)"
+# What is left out, and what to do about it.
+WORDS: dict[str, tuple[str, str]] = {
+    "reasoning-dropped": (
+        "the chat template leaves out the thinking of the answer, {sample} is never seen",
+        f"put a chat template that keeps thinking {_KEEP}; or, to train without it, take it out of the data",
+    ),
+    "reasoning-key-unread": (
+        "the chat template does not look for thinking under a key of its own, {sample} is never seen",
+        "write it before the words of the answer: <think>...</think>; or, to train without it, take it out of the data",
+    ),
+    "earlier-reasoning-dropped": (
+        "the chat template leaves out the thinking of earlier answers, as it does in generation",
+        "usual; to train on it, let each such answer be the end of a record of its own",
+    ),
+    "calls-dropped": (
+        "the chat template leaves out tool calls, {sample} is never seen",
+        f"use a model whose template writes calls, or put a template that does {_KEEP}",
+    ),
+    "arguments-dropped": (
+        "the chat template leaves out arguments of tool calls, {sample} is never seen",
+        f"use a model whose template writes them, or put a template that does {_KEEP}",
+    ),
+    "results-dropped": (
+        "the chat template leaves out the answers of tools, {sample} is never seen, so the model learns to make it up",
+        f"use a model whose template writes them, or put a template that does {_KEEP}",
+    ),
+    "words-beside-calls": (
+        "the chat template leaves out the words of an answer that calls a tool, {sample} is never seen",
+        f"take the words out, or put a template that writes both {_KEEP}",
+    ),
+    "answers-dropped": (
+        "the chat template leaves out words of the answers, {sample} is never seen",
+        "look at one with allhands data check --row LINE; change the data, or use another chat template",
+    ),
+    "questions-dropped": (
+        "the chat template leaves out words of the questions, {sample} is never seen",
+        "look at one with allhands data check --row LINE; change the data, or use another chat template",
+    ),
+    "system-dropped": (
+        "the chat template leaves the system message out, so the model never sees it",
+        "--system merge puts it before the question that follows it; or use a template that takes it (--chat-template)",
+    ),
+    "tools-dropped": (
+        "the chat template leaves the tools out, so the model never sees them",
+        "describe them in the first question, or use a model whose template takes tools",
+    ),
+    "schemas-cut": (
+        "the chat template leaves out parts of the tools' descriptions, as it does in generation",
+        "none is needed; what the model must know of a tool should stand where the template looks",
+    ),
+    "names-dropped": (
+        "the chat template leaves out the names of speakers",
+        "write the name into the words if it matters",
+    ),
+    "media-dropped": (
+        "pictures or sound are not trained on, only the words about them",
+        "leave these records out, or put into words what is to be seen or heard",
+    ),
+    COLUMN_UNREAD: (
+        "columns beside the conversation are not trained, {sample} is never seen",
+        "write a system message as the first message, and thinking before the words of the answer: <think>...</think>",
+    ),
+}
+
+
+def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
+    """What is left out, with an example of it if that is given, and what to do about it."""
+    message, remedy = WORDS[code]
+    return (message.replace(_EXAMPLE, "") if sample is None else message.format(sample=sample)), remedy
+
+
+def unheard(
+    lost: Sequence[Part],
+    parts: Sequence[Part],
+    messages: Sequence[Message],
+    trained: Collection[int],
+    *,
+    keeps_words: bool,
+) -> tuple[Unheard, ...]:
+    """What to say of the parts of a conversation that are lost, each kind once.
+
+    Args:
+        parts: all of it.
+        trained: indices of the messages that are targets of the loss.
+        keeps_words: whether the template keeps thinking that stands in the words of an answer.
+    """
+    found: dict[str, str] = {}
+    for part in lost:
+        if (code := _code(part, lost, parts, messages, trained)) is not None:
+            if code == "reasoning-dropped" and keeps_words and _has_key(messages[part.index]):
+                code = "reasoning-key-unread"
+            found.setdefault(code, _sample(part.text))
+    for message in messages:
+        if any(message.get(key) for key in MEDIA_KEYS):
+            found.setdefault("media-dropped", "")
+    return tuple(Unheard(code, sample) for code, sample in found.items())
+
+
+def unread(keys: Sequence[str]) -> Iterator[Unheard]:
+    """What to say of keys beside a conversation that training does not see."""
+    if any(key in MEDIA_KEYS for key in keys):
+        yield Unheard("media-dropped", "")
+    if columns := [quoted(key) for key in keys if key not in MEDIA_KEYS]:
+        yield Unheard(COLUMN_UNREAD, ", ".join(columns))
+
+
+def _has_key(message: Message) -> bool:
+    return any(isinstance(message.get(key), str) for key in REASONING_KEYS)
+
+
+def _sample(text: str) -> str:
+    words = " ".join(text.split())
+    return f'"{words if len(words) <= _SHOWN else words[: _SHOWN - 3] + "..."}"'
+
+
+def _code(
+    part: Part, lost: Sequence[Part], parts: Sequence[Part], messages: Sequence[Message], trained: Collection[int]
+) -> str | None:
+    """The code for a lost part; None where another part of it says it already."""
+    if part.kind == "reasoning":
+        return _code_of_reasoning(lost, parts, messages, trained)
+    if part.kind == "answer":
+        return "words-beside-calls" if messages[part.index].get("tool_calls") else "answers-dropped"
+    if part.kind in ("argument", "schema"):
+        owner: Kind = "call" if part.kind == "argument" else "tool"
+        gone = any(other.kind == owner and other.index == part.index for other in lost)
+        return None if gone else "arguments-dropped" if owner == "call" else "schemas-cut"
+    return {"system": "system-dropped", "tool": "tools-dropped"}.get(part.kind, f"{part.kind}s-dropped")
+
+
+def _code_of_reasoning(
+    lost: Sequence[Part], parts: Sequence[Part], messages: Sequence[Message], trained: Collection[int]
+) -> str:
+    """Whether the thinking of earlier answers is lost, as in generation, or more."""
+    wanted = {part.index for part in parts if part.kind == "reasoning" and part.index in trained}
+    gone = {part.index for part in lost if part.kind == "reasoning" and part.index in trained}
+    asked = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    is_more = bool(gone) and (gone == wanted or max(gone) > asked)
+    return "reasoning-dropped" if is_more else "earlier-reasoning-dropped"

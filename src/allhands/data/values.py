@@ -1,0 +1,157 @@
+"""Values of records as JSON gives them: where they stand, what they are in words, and checks of the simplest kinds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import reprlib
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date, time
+from typing import Any, NoReturn, cast
+
+from allhands.errors import DataError
+
+DELETE = "fill it in or delete the record"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record begins, so that every check can raise with it."""
+
+    source: str
+    line: int
+
+    def fail(self, message: str, hint: str | None = None) -> NoReturn:
+        raise DataError(message, where=f"{self.source}:{self.line}", hint=hint)
+
+
+def type_name(value: Any) -> str:
+    """What a JSON value is, in words, with its article."""
+    if value is None:
+        return "null or missing"
+    names: dict[type, str] = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value)) or f"a value of type {type(value).__name__}"
+
+
+def quoted(name: Any) -> str:
+    """A key or other short text from the data, fit for a message: in quotes, printable, not too long."""
+    text = name if isinstance(name, str) else reprlib.repr(name)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f'"{text.encode("utf-8", "backslashreplace").decode("utf-8")}"'
+
+
+def key_list(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """The first keys, quoted, for a message."""
+    more = ", ..." if len(names) > 12 else ""
+    return (", ".join(quoted(name) for name in list(names)[:12]) or "none") + more
+
+
+def is_list_of_objects(value: Any) -> bool:
+    """Whether a JSON value is a list in which everything is an object."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in cast(list[Any], value))
+
+
+def check_string(value: Any, what: str, place: Place) -> str:
+    """The value if it is a string that UTF-8 can write.
+
+    Raises:
+        DataError: with ``what`` in the message.
+    """
+    if not isinstance(value, str):
+        repair = DELETE if value is None else "write it as a string, in quotes"
+        place.fail(f"{what} is {type_name(value)}, it must be a string", repair)
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            _fail_on_surrogate(what, error, place)
+    return value
+
+
+def _fail_on_surrogate(what: str, error: UnicodeEncodeError, place: Place) -> NoReturn:
+    bad = f"\\u{ord(error.object[error.start]):04x}"
+    place.fail(f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it")
+
+
+def as_json(value: Any, what: str, place: Place) -> Any:
+    """The value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to a template."""
+    if isinstance(value, str):
+        return check_string(value, what, place)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_date_as_text)
+        text.encode("utf-8")
+        return json.loads(text)
+    except UnicodeEncodeError as error:
+        _fail_on_surrogate(what, error, place)
+    except (TypeError, ValueError, RecursionError) as error:
+        place.fail(f"{what} holds something that JSON cannot write: {error}", "write it as text, or remove it")
+
+
+def _date_as_text(value: Any) -> str:
+    # Tables date their messages; nothing is learnt from it, and it is no reason to refuse them.
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise TypeError(f"{type_name(value)} is no JSON")
+
+
+def parse_json(text: str, what: str, place: Place) -> Any:
+    """A JSON value that stands in the data as a string.
+
+    Raises:
+        DataError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place.fail(f"{what} is a string that is not JSON: {error}", "write it as a JSON list or object")
+
+
+def is_list_text(value: Any) -> bool:
+    """Whether a value is a string that looks like a list, as CSV and Parquet files hold lists."""
+    return isinstance(value, str) and value.lstrip()[:1] == "[" and value.rstrip()[-1:] == "]"
+
+
+def list_of_text(text: str, what: str, place: Place) -> Any:
+    """The list that stands in the data as a string: JSON, or as Python, and so pandas, writes it into a CSV.
+
+    Raises:
+        DataError: it is neither.
+    """
+    try:
+        return parse_json(text, what, place)
+    except DataError:
+        with warnings.catch_warnings(), suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text.strip())
+            # Strings side by side would be joined, where NumPy writes no commas.
+            if isinstance(value, list) and all(isinstance(item, dict | list) for item in cast(list[Any], value)):
+                return cast(list[Any], value)
+        raise
+
+
+def list_if_text(value: Any, what: str, place: Place) -> Any:
+    """The list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
+
+    Raises:
+        DataError: a string looks like a list and is none.
+    """
+    if isinstance(value, str) and not value.strip():
+        return None
+    if isinstance(value, str) and value.lstrip()[:2] == '"[':
+        value = parse_json(value, what, place)  # encoded twice
+    return list_of_text(value, what, place) if is_list_text(value) else value
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object that are not null."""
+    return {key: value for key, value in fields.items() if value is not None}

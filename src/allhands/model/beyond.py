@@ -1,0 +1,212 @@
+"""What mlx_lm itself cannot do with a model, told apart from what is a defect of ours.
+
+An error out of the middle of a model says nothing to a person. It is tried again with mlx_lm alone: the model as its
+own loader makes it, its own adapters, one row, and nothing of ours. Only if that fails, too, is it mlx_lm's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils as mlx_lm
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+
+from allhands.config import TrainConfig
+from allhands.errors import AllhandsError, ModelError
+from allhands.model.sources import first_line, resolve
+from allhands.pretrain_config import pretraining
+from allhands.versions import version_of
+
+_LENGTHS = (8, 512)  # tokens of the rows that are tried; their operations are only put together, not computed
+_MOST_KEYS = 32  # layers of a block that are tried one by one
+_NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's: they say themselves what they are
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is done with a model.
+
+    Attributes:
+        model: as it was named.
+        fine_tune_type: how it is trained; ``None``: it is only computed.
+        num_layers: blocks that are trained, from the last; -1 is all.
+        lora: shape of the adapters.
+        adapter: directory of an adapter that is put on.
+        cached: whether it is computed as answers are, with a cache of keys and values.
+        longest: tokens of a row at most.
+    """
+
+    model: str
+    trust_remote_code: bool = False
+    fine_tune_type: str | None = None
+    num_layers: int = -1
+    lora: dict[str, Any] | None = None
+    grad_checkpoint: bool = False
+    adapter: Path | None = None
+    cached: bool = False
+    longest: int = _LENGTHS[-1]
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.fine_tune_type is None:
+            return "compute"
+        return {"full": "train in full", "lora": "train with LoRA", "dora": "train with DoRA"}[self.fine_tune_type]
+
+
+def use_of(config: TrainConfig) -> Use | None:
+    """What a training, or with ``train`` off an evaluation, does with its model; ``None``: it makes a new one."""
+    if pretraining(config) is not None:
+        return None
+    use = Use(config.model, config.trust_remote_code, longest=config.max_seq_length)
+    if not config.train:
+        return replace(use, adapter=Path(config.adapter_path) if config.adapter_path else None)
+    return replace(
+        use,
+        fine_tune_type=config.fine_tune_type,
+        num_layers=config.num_layers or (-1 if config.fine_tune_type == "full" else 16),
+        lora=config.lora_parameters.model_dump(),
+        grad_checkpoint=config.grad_checkpoint,
+    )
+
+
+def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = False) -> Use:
+    """That ``model`` answers prompts, with or without an adapter."""
+    return Use(model, trust_remote_code, adapter=adapter, cached=True)
+
+
+@contextmanager
+def limits_told(use: Use | None) -> Generator[None]:
+    """Let errors pass, but for those that mlx_lm's own model has, too: they become a :class:`ModelError`."""
+    try:
+        yield
+    except _NOT_OURS:
+        raise
+    except Exception as error:
+        limit = None if use is None else limit_of(use, error)
+        if limit is None:
+            raise
+        raise limit from error
+
+
+def limit_of(use: Use, error: Exception) -> ModelError | None:
+    """``error`` as a limit of mlx_lm, if its unmodified model fails in the same ``use``; ``None`` if it does not."""
+    try:
+        path = resolve(use.model)
+    except AllhandsError:
+        return None
+    found = _failure(use, path, error)
+    if found is None:
+        return None
+    config = mlx_lm.load_config(path)
+    return ModelError(
+        f"mlx_lm {version_of('mlx-lm')} itself, without allhands, cannot {use.words} this model (of type "
+        f"{config.get('model_type')}): {type(found).__name__}: {first_line(found)}",
+        where=use.model,
+        hint=_remedy(use, path, found),
+    )
+
+
+def _remedy(use: Use, path: Path, found: Exception) -> str:
+    if "No Metal back-end" in str(found):
+        return "use a computer with Apple silicon: this model's kernels are for Metal alone"
+    keys = _workable_keys(use, path)
+    if keys:
+        names = ", ".join(f'"{key}"' for key in keys)
+        return f"give adapters to those layers only that can have them: --lora-parameters '{{\"keys\": [{names}]}}'"
+    return "take another model or way of training, or look for a newer mlx_lm"
+
+
+def _workable_keys(use: Use, path: Path) -> list[str]:
+    """Layers of a block that mlx_lm can train, where it was all of them that could not be."""
+    if use.fine_tune_type in (None, "full") or not use.lora or use.lora.get("keys"):
+        return []
+    try:
+        blocks: Any = _loaded(use, path).layers
+        names = {name for block in blocks for name, module in block.named_modules() if hasattr(module, "to_quantized")}
+    except Exception:
+        return []
+    if len(names) > _MOST_KEYS:
+        return []
+    found = [key for key in sorted(names) if _failure(_with_keys(use, [key]), path) is None]
+    return found if found and _failure(_with_keys(use, found), path) is None else []
+
+
+def _with_keys(use: Use, keys: list[str]) -> Use:
+    return replace(use, lora={**(use.lora or {}), "keys": keys})
+
+
+def _loaded(use: Use, path: Path) -> Any:
+    return mlx_lm.load_model(path, lazy=True, trust_remote_code=use.trust_remote_code)[0]
+
+
+def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception | None:
+    """What mlx_lm alone ends in; ``None`` if all goes well.
+
+    Args:
+        error: what is looked for: one that comes in computing, not before, counts only if it is the same.
+    """
+    try:
+        model = _loaded(use, path)
+    except Exception:  # another trouble: the model was there before
+        return None
+    layer, original = None, None
+    try:
+        if use.fine_tune_type is not None:
+            _prepare(model, use)
+            model.train()
+        elif use.adapter is not None:
+            load_adapters(model, str(use.adapter))
+        if use.grad_checkpoint:
+            layer = type(model.layers[0])
+            original = layer.__call__
+            grad_checkpoint(model.layers[0])
+        for length in sorted({min(length, use.longest) for length in _LENGTHS}):
+            _passed(model, use, length)
+    except Exception as found:
+        return found
+    finally:
+        if layer is not None and original is not None:
+            layer.__call__ = original  # mlx_lm changes the class
+    return None if error is None else _failure_in_computing(model, use, error)
+
+
+def _failure_in_computing(model: Any, use: Use, error: Exception) -> Exception | None:
+    try:
+        mx.eval(_passed(model, use, min(_LENGTHS[0], use.longest)))
+    except Exception as found:
+        return found if first_line(found) == first_line(error) else None
+    return None
+
+
+def _passed(model: Any, use: Use, length: int) -> Any:
+    """One row through the model, and in training back; not computed yet."""
+    rows = mx.arange(length)[None] % 8
+    if use.fine_tune_type is not None:
+        return nn.value_and_grad(model, _loss)(model, rows)
+    return model(rows, cache=make_prompt_cache(model)) if use.cached else model(rows)
+
+
+def _prepare(model: Any, use: Use) -> None:
+    """Make trainable what ``mlx_lm.lora`` does."""
+    model.freeze()
+    if use.fine_tune_type == "full":
+        for block in model.layers[-max(use.num_layers, 0) :]:
+            block.unfreeze()
+    else:
+        linear_to_lora_layers(model, use.num_layers, use.lora or {}, use_dora=use.fine_tune_type == "dora")
+    if not tree_flatten(model.trainable_parameters()):
+        raise ValueError("it finds no layer that it could train")
+
+
+def _loss(model: Any, rows: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(rows[:, :-1]).astype(mx.float32), rows[:, 1:]).mean()

@@ -1,0 +1,277 @@
+"""The modules of mlx_lm that faster forms may stand for, listed one by one and checked instance by instance.
+
+A form computes what one ``__call__`` in mlx_lm's source computes, so only classes whose source has been read are
+listed. A module counts as known if its class is listed and it has no attribute that the list does not name. Everything
+else computes as mlx_lm does. ``tests/unit/test_known.py`` fails when the source of a listed class changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+_PACKAGE = "mlx_lm.models."
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_IDLE = {"_no_grad", "_training", "_native_forward_only"}  # they do not change what a module computes
+
+# ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
+SWIGLU = _names(
+    """
+    Klear.KlearMLP afm7.MLP afmoe.MLP baichuan_m1.MLP bailing_hybrid.MLP bailing_moe.BailingMoeMLP
+    bailing_moe_linear.MLP bailing_moe_v3.BailingMLP cohere.MLP cohere2.MLP deepseek.DeepseekMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP dots1.Dots1MLP ernie4_5.MLP
+    ernie4_5_moe.Ernie4_5_MLP exaone4.MLP exaone_moe.MLP falcon_h1.FalconH1MLP glm4_moe.MLP
+    glm4_moe_lite.Glm4MoeLiteMLP granite.MLP granitemoehybrid.GraniteMoeHybridMLP helium.HeliumMLP hunyuan.MLP
+    hunyuan_v1_dense.MLP internlm3.MLP jamba.JambaMLP kimi_linear.KimiMLP laguna.MLP lfm2_moe.MLP llama.MLP llama4.MLP
+    llama4_text.MLP longcat_flash.LongcatFlashMLP mimo.MLP mimo_v2_flash.MLP minicpm.MLP minicpm3.MLP ministral3.MLP
+    muse_glimmer.MLP nanbeige.MLP olmo2.MLP olmo3.Olmo3MLP olmo_hybrid.MLP plamo.MLP qwen2.MLP qwen2_moe.MLP qwen3.MLP
+    qwen3_moe.MLP qwen3_next.Qwen3NextMLP seed_oss.MLP stablelm.MLP telechat3.Telechat3MLP youtu_llm.YoutuLLMMLP
+    """
+)
+_SWIGLU_ATTRIBUTES = {"gate_proj", "up_proj", "down_proj", "config", "hidden_size", "intermediate_size"}
+
+# Projections, norms of queries and keys where there are any, rotation, causal attention, projection. The names of the
+# number of heads and of the number of heads of keys and values differ.
+_SHORT = ("n_heads", "n_kv_heads")
+_NUM = ("num_heads", "num_key_value_heads")
+_LONG = ("num_attention_heads", "num_key_value_heads")
+ATTENTION: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        _names("""
+        dots1.Dots1Attention ernie4_5.Attention ernie4_5_moe.Attention gemma.Attention gemma3_text.Attention
+        glm4.Glm4Attention granite.Attention granitemoe.GraniteMoeAttention helium.HeliumAttention internlm3.Attention
+        llama.Attention mellum.Attention mimo.Attention nanbeige.Attention nemotron-nas.Attention nemotron.Attention
+        olmo2.Attention olmoe.Attention phimoe.Attention qwen2.Attention qwen2_moe.Attention qwen3.Attention
+        qwen3_moe.Attention seed_oss.Attention starcoder2.Attention
+        """),
+        _SHORT,
+    ),
+    **dict.fromkeys(["minicpm.Attention", "mixtral.MixtralAttention"], _NUM),
+    **dict.fromkeys(
+        ["Klear.KlearAttention", "apertus.ApertusAttention", "glm.GLMAttention", "olmo3.Olmo3Attention"], _LONG
+    ),
+    "deepseek.DeepseekAttention": ("num_attention_heads", "num_kv_heads"),
+}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORMS = {"q_norm", "k_norm"}
+_ATTENTION_ATTRIBUTES = {
+    *(*_PROJECTIONS, *_NORMS, "rope", "scale", *_SHORT, *_NUM, *_LONG, "num_kv_heads"),
+    # Not used by ``__call__``, or only in the constructor.
+    *("args", "config", "head_dim", "hidden_size", "is_sliding", "layer_idx", "n_kv_groups", "num_key_value_groups"),
+    *("partial_rotary_factor", "repeats", "rope_theta"),
+}
+# Gemma's adds 1 to its weight; like MLX's it norms the last axis of its input.
+_NORM_TYPES = {"gemma3_text.RMSNorm"}
+
+# Rotations whose angles depend on the place alone. Not: rope_utils.DynamicNTKScalingRoPE and internlm3's, whose base
+# follows the length of the row.
+ROTATIONS = _names(
+    """
+    hunyuan.DynamicNTKAlphaRoPE hunyuan_v1_dense.DynamicNTKAlphaRoPE rope_utils.Llama3RoPE rope_utils.ProportionalRoPE
+    rope_utils.SuScaledRoPE rope_utils.YarnRoPE
+    """
+)
+_ROTATION_ATTRIBUTES = {
+    *("dims", "dim", "traditional", "base", "scale", "_freqs", "_scale", "mscale", "max_position_embeddings"),
+    "original_max_position_embeddings",
+}
+
+# ``x + self_attn(input_layernorm(x), mask, cache)``, then the same with ``mlp`` and ``post_attention_layernorm``.
+BLOCKS = _names(
+    """
+    Klear.KlearDecoderLayer afm7.TransformerBlock bitnet.TransformerBlock deepseek.DeepseekDecoderLayer
+    deepseek_v2.DeepseekV2DecoderLayer deepseek_v3.DeepseekV3DecoderLayer deepseek_v32.DeepseekV32DecoderLayer
+    dots1.Dots1DecoderLayer ernie4_5.DecoderLayer ernie4_5_moe.Ernie4_5_DecoderLayer exaone_moe.DecoderLayer
+    gemma.TransformerBlock glm.GLMBlock glm4_moe.DecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer
+    helium.HeliumDecoderLayer hunyuan_v1_dense.TransformerBlock internlm3.TransformerBlock laguna.TransformerBlock
+    llama.TransformerBlock mellum.MellumDecoderLayer mimo.TransformerBlock mimo_v2_flash.DecoderLayer
+    nanbeige.TransformerBlock nemotron.TransformerBlock phi3.TransformerBlock qwen2.TransformerBlock
+    qwen2_moe.Qwen2MoeDecoderLayer qwen3.TransformerBlock qwen3_moe.Qwen3MoeDecoderLayer seed_oss.TransformerBlock
+    starcoder2.TransformerBlock youtu_llm.YoutuLLMDecoderLayer
+    """
+)
+_BLOCK_ATTRIBUTES = {
+    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "args", "hidden_size", "n_heads"),
+    *("num_attention_heads", "use_sliding", "is_sliding_window"),
+}
+
+# ``lm_head(model(inputs, cache))``; where the embedding is the head, depending on ``args.tie_word_embeddings``.
+_HEAD_BY_ARGS = _names(
+    """
+    afmoe apertus bitnet dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe glm helium hunyuan_v1_dense internlm3
+    iquestloopcoder jamba laguna llama mellum mimo ministral3 mistral4 mixtral nanbeige nemotron nemotron-nas olmo2
+    olmo3 olmo_hybrid olmoe phi3 qwen2 qwen3 qwen3_moe qwen3_next smollm3 starcoder2 telechat3
+    """
+)
+_HEAD_IS_LAYER = _names(
+    """
+    Klear deepseek deepseek_v2 deepseek_v3 deepseek_v32 glm4 glm4_moe glm4_moe_lite gpt_oss longcat_flash
+    longcat_flash_ngram mimo_v2_flash phimoe qwen2_moe step3p5
+    """
+)
+_HEAD_IS_EMBEDDING = _names("gemma hunyuan lfm2 lfm2_moe")
+# The same with another name for the choice, or with logits that are scaled where there is a head of its own.
+_HEAD_BY_ATTRIBUTE = _names("gemma3_text seed_oss")
+_HEAD_IF_TIED = _names("minicpm minicpm3")
+
+SPLIT = _HEAD_BY_ARGS | _HEAD_IS_LAYER | _HEAD_IS_EMBEDDING | _HEAD_BY_ATTRIBUTE | _HEAD_IF_TIED
+
+# Models whose blocks run once in a pass, in the order of ``layers``. Two run them several times.
+IN_ORDER = SPLIT - {"iquestloopcoder", "nanbeige"} | _names(
+    "cohere cohere2 gemma2 gemma4_text granite granitemoe granitemoehybrid phi stablelm"
+)
+
+
+def name_of(module: Any) -> str:
+    """Module and class within ``mlx_lm.models``, such as ``"llama.MLP"``; empty for classes from elsewhere."""
+    kind = type(module)
+    return (
+        f"{kind.__module__.removeprefix(_PACKAGE)}.{kind.__qualname__}" if kind.__module__.startswith(_PACKAGE) else ""
+    )
+
+
+def _only_has(module: Any, attributes: set[str]) -> bool:
+    return (vars(module).keys() | module.keys()) - _IDLE <= attributes
+
+
+def is_swiglu(module: Any) -> bool:
+    """Whether ``module`` is a feed-forward block with SwiGLU and nothing else."""
+    return name_of(module) in SWIGLU and _only_has(module, _SWIGLU_ATTRIBUTES)
+
+
+def is_block(module: Any) -> bool:
+    """Whether ``module`` is a block of attention and feed-forward part, with a norm before each."""
+    return name_of(module) in BLOCKS and _only_has(module, _BLOCK_ATTRIBUTES)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A known attention block.
+
+    Attributes:
+        heads: of the queries.
+        kv_heads: of keys and values.
+        width: features of a head.
+        normed: whether queries and keys go through norms.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    normed: bool
+
+
+def attention_of(module: Any) -> Attention | None:
+    """The sizes of ``module`` if it is a known attention block that rotates whole heads by halves."""
+    names = ATTENTION.get(name_of(module))
+    if names is None or not _only_has(module, _ATTENTION_ATTRIBUTES):
+        return None
+    norms = [module[name] for name in _NORMS if name in module]
+    if norms and not (len(norms) == 2 and all(_is_norm(norm) for norm in norms)):
+        return None
+    heads, kv_heads = (int(getattr(module, name)) for name in names)
+    queries, keys, values = (_outputs(module[name]) for name in _PROJECTIONS[:3])
+    width = keys // kv_heads
+    if keys == 0 or heads % kv_heads or (queries, keys, values) != (heads * width, kv_heads * width, keys):
+        return None
+    return Attention(heads, kv_heads, width, bool(norms)) if _turns_halves(module.rope, width) else None
+
+
+def _is_norm(norm: Any) -> bool:
+    # A form of our own may have taken the class's place already.
+    return nn.RMSNorm in (type(norm), type(norm).__base__) or name_of(norm) in _NORM_TYPES
+
+
+def _outputs(layer: Any) -> int:
+    """Features of a linear layer's output, adapted or not; 0 if it is none."""
+    base = layer.get("linear", layer)
+    found = base.get("weight", base.get("codes"))
+    return 0 if found is None else found.shape[0]
+
+
+def _turns_halves(rope: Any, width: int) -> bool:
+    """Whether ``rope`` turns the pairs (i, i + width / 2) by angles that depend on the place alone."""
+    if not (type(rope) is nn.RoPE or name_of(rope) in ROTATIONS) or not _only_has(rope, _ROTATION_ATTRIBUTES):
+        return False
+    turned = getattr(rope, "dims", None) or getattr(rope, "dim", None)
+    return turned == width and width % 2 == 0 and not getattr(rope, "traditional", False)
+
+
+def key_of_rotation(rope: Any) -> Hashable:
+    """Equal for two rotations of :func:`attention_of` only if they turn alike."""
+    facts = {name: value for name, value in {**vars(rope), **rope}.items() if name not in _IDLE}
+    told = [(name, _bytes(value) if isinstance(value, mx.array) else value) for name, value in facts.items()]
+    return type(rope), *sorted(told, key=lambda item: item[0])
+
+
+def _bytes(array: mx.array) -> bytes:
+    return np.asarray(array.astype(mx.float32)).tobytes()
+
+
+def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
+    """(length, width / 2) float32 cosines and sines of the places, times the rotation's own scale.
+
+    They are asked of the model's own rotation in float32, whatever its base and scaling are.
+    """
+    ones = mx.concatenate([mx.ones((width // 2,)), mx.zeros((width // 2,))])
+    turned = rope(mx.contiguous(mx.broadcast_to(ones, (1, 1, length, width))))
+    cosines, sines = mx.split(turned[0, 0].astype(mx.float32), 2, axis=-1)
+    return cosines, sines
+
+
+def head_of(model: Any) -> Any:
+    """The module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if unknown.
+
+    That module may be an embedding, a linear layer or something that is put around one of them.
+    """
+    family, _, kind = name_of(model).partition(".")
+    if kind != "Model":
+        return None
+    if family in _HEAD_IS_LAYER:
+        return model.lm_head
+    if family in _HEAD_IS_EMBEDDING:
+        return model.model.embed_tokens
+    if family in _HEAD_BY_ARGS | _HEAD_IF_TIED:
+        tied = model.args.tie_word_embeddings
+    elif family in _HEAD_BY_ATTRIBUTE:
+        tied = model.tie_word_embeddings
+    else:
+        return None
+    if tied:
+        return model.model.embed_tokens
+    return None if family in _HEAD_IF_TIED else model.lm_head
+
+
+def runs_in_order(model: Any) -> bool:
+    """Whether each of ``model.layers`` runs once in a pass, after those before it."""
+    family, _, kind = name_of(model).partition(".")
+    return kind == "Model" and family in IN_ORDER
+
+
+# Modules that compute otherwise in a longer row, or at a later place of one, whatever they attend to.
+_BY_LENGTH = _names(
+    """
+    internlm3.DynamicNTKScalingRoPE llama4.Attention ministral3.Attention mistral4.Mistral4Attention
+    rope_utils.DynamicNTKScalingRoPE
+    """
+)
+
+
+def follows_length(model: nn.Module) -> bool:
+    """Whether something in ``model`` depends on how long a row is or where in it a text begins."""
+    return any(name_of(module) in _BY_LENGTH for module in model.modules())
+
+
+def calls_blocks(model: Any) -> bool:
+    """Whether a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
+    return name_of(model) != "iquestloopcoder.Model"

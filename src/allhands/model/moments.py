@@ -1,0 +1,165 @@
+"""Let a model compute one pass as mlx_lm made it, for a moment: with fewer blocks, without dropout, uncompiled.
+
+Each is a context manager that leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from allhands.model.dropout import SampleDropout
+from allhands.trees import flatten, unflatten
+
+
+@contextmanager
+def one_pass(model: nn.Module, blocks: int) -> Generator[None]:
+    """A pass of training through the last ``blocks`` blocks, with adapters that have an effect, without dropout.
+
+    What is trained has its values again afterwards: differentiation leaves placeholders in the model.
+    """
+    with last_blocks(model, blocks), _without_dropout(model), _with_adapters(model), _uncompiled():
+        weights = model.trainable_parameters()
+        try:
+            yield
+        finally:
+            model.update(weights)
+
+
+@contextmanager
+def last_blocks(model: Any, count: int) -> Generator[None]:
+    """Let ``model`` consist of its last ``count`` blocks."""
+    blocks = getattr(model, "layers", None)
+    fewer = isinstance(blocks, list) and count < len(cast("list[Any]", blocks))
+    owner = _owner_of(model, blocks) if fewer else None
+    if owner is None:
+        yield
+        return
+    module, name = owner
+    module[name] = cast("list[Any]", blocks)[-count:]
+    try:
+        yield
+    finally:
+        module[name] = blocks
+
+
+def _owner_of(model: nn.Module, blocks: Any) -> tuple[nn.Module, str] | None:
+    """The module that holds the list of blocks, and by which name."""
+    for module in model.modules():
+        for name, value in module.items():
+            if value is blocks:
+                return module, name
+    return None
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Generator[None]:
+    """Training mode, as in a step, but for dropout."""
+    found = [module for module in model.modules() if isinstance(module, nn.Dropout | SampleDropout)]
+    before = {id(module): module.training for module in model.modules()}
+    model.train()
+    for module in found:
+        module.train(False)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module._training = before[id(module)]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _with_adapters(model: nn.Module) -> Generator[None]:
+    """Second factors of adapters that are not zero, as they are once training has begun."""
+    found = [module for module in model.modules() if "lora_b" in module]
+    before = [module["lora_b"] for module in found]
+
+    def moved(array: mx.array, index: int) -> mx.array:
+        noise = mx.random.normal(array.shape, key=mx.random.key(index))
+        return array + (0.02 * noise).astype(array.dtype)
+
+    for index, module in enumerate(found):
+        # Of some layers several factors, in a list.
+        module["lora_b"] = tree_map(partial(moved, index=index), before[index])
+    try:
+        yield
+    finally:
+        for module, array in zip(found, before, strict=True):
+            module["lora_b"] = array
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Generator[None]:
+    """Compute in float32, quantised layers by the dense weights that they stand for: the rest is slow on a CPU."""
+    before = flatten(model.parameters())
+    half = [(name, array) for name, array in before if array.dtype in (mx.float16, mx.bfloat16)]
+    quantised = [module for module in model.modules() if type(module) in _DENSE]
+    model.update(unflatten([(name, array.astype(mx.float32)) for name, array in half]))
+    for module in quantised:
+        module.__class__ = _DENSE[type(module)]
+    try:
+        yield
+    finally:
+        for module in quantised:
+            module.__class__ = type(module).__bases__[0]
+        model.update(unflatten(half))
+
+
+def _dense(layer: Any) -> mx.array:
+    how: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
+
+
+class _DenseLinear(nn.QuantizedLinear):
+    def __call__(self, x: mx.array) -> mx.array:
+        y = x @ mx.stop_gradient(_dense(self)).T
+        return y + self.bias if "bias" in self else y
+
+
+class _DenseEmbedding(nn.QuantizedEmbedding):
+    def as_linear(self, x: mx.array) -> mx.array:
+        return x @ mx.stop_gradient(_dense(self)).T
+
+
+_DENSE: dict[type, type] = {nn.QuantizedLinear: _DenseLinear, nn.QuantizedEmbedding: _DenseEmbedding}
+
+
+@contextmanager
+def _uncompiled() -> Generator[None]:
+    """Compute what models compile by operations that are there already: each kernel made for it takes seconds."""
+    if "MLX_DISABLE_COMPILE" in os.environ:
+        yield
+        return
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+@contextmanager
+def last_places(model: Any, length: int, count: int) -> Generator[None]:
+    """Let the body of ``model`` give the last ``count`` of ``length`` hidden states, from which it makes logits."""
+    outer = getattr(model, "language_model", model)
+    body: Any = next((outer[name] for name in ("model", "transformer", "backbone") if name in outer), None)
+    if not isinstance(body, nn.Module):
+        yield
+        return
+    kind = type(body)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = cast("Any", kind).__call__(self, *args, **kwargs)
+        whole = isinstance(made, mx.array) and made.ndim == 3 and made.shape[1] == length
+        return made[:, -count:] if whole else made
+
+    body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    try:
+        yield
+    finally:
+        body.__class__ = kind

@@ -1,0 +1,74 @@
+"""The one place that knows what ``~`` means in a path that a person gives: an option, a YAML key, an argument."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from allhands.errors import ConfigError
+
+# Variables of the environment that are paths.
+VARIABLES = (
+    *("ALLHANDS_CACHE", "ALLHANDS_TOKEN_CACHE", "ALLHANDS_KERNEL_CACHE", "ALLHANDS_CHECKPOINT_DIR", "ALLHANDS_FAULTS"),
+    "XDG_CACHE_HOME",
+)
+
+
+class HomePath(str):
+    """A path that began with ``~``, with the home directory in its place.
+
+    Attributes:
+        written: as it was given. On another computer, with another home directory, this is what is meant.
+    """
+
+    written: str
+
+    def __new__(cls, expanded: str, written: str) -> HomePath:
+        made = super().__new__(cls, expanded)
+        made.written = written
+        return made
+
+
+def expanded(text: str | os.PathLike[str]) -> str:
+    """``text`` with the home directory for a ``~`` or ``~user`` at its beginning; all else stays as it is.
+
+    Raises:
+        ValueError: there is no such user here, nor a file of that name.
+    """
+    text = os.fspath(text)
+    if not text.startswith("~"):
+        return text
+    first = text.partition("/")[0]
+    if (home := os.path.expanduser(first)) == first:
+        if os.path.lexists(first):  # a file may be called so
+            return text
+        raise ValueError(f"there is no user {first[1:]!r} here, whose home directory {first} would be")
+    return HomePath(home + text[len(first) :], text)
+
+
+def local_path(path: str | os.PathLike[str], where: str) -> str:
+    """:func:`expanded`, of what ``where`` gives: an option, an argument or a variable.
+
+    Raises:
+        ConfigError: there is no such user here.
+    """
+    try:
+        return expanded(path)
+    except ValueError as error:
+        hint = "correct the path; ./~name is a file whose name begins with ~"
+        raise ConfigError(str(error), where=where, hint=hint) from None
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse a ``~user`` that is nobody before a directory of that name is made.
+
+    Raises:
+        ConfigError: a variable names one.
+    """
+    for name in VARIABLES:
+        local_path(environ.get(name, ""), name)
+
+
+def written(path: str) -> str:
+    """``path`` as other computers are told of it: with the ``~`` that it was given with."""
+    return path.written if isinstance(path, HomePath) else path

@@ -1,0 +1,458 @@
+"""Compare the loss and gradient of a training step with those of mlx_lm's own model, before the first step.
+
+The model computes them once as mlx_lm made it, with MLX's own operations, and once more after this package has put in
+its faster forms. Both pass the same two rows: a short one, and one as long as the data's longest. Gradients are
+compared by random projections, so that a copy of a large model's gradient is never held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from allhands.accelerator import Accelerator
+from allhands.blas import cache_dir
+from allhands.config import TrainConfig
+from allhands.errors import ModelError, StorageError
+from allhands.files import make_directory, write_whole
+from allhands.model import moments
+from allhands.model.adapters import count_parameters
+from allhands.model.choices import Choices, settle, settled
+from allhands.model.dropout import DropoutKeys
+from allhands.model.load import LoadedModel
+from allhands.train.choosing import Settlement
+from allhands.train.datasets import Datasets
+from allhands.train.gradient import make_gradient
+from allhands.trees import flatten, number
+from allhands.versions import versions_of
+
+SHORT_TOKENS = 16
+# Only the last places of a row are trained, so that a long row does not need all logits.
+_TRAINED = 32
+_BINS = 1024  # of a projection: the norm of a difference is right to 1 / sqrt(2 * 1024)
+_LIMITS = {"float32": 5e-3, "float16": 0.15, "bfloat16": 0.15}
+# Float32 products may be computed with shorter factors on a GPU.
+_LIMIT_GPU_FLOAT32 = 0.03
+_LOSS_LIMITS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03}
+# Seconds for each row, and how fast mlx_lm's own model computes, in floating-point operations a second: low guesses.
+_SECONDS = {"short": 1.0, "long": 2.0}
+_RATES = {"cpu": 3e10, "metal": 1e12, "cuda": 1e13}
+# A CPU makes quantised weights dense, forward and backward: seconds for each.
+_DECODE_S = 2e-8
+_ROOM_SHARE = 50  # of the device's memory, for what mlx_lm's model keeps for its backward pass
+_ROOM_SHARE_UNBOUNDED = 4
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row, computed by both.
+
+    Attributes:
+        tokens: of the row.
+        blocks: of the model that were used, the last ones.
+        loss: ours, a mean over the trained places.
+        expected_loss: mlx_lm's.
+        difference: norm of the difference of the gradients, as a share of the norm of mlx_lm's.
+        worst: the array that differs most, and by how much of its own norm (at least 1 % of the gradient's).
+    """
+
+    tokens: int
+    blocks: int
+    loss: float
+    expected_loss: float
+    difference: float
+    worst: tuple[str, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found.
+
+    Attributes:
+        compared: each row.
+        limit: of :attr:`Compared.difference`.
+        notes: what could not be compared, and why.
+    """
+
+    compared: tuple[Compared, ...]
+    limit: float
+    loss_limit: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing that was compared differs by more than rounding."""
+        return not any(self.is_off(row) for row in self.compared)
+
+    def is_off(self, row: Compared) -> bool:
+        """Whether a row differs by more than rounding."""
+        loss = abs(row.loss - row.expected_loss) / max(abs(row.expected_loss), 1.0)
+        return not (row.difference <= self.limit and loss <= self.loss_limit)
+
+    def raise_if_wrong(self, model: str) -> None:
+        """
+        Raises:
+            ModelError: a row differs.
+        """
+        row = next((each for each in self.compared if self.is_off(each)), None)
+        if row is None:
+            return
+        name, share = row.worst
+        raise ModelError(
+            f"on a row of {row.tokens} tokens this step's gradient differs from that of mlx_lm's own model by "
+            f"{row.difference:.2g} of its norm, most in {name} ({share:.2g}); "
+            f"the loss is {row.loss:.4f} and mlx_lm's {row.expected_loss:.4f}",
+            where=model,
+            hint="please report it with the model's config.json; ALLHANDS_KERNELS=plain computes more of the model as "
+            "mlx_lm does, and --gradient-check off goes on regardless",
+        )
+
+
+# --- the two passes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What both compute: a row, and with how many of the last blocks."""
+
+    tokens: mx.array
+    blocks: int
+
+    @property
+    def trained(self) -> int:
+        """Places whose loss counts, the last ones."""
+        return min(_TRAINED, len(self.tokens) - 1)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Loss, and projections and norms of the gradient by the names of its arrays."""
+
+    loss: float
+    projections: dict[str, mx.array]
+    norms: dict[str, float]
+
+
+class GradientCheck:
+    """mlx_lm's loss and gradient on two rows, computed while the model is still as mlx_lm made it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Accelerator,
+        config: Mapping[str, Any],
+        *,
+        longest: int,
+        largest_token: int,
+        bounded: bool = True,
+    ) -> None:
+        """Compute mlx_lm's part.
+
+        Args:
+            model: as mlx_lm loaded it, with what is trained settled.
+            config: of the model.
+            longest: tokens of the longest row that will be trained.
+            largest_token: of the data; the rows are made of random tokens up to it.
+            bounded: whether a few seconds must do, with fewer blocks or a shorter row where they would not.
+        """
+        self._accelerator = accelerator
+        self._rows: list[tuple[_Row, _Pass]] = []
+        self.notes: list[str] = []
+        self._dtype = "float32" if accelerator.kind == "cpu" else _computed_in(model)
+        sizes = _Sizes.of(model, config, accelerator, share=_ROOM_SHARE if bounded else _ROOM_SHARE_UNBOUNDED)
+        lengths = [SHORT_TOKENS, longest] if longest > SHORT_TOKENS else [max(longest, 3)]
+        speed = 1.0
+        for length in lengths:
+            kind = "short" if length <= SHORT_TOKENS else "long"
+            blocks, tokens = sizes.affordable(length, _SECONDS[kind] * speed if bounded else math.inf)
+            if tokens < length:
+                self.notes.append(
+                    f"the gradient was compared with mlx_lm's on {tokens} of {length} tokens: "
+                    "more would take too long, or too much memory, here"
+                )
+            row = _Row(_random_tokens(tokens, largest_token), blocks)
+            started = time.perf_counter()
+            try:
+                self._rows.append((row, self._theirs(model, row)))
+            except Exception as error:  # whatever an architecture may raise in MLX's or its own code
+                self.notes.append(
+                    f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: "
+                    f"{_in_short(error)}"
+                )
+                break
+            speed = min(1.0, _SECONDS[kind] / max(time.perf_counter() - started, 1e-3))
+
+    def _theirs(self, model: Any, row: _Row) -> _Pass:
+        targets = row.tokens[-row.trained :]
+
+        def loss(model: Any) -> mx.array:
+            logits = model(row.tokens[None, :-1])[:, -row.trained :].astype(mx.float32)
+            return nn.losses.cross_entropy(logits[0], targets, reduction="sum")
+
+        exact = moments.in_float32(model) if self._accelerator.kind == "cpu" else nullcontext()
+        with moments.one_pass(model, row.blocks), exact, moments.last_places(model, len(row.tokens) - 1, row.trained):
+            weights = model.trainable_parameters()
+            try:
+                value, gradient = nn.value_and_grad(model, loss)(model)
+                return _passed(value / row.trained, gradient)
+            finally:
+                model.update(weights)
+
+    def compare(self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None) -> Verdict:
+        """Ours, by the model with its forms in place and by the choices of ``kernels``, beside mlx_lm's.
+
+        Raises:
+            ModelError: ours cannot compute what mlx_lm's can.
+        """
+        before = settled()
+        settle(kernels)
+        try:
+            compared = [self._compared(model, row, theirs, eager, dropout) for row, theirs in self._rows]
+        finally:
+            settle(before)
+        self._rows.clear()
+        mx.clear_cache()
+        limit = _LIMITS[self._dtype]
+        if self._accelerator.kind != "cpu" and self._dtype == "float32":
+            limit = _LIMIT_GPU_FLOAT32
+        return Verdict(tuple(compared), limit, _LOSS_LIMITS[self._dtype], tuple(self.notes))
+
+    def _compared(
+        self, model: nn.Module, row: _Row, theirs: _Pass, eager: bool, dropout: DropoutKeys | None
+    ) -> Compared:
+        try:
+            ours = _ours(model, row, eager, dropout)
+        except MemoryError:
+            raise
+        except Exception as error:  # as above: mlx_lm's own model has computed it
+            raise ModelError(
+                f"this step cannot compute the gradient that mlx_lm's own model computes: {_in_short(error)}",
+                where="--gradient-check",
+                hint="please report it with the model's config.json",
+            ) from error
+        whole = math.sqrt(sum(norm**2 for norm in theirs.norms.values()))
+        off = {name: _norm(ours.projections.get(name), theirs.projections[name]) for name in theirs.norms}
+        floor = max(0.01 * whole, 1e-30)
+        shares = {name: off[name] / max(theirs.norms[name], floor) for name in off}
+        worst = max(shares, key=lambda name: shares[name])
+        difference = math.sqrt(sum(value**2 for value in off.values())) / max(whole, 1e-30)
+        return Compared(len(row.tokens), row.blocks, ours.loss, theirs.loss, difference, (worst, shares[worst]))
+
+
+def _ours(model: Any, row: _Row, eager: bool, dropout: DropoutKeys | None) -> _Pass:
+    count, last = row.trained, len(row.tokens) - 1
+    batch = [row.tokens[None, :-1], mx.arange(last - count, last), row.tokens[-count:]]
+    if dropout is not None:
+        batch.insert(0, dropout.of(np.zeros(1, dtype=np.int64), last, 0))
+    with moments.one_pass(model, row.blocks):
+        value, gradient = make_gradient(model, eager=eager, compiled=False, dropout=dropout)(*batch)
+        return _passed(value / count, gradient)
+
+
+def _passed(loss: mx.array, gradient: Any) -> _Pass:
+    projections: dict[str, mx.array] = {}
+    norms: dict[str, float] = {}
+    for index, (name, array) in enumerate(flatten(gradient)):
+        array = array.astype(mx.float32)
+        projections[name] = _projected(array, index)
+        norms[name] = number(mx.sqrt(mx.square(array).sum()))
+        mx.eval(projections[name])
+    return _Pass(number(loss), projections, norms)
+
+
+def _projected(array: mx.array, index: int) -> mx.array:
+    """Random signs, then sums of every so many numbers: as long as the array in expectation, whatever its size."""
+    flat = array.reshape(-1)
+    if flat.size <= _BINS:
+        return flat
+    signs = mx.random.bernoulli(0.5, flat.shape, key=mx.random.key(index))
+    flat = mx.where(signs, flat, -flat)
+    padded = mx.pad(flat, [(0, -flat.size % _BINS)])
+    return padded.reshape(-1, _BINS).sum(axis=0)
+
+
+def _norm(one: mx.array | None, other: mx.array) -> float:
+    """Of the difference; infinite where something is missing or no number."""
+    if one is None or one.shape != other.shape:
+        return math.inf
+    found = number(mx.sqrt(mx.square(one - other).sum()))
+    return found if math.isfinite(found) else math.inf
+
+
+def _random_tokens(count: int, largest: int) -> mx.array:
+    return mx.random.randint(0, largest + 1, (count,), key=mx.random.key(count))
+
+
+def _in_short(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+# --- how much can be afforded -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What a pass of mlx_lm's own model costs.
+
+    Attributes:
+        blocks: of the model.
+        per_block: parameters of a block.
+        beside: parameters beside the blocks that a token is multiplied with.
+        floats: of a token and block that its backward pass needs, without attention's scores.
+        heads: of queries, for the scores.
+        rate: floating-point operations a second.
+        decode_s: to make a parameter dense.
+        room: bytes that may be kept.
+    """
+
+    blocks: int
+    per_block: float
+    beside: float
+    floats: float
+    heads: int
+    rate: float
+    decode_s: float
+    room: float
+
+    @classmethod
+    def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, share: int) -> _Sizes:
+        inner = {**config, **(config.get("text_config") or {})}
+        width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
+        layers = list(getattr(model, "layers", ()))
+        in_blocks = sum(count_parameters(layer) for layer in layers)
+        quantised = any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
+        per_block = in_blocks / max(len(layers), 1)
+        return cls(
+            blocks=max(len(layers), 1),
+            per_block=per_block,
+            beside=min(count_parameters(model) - in_blocks, width * _integer(inner, ("vocab_size",), 1 << 17)),
+            floats=40.0 * width,
+            heads=_integer(inner, ("num_attention_heads", "n_head", "num_heads"), 32),
+            rate=_RATES[accelerator.kind],
+            decode_s=_DECODE_S if quantised and accelerator.kind == "cpu" else 0.0,
+            room=accelerator.memory_bytes / share,
+        )
+
+    def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
+        """How many blocks, and how many of ``tokens``, a pass of so many seconds can have."""
+        while True:
+            trained = min(tokens, _TRAINED)
+            left = seconds - self.beside * (6.0 * trained / self.rate + self.decode_s)
+            operations = 6.0 * self.per_block * tokens + 0.3 * self.floats * tokens**2
+            by_time = left / (operations / self.rate + self.per_block * self.decode_s)
+            by_room = self.room / (4.0 * tokens * (self.floats + 3.0 * self.heads * tokens))
+            blocks = int(min(by_time, by_room, self.blocks))
+            if blocks >= 1 or tokens <= SHORT_TOKENS:
+                return max(blocks, 1), tokens
+            tokens = max(tokens // 2, SHORT_TOKENS)
+
+
+def _integer(config: Mapping[str, Any], names: Sequence[str], otherwise: int) -> int:
+    return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), otherwise)
+
+
+def _computed_in(model: nn.Module) -> str:
+    """The type that most of the model's frozen or trained weights compute in."""
+    kinds: dict[str, int] = {}
+    for _, array in flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).rpartition(".")[2]
+            kinds[name] = kinds.get(name, 0) + array.size
+    found = max(kinds, key=lambda name: kinds[name], default="float32")
+    return found if found in _LIMITS else "float32"
+
+
+# --- what is remembered -------------------------------------------------------------------------------------
+
+# What decides how a step computes: with another value it is another step.
+_SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint", "compile")
+
+
+def memory_of(config: TrainConfig, model: Mapping[str, Any], kernels: Mapping[str, Any], longest: int) -> Path:
+    """The file that remembers that a step of this kind was right on this device, for rows of up to ``longest``."""
+    facts = {
+        "format": _FORMAT,
+        "settings": {name: config.model_dump(mode="json")[name] for name in _SETTINGS},
+        "model": {name: value for name, value in model.items() if not name.startswith("_")},
+        "kernels": {name: value for name, value in kernels.items() if name != "measured"},
+        "measured": hashlib.sha256(json.dumps(kernels.get("measured"), default=str).encode()).hexdigest(),
+        "versions": versions_of("allhands", "mlx", "mlx-lm"),
+        "source": _source(),
+        "longest": 1 << max(longest - 1, 1).bit_length(),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_dir() / "gradient-checks" / f"{digest}.json"
+
+
+@cache
+def _source() -> str:
+    """Of the code that computes a step: a version under development changes without its number."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(
+        [*package.glob("model/**/*.py"), *package.glob("native/*"), *package.glob("train/gradient*.py")]
+    ):
+        if file.is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def remember(path: Path, verdict: Verdict) -> None:
+    """Write that a step was right; where it cannot be written it is checked again the next time."""
+    content = {"compared": [asdict(row) for row in verdict.compared], "notes": list(verdict.notes)}
+    try:
+        make_directory(path.parent, private=True)
+        write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+    except StorageError:
+        return
+
+
+class StartCheck:
+    """The check of a training before its first step: made once for each kind of step, and remembered."""
+
+    def __init__(self, check: GradientCheck, memory: Path, kernels: Choices, *, eager: bool, name: str) -> None:
+        self._check, self._memory, self._kernels = check, memory, kernels
+        self._eager, self._name = eager, name
+
+    @classmethod
+    def begun(
+        cls, config: TrainConfig, loaded: LoadedModel, accelerator: Accelerator, kernels: Settlement, data: Datasets
+    ) -> StartCheck | None:
+        """Compute mlx_lm's part while ``loaded`` is as mlx_lm made it; ``None`` where no check is wanted or needed."""
+        windows = data.train
+        if not config.train or windows is None or config.gradient_check == "off":
+            return None
+        longest = int(windows.work.max()) + 1
+        memory = memory_of(config, loaded.config, kernels.recorded(), longest)
+        if config.gradient_check == "auto" and memory.is_file():
+            return None
+        check = GradientCheck(
+            loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
+        )
+        eager = accelerator.eager and config.compile != "on"
+        return cls(check, memory, kernels.choices, eager=eager, name=str(loaded.path))
+
+    def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:
+        """Compare with ours; returns what a person should know.
+
+        Raises:
+            ModelError: they differ, or ours cannot be computed.
+        """
+        verdict = self._check.compare(model, kernels=self._kernels, eager=self._eager, dropout=dropout)
+        verdict.raise_if_wrong(self._name)
+        remember(self._memory, verdict)
+        return list(verdict.notes)
