@@ -211,7 +211,7 @@ class TrainConfig(_Strict):
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."
     )
-    chat_template: str | None = Field(
+    chat_template: LocalPath | None = Field(
         None,
         description="Chat template in place of the model's: a Jinja file, or chatml, llama3, gemma, mistral, zephyr.",
     )

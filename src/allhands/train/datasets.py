@@ -190,7 +190,7 @@ def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
     """The chat template that ``config`` asks for.
 
     Args:
-        kept: a run's directory, whose template is meant where none is named.
+        kept: a run's directory, whose template is meant where none is named, because the run is only tested.
     """
     return ChatChoice(config.chat_template, config.system, kept)
 

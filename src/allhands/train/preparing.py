@@ -159,7 +159,6 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
-        # What an adapter was trained with is meant where it is only tested.
         chat = chat_of(config, start.parent if start is not None and not config.train else None)
         trust = config.trust_remote_code
         if fresh is not None:
@@ -190,8 +189,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
-    if config.train:
-        notes += unlearned(model, loaded.tokenizer, data, config)
+    notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     with _busy(surroundings):
         check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
         dropout = put_forms_in(model, config, accelerator)
