@@ -35,7 +35,7 @@ test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
 	$(BIN)/python -m pytest $(TIMED)
 
-test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers (about 25 minutes)
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 35 minutes)
 	$(BIN)/python -m pytest -m long
 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)

@@ -14,14 +14,13 @@ import pytest
 from asked import Asked
 from command_line import call_allhands
 from mlx_lm.tuner.utils import load_adapters
-from mlx_lm.utils import _get_classes, load
+from mlx_lm.utils import load
 from tiny import write_adapter, write_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from allhands.errors import ModelError
 from allhands.model.gguf import convert_gguf, read_gguf
-from allhands.shipping.huggingface import ARCHITECTURES
 from allhands.trees import flatten
 
 SIDE = Path(__file__).parents[1] / "support" / "torch_side.py"
@@ -87,35 +86,48 @@ def test_transformers_computes_what_was_trained(
         np.testing.assert_allclose(found["logits"], wanted, atol=1e-4)
 
 
-@needs_torch
-def test_every_architecture_of_the_table_has_the_same_names_in_both(by_torch: Asked, tmp_path: Path) -> None:
-    common = {
-        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "vocab_size": 259, "rms_norm_eps": 1e-5, "norm_epsilon": 1e-5, "head_dim": 16},
-        **{"tie_word_embeddings": False, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 2},
-    }
-    # These always take the embedding for their output layer.
-    configs = [
-        {**common, "model_type": kind, "tie_word_embeddings": kind in ("gemma", "gemma2")} for kind in ARCHITECTURES
-    ]
-    (tmp_path / "configs.json").write_text(json.dumps(configs))
-    theirs = by_torch("names", tmp_path / "configs.json")
-    for config in configs:
-        rope = {"rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-5}
-        kind, arguments = _get_classes(config={**config, **rope})
-        model = kind(arguments.from_dict({**config, **rope}))
-        ours = {name: list(value.shape) for name, value in flatten(model.parameters())}
-        assert ours == {n: s for n, s in theirs[config["model_type"]].items() if "inv_freq" not in n}, config
-
-
-def test_an_architecture_with_other_names_is_refused(tmp_path: Path) -> None:
+def test_an_architecture_with_names_that_are_not_known_is_refused(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "internlm3", "qkv_bias": False}))
     done = call_allhands("export", "--model", base, "--to", "hf", "--out", tmp_path / "hf")
     assert done.returncode == 4
-    assert "other names for the weights of gpt2" in done.stderr
+    assert "weights of internlm3 is not known" in done.stderr
+    assert "allhands fuse" in done.stderr
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("damage", ["value", "missing", "type"])
+def test_a_model_that_is_read_back_otherwise_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """One number in one row that no token of the probe looks up."""
+    base = write_model(tmp_path / "base", layers=2)
+    save = mx.save_safetensors
+
+    def damaged(file: str, tensors: dict[str, mx.array], *words: Any, **how: Any) -> None:
+        tensors, name = dict(tensors), "model.layers.1.mlp.up_proj.weight"
+        if damage == "missing":
+            del tensors[name]
+        elif damage == "type":
+            tensors[name] = tensors[name].astype(mx.float16)
+        else:
+            rows = np.array(tensors["model.embed_tokens.weight"])
+            rows[258, 3] = np.nextafter(rows[258, 3], np.float32(9))
+            tensors["model.embed_tokens.weight"] = mx.array(rows)
+        save(file, tensors, *words, **how)
+
+    monkeypatch.setattr(mx, "save_safetensors", damaged)
+    for words in (["export", "--to", "hf", "--out", tmp_path / "out"], ["fuse", "--save-path", tmp_path / "out"]):
+        if words[0] == "fuse":
+            adapter = tmp_path / "run"
+            monkeypatch.undo()
+            write_adapter(base, adapter)
+            monkeypatch.setattr(mx, "save_safetensors", damaged)
+            words += ["--adapter-path", adapter]
+        done = call_allhands(*words, "--model", base)
+        assert done.returncode == 4, done.stderr
+        assert not (tmp_path / "out").exists()
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,18 @@ def assert_alike(base: Path, adapter: Path, theirs: dict[str, np.ndarray[Any, An
     assert np.abs(mine - plain).max() > 0.5
 
 
-@pytest.mark.parametrize(("kind", "num_layers"), [("lora", 3), ("lora", 2), ("dora", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "embedding"), [("lora", 3, False), ("lora", 2, False), ("dora", 3, False), ("lora", 2, True)]
+)
 def test_peft_computes_what_was_exported(
-    base: Path, by_torch: ByTorch, tmp_path: Path, kind: str, num_layers: int
+    base: Path, by_torch: ByTorch, tmp_path: Path, kind: str, num_layers: int, embedding: bool
 ) -> None:
+    """Also where the embedding is the output layer, too."""
     model, *_ = load(str(base))
     model.freeze()
     mx.random.seed(5)
-    settings = {"rank": 4, "scale": 2.5, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    keys = ["self_attn.q_proj", "mlp.down_proj", *(["model.embed_tokens"] if embedding else [])]
+    settings = {"rank": 4, "scale": 2.5, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, num_layers, settings, use_dora=kind == "dora")
     trained = flatten(model.trainable_parameters())
     weights = {name: mx.random.normal(v.shape) * 0.2 + (v if name.endswith(".m") else 0) for name, v in trained}
@@ -97,8 +102,11 @@ def test_peft_computes_what_was_exported(
             "rank_pattern": {"down_proj": 2},
             "alpha_pattern": {"down_proj": 6, "1.self_attn.q_proj": 3},
         },
+        {"target_modules": r".*\.[02]\..*(up|q)_proj", "r": 4, "init_lora_weights": "orthogonal"},
+        {"target_modules": ["q_proj", "embed_tokens"], "r": 4, "lora_alpha": 8, "ensure_weight_tying": True},
+        {"target_modules": ["q_proj", "lm_head"], "r": 4, "lora_alpha": 8, "ensure_weight_tying": True},
     ],
-    ids=["lora", "all-rslora", "dora", "patterns"],
+    ids=["lora", "all-rslora", "dora", "patterns", "regex", "tied", "tied-by-head"],
 )
 def test_what_peft_wrote_is_imported(base: Path, by_torch: ByTorch, tmp_path: Path, settings: dict[str, Any]) -> None:
     config = {"task_type": "CAUSAL_LM", **settings}
@@ -106,3 +114,36 @@ def test_what_peft_wrote_is_imported(base: Path, by_torch: ByTorch, tmp_path: Pa
     done = call_allhands("import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine")
     assert done.returncode == 0, done.stderr
     assert_alike(base, tmp_path / "mine", theirs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [3, 5]}, "trainable_token_indices"),
+        ({"bias": "all"}, "bias: all"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "share their weights"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "share their weights"),
+    ],
+)
+def test_what_is_refused_can_be_used_as_the_message_says(
+    base: Path, by_torch: ByTorch, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8, **settings}
+    theirs = by_torch("write", base, tmp_path / "peft", tmp_path / "found.npz", json.dumps(config))
+    words = ["import", tmp_path / "peft", "--from", "peft", "--out", tmp_path / "mine", "--model", base]
+    done = call_allhands(*words)
+    assert done.returncode == 4
+    assert said in done.stderr
+    assert "merge_and_unload()" in done.stderr
+    verb = "part" if "tie_word_embeddings = False" in done.stderr else "merge"
+    assert not (tmp_path / "mine").exists()
+    by_torch(verb, base, tmp_path / "peft", tmp_path / "merged.npz", tmp_path / "merged")
+    written = tmp_path / "merged" / "config.json"
+    written.write_text(
+        json.dumps({**json.loads((base / "config.json").read_text()), **json.loads(written.read_text())})
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / "merged")
+    np.testing.assert_allclose(by_mlx(tmp_path / "merged", None), theirs["adapted"], atol=5e-5)

@@ -20,7 +20,11 @@ from tiny import run_allhands, write_adapter, write_model
 
 from allhands.errors import ModelError
 from allhands.generate import load_for_generation
-from allhands.model.peft import Adapter, from_peft, to_peft
+from allhands.model.hf_names import ARCHITECTURES
+from allhands.model.load import load_model
+from allhands.model.peft import Adapter, to_peft
+from allhands.model.peft_base import PeftBase
+from allhands.model.peft_import import from_peft
 from allhands.trees import flatten
 
 LAYERS = 3
@@ -58,14 +62,14 @@ def adapter_of(model: Any, *, num_layers: int = LAYERS, keys: tuple[str, ...] = 
     return Adapter(dict(flatten(model.trainable_parameters())), config)
 
 
-def module_names(path: Path) -> list[str]:
-    model, *_ = load(str(path))
-    return [name for name, module in model.named_modules() if "weight" in module and not name.endswith("norm")]
+def below(*names: str, shape: tuple[int, int] = (5, 6), kind: str = "llama", **how: Any) -> PeftBase:
+    """A model with layers of these names, all of one shape."""
+    return PeftBase("b", kind, ARCHITECTURES[kind], dict.fromkeys(names, shape), **how)
 
 
 def exported(path: Path, **how: Any) -> tuple[Any, Adapter]:
     model = adapted(path, **how)
-    return model, to_peft(adapter_of(model, **how), base="org/base", modules=module_names(path))
+    return model, to_peft(adapter_of(model, **how), PeftBase.of(load_model(str(path)), "org/base"))
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -94,7 +98,7 @@ def test_the_update_is_what_peft_computes(model_path: Path, dora: bool) -> None:
 def test_there_and_back_are_the_same_bits(model_path: Path, num_layers: int, dora: bool) -> None:
     how: dict[str, Any] = {"num_layers": num_layers, "dora": dora}
     model, made = exported(model_path, **how)
-    again = from_peft(made, num_layers=LAYERS)
+    again = from_peft(made, PeftBase.of(load_model(str(model_path)), "b"), num_layers=LAYERS)
     before = adapter_of(model, **how)
     assert again.weights.keys() == before.weights.keys()
     assert all(mx.array_equal(again.weights[name], value) for name, value in before.weights.items())
@@ -125,7 +129,7 @@ def test_modules_are_named_in_full_where_short_names_mean_more(model_path: Path)
         for name, value in adapter_of(model).weights.items()
         if "layers.0.self_attn.q" in name or "layers.2.mlp" in name
     }
-    made = to_peft(Adapter(weights, adapter_of(model).config), base="b", modules=module_names(model_path))
+    made = to_peft(Adapter(weights, adapter_of(model).config), PeftBase.of(load_model(str(model_path)), "b"))
     assert made.config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"]
     assert made.config["layers_to_transform"] is None
 
@@ -153,7 +157,7 @@ def test_ranks_and_scales_of_their_own(rslora: bool) -> None:
     first, second, third = (f"model.layers.{i}.self_attn.q_proj" for i in (3, 4, 10))
     weights = {**tensors(first, 4), **tensors(second, 2, 1), **tensors(third, 4, 2, "")}
     config = {**PLAIN, "use_rslora": rslora, "rank_pattern": {second: 2}, "alpha_pattern": {"4.self_attn.q_proj": 3}}
-    made = from_peft(Adapter(weights, config), num_layers=12)
+    made = from_peft(Adapter(weights, config), below(first, second, third), num_layers=12)
     settings = made.config["lora_parameters"]
     assert settings == {"rank": 4, "scale": 4.0 if rslora else 2.0, "dropout": 0.05, "keys": ["self_attn.q_proj"]}
     assert made.config["num_layers"] == 9  # the fourth and all after it
@@ -172,11 +176,18 @@ def test_what_stands_outside_of_the_blocks_is_named_in_full() -> None:
         "base_model.model.model.embed_tokens.lora_embedding_A": mx.ones((4, 20)),
         "base_model.model.model.embed_tokens.lora_embedding_B": mx.ones((6, 4)),
     }
-    made = from_peft(Adapter({**tensors("lm_head", 4), **embedding}, PLAIN), num_layers=7)
+    base = PeftBase(
+        "b",
+        "llama",
+        ARCHITECTURES["llama"],
+        {"lm_head": (5, 6), "model.embed_tokens": (20, 6), "x.y": (1, 1)},
+        embeddings=["model.embed_tokens"],
+    )
+    made = from_peft(Adapter({**tensors("lm_head", 4), **embedding}, PLAIN), base, num_layers=7)
     assert made.config["lora_parameters"]["keys"] == ["lm_head", "model.embed_tokens"]
     assert made.weights["model.embed_tokens.lora_a"].shape == (20, 4)
     assert made.config["num_layers"] == 1
-    back = to_peft(made, base="b", modules=["lm_head", "model.embed_tokens", "x.y"], embeddings=["model.embed_tokens"])
+    back = to_peft(made, base)
     assert all(mx.array_equal(back.weights[name], value) for name, value in embedding.items())
 
 
@@ -184,7 +195,7 @@ def test_what_stands_outside_of_the_blocks_is_named_in_full() -> None:
 def test_names_of_several_versions(middle: str) -> None:
     weights = {name.replace(".weight", f"{middle}.weight"): value for name, value in tensors("a.layers.0.q", 4).items()}
     weights[f"base_model.model.a.layers.0.q.lora_magnitude_vector{middle}.weight"] = mx.ones((5, 1))
-    made = from_peft(Adapter(weights, {**PLAIN, "use_dora": True}), num_layers=1)
+    made = from_peft(Adapter(weights, {**PLAIN, "use_dora": True}), below("a.layers.0.q"), num_layers=1)
     assert {name: value.shape for name, value in made.weights.items()} == {
         "a.layers.0.q.lora_a": (6, 4),
         "a.layers.0.q.lora_b": (4, 5),
@@ -198,7 +209,12 @@ def test_names_of_several_versions(middle: str) -> None:
     [
         ({"peft_type": "LOHA"}, "LOHA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"fan_in_fan_out": True}, "transposed"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+        ({"use_bdlora": {"a": 1}}, "use_bdlora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"init_lora_weights": "olora"}, "olora"),
         ({"bias": "all"}, "biases"),
         ({"use_dora": True}, "contradict"),
         ({"trainable_token_indices": [3]}, "tokens"),
@@ -206,7 +222,9 @@ def test_names_of_several_versions(middle: str) -> None:
 )
 def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        from_peft(Adapter(tensors("model.layers.0.q", 4), {**PLAIN, **changes}), num_layers=2)
+        from_peft(
+            Adapter(tensors("model.layers.0.q", 4), {**PLAIN, **changes}), below("model.layers.0.q"), num_layers=2
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,16 +238,29 @@ def test_what_cannot_be_read_is_refused(changes: dict[str, Any], message: str) -
 )
 def test_damaged_adapters_are_refused(weights: dict[str, mx.array], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        from_peft(Adapter(weights, PLAIN), num_layers=2)
+        from_peft(Adapter(weights, PLAIN), below("x"), num_layers=2)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
+def test_what_changes_nothing_is_read(start: Any) -> None:
+    """Settings for training, and the layout of the model's own weights, which the factors do not share."""
+    config = {**PLAIN, "init_lora_weights": start, "fan_in_fan_out": True, "megatron_core": "megatron.core"}
+    config |= {"runtime_config": {"ephemeral_gpu_offload": False}, "target_modules": "all-linear"}
+    made = from_peft(Adapter(tensors("a.layers.0.q", 4), config), below("a.layers.0.q"), num_layers=1)
+    assert made.weights["a.layers.0.q.lora_a"].shape == (6, 4)
 
 
 def test_what_peft_cannot_hold_is_refused() -> None:
     config = {"fine_tune_type": "full", "lora_parameters": None}
     with pytest.raises(ModelError, match="whole weights"):
-        to_peft(Adapter({"x.weight": mx.ones((2, 2))}, config), base="b", modules=[])
+        to_peft(Adapter({"x.weight": mx.ones((2, 2))}, config), below("x"))
     config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 2, "scale": 1.0}}
-    with pytest.raises(ModelError, match="experts"):
-        to_peft(Adapter({"m.switch.lora_a": mx.ones((4, 2, 2))}, config), base="b", modules=["m.switch"])
+    experts = {"m.switch.lora_a": mx.ones((4, 2, 6)), "m.switch.lora_b": mx.ones((4, 5, 2))}
+    with pytest.raises(ModelError, match="experts of llama"):
+        to_peft(Adapter(experts, config), below("m.switch", experts={"m.switch": 4}))
+    dora = {"e.lora_a": mx.ones((5, 2)), "e.lora_b": mx.ones((2, 6)), "e.m": mx.ones(5)}
+    with pytest.raises(ModelError, match="magnitude"):
+        to_peft(Adapter(dora, {**config, "fine_tune_type": "dora"}), below("e", embeddings=["e"]))
 
 
 # --- the commands ---------------------------------------------------------------------------------------------

@@ -82,35 +82,40 @@ def export_adapter(
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
-    import mlx.nn as nn
-
     from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, require_adapter, to_peft
+    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
+    from allhands.model.peft_base import PeftBase
+    from allhands.model.peft_check import check_peft
 
     adapter = _read(adapter_path, *_OURS)
-    require_adapter(adapter.config, str(adapter_path))
     below = model or adapter.config.get("model")
     if not isinstance(below, str):
         hint = "say which model is below it: --model"
         raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
     _require_room(out, (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
     loaded = load_model(below, trust_remote_code=trust)
-    kinds: dict[str, tuple[type, ...]] = {
-        "linear": (nn.Linear, nn.QuantizedLinear),
-        "embedding": (nn.Embedding, nn.QuantizedEmbedding),
-    }
-    named = {kind: [n for n, m in loaded.model.named_modules() if isinstance(m, of)] for kind, of in kinds.items()}
-    known = {name for names in named.values() for name in names}
-    for name in adapter.weights:
-        if (module := name.rpartition(".")[0]) not in known:
-            hint = "use the model that the adapter was trained on: --model"
-            raise ModelError(f"the model {below} has no layer {module}", where=str(adapter_path), hint=hint)
-    made = to_peft(adapter, base=base or below, modules=known, embeddings=named["embedding"])
-    _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, template=adapter_path / TEMPLATE_FILE)
+    told = PeftBase.of(loaded, base or below)
+    try:
+        made = to_peft(adapter, told)
+    except ModelError as error:
+        raise ModelError(error.message, where=str(adapter_path), hint=error.hint) from None
+
+    def check(staged: Path) -> None:
+        check_peft(_read(staged, WEIGHTS_FILE, CONFIG_FILE), adapter, told)
+
+    _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, check, adapter_path / TEMPLATE_FILE)
     settings = made.config
     if stops := adapter.config.get("stop_tokens"):
         print(f"note: answers end with {stops[0]}, at which the model does not stop: tell generate() to (eos_token_id)")
-    print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(made)})")
+    print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(adapter)})")
+    print("checked: read back by PEFT's rules, every update is the adapter's")
+    if settings.get("ensure_weight_tying"):
+        print(
+            "note: it adapts an embedding that is the output layer, too. PEFT computes it rightly, but adds it twice "
+            "to the shared weights when it merges: --to hf writes the merged model"
+        )
+    if any(name.rpartition(".")[0] in told.experts for name in adapter.weights):
+        print("note: it adapts experts: with transformers 5 it needs PEFT 0.19 or later")
     if "quantization" in loaded.config and base is None:
         print(
             f"note: {below} is quantised for MLX, which other programs cannot read: name the original with --base, "
@@ -133,9 +138,14 @@ def import_adapter(
 
     peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
     """
+    import mlx.core as mx
+
     from allhands.generate import put_on
     from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, from_peft
+    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE
+    from allhands.model.peft_base import PeftBase
+    from allhands.model.peft_import import from_peft
+    from allhands.trees import flatten
 
     assert source is Format.peft
     if not (path / WEIGHTS_FILE).is_file() and (path / "adapter_model.bin").is_file():
@@ -150,7 +160,7 @@ def import_adapter(
     _require_room(out, _OURS, force=force)
     loaded: Any = load_model(below, trust_remote_code=trust_remote_code)
     try:
-        made = from_peft(adapter, num_layers=len(loaded.model.layers))
+        made = from_peft(adapter, PeftBase.of(loaded, below), num_layers=len(loaded.model.layers))
     except ModelError as error:
         # It is told of a file; in which directory is known here.
         raise ModelError(error.message, where=str(path / (error.where or "")), hint=error.hint) from None
@@ -163,6 +173,11 @@ def import_adapter(
         except ModelError as error:
             hint = "use the model that the adapter was trained on: --model"
             raise ModelError(error.message.replace(str(staged), str(path)), where=str(path), hint=hint) from None
+        found = dict(flatten(loaded.model.parameters()))
+        for name, value in made.weights.items():
+            if name not in found or not mx.array_equal(found[name], value):
+                message = f"what was written is not the adapter, and was not kept: {name} is read back otherwise"
+                raise ModelError(message, where=str(out), hint="without an error of yours this is a defect: report it")
 
     _write(made, out, *_OURS, {"format": "mlx"}, fits)
     settings = made.config["lora_parameters"]

@@ -1,13 +1,14 @@
 """Adapters merged into the model below them: an ordinary model directory, checked before it is in its place.
 
 The merging is mlx_lm's (``LoRALinear.fuse``, ``DoRALinear.fuse``). Around it: weights are unpacked in float32 and
-rounded once, a layer keeps the type of the one that it replaces, and what was written is read back and asked the same
-as model and adapter were.
+rounded once, a layer keeps the type of the one that it replaces, and what was written is read back: every weight has to
+be the merged one, bit by bit, and the model is asked the same as model and adapter were.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,11 @@ _LIMITS = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.2}
 
 # Called with the staged directory and its config.json's content, before the directory is in its place.
 Finish = Callable[[Path, Json], None]
+Weights = dict[str, mx.array]
+# Weights by mlx_lm's names and the config; the same weights as a file's reader knows them.
+Layout = Callable[[Weights, Json], Weights]
+# Shape, type and checksum of an array.
+Digest = tuple[tuple[int, ...], str, int]
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,13 @@ class Fused:
     stop: str | None = None
 
 
-def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, config: None) -> Fused:
+def fuse_model(
+    options: FuseOptions, out: Path, finish: Finish = lambda staged, config: None, layout: Layout | None = None
+) -> Fused:
     """Write the model with its adapter merged into the directory ``out``, whole or not at all.
+
+    Args:
+        layout: what to write instead of mlx_lm's own names and shapes; mlx_lm has to read it as the same model.
 
     Raises:
         ConfigError: no such dtype.
@@ -129,11 +140,16 @@ def fuse_model(options: FuseOptions, out: Path, finish: Finish = lambda staged, 
         stop = _stop(options.adapter_path, tokenizer)
         if stop is not None:
             config = with_stop(config, stop[1], tokenizer.tokenizer.eos_token_id)
-        save_weights(model, config, staged)
+        expected = _digests(dict(flatten(model.parameters())))
+        save_weights(model if layout is None else _laid_out(model, config, layout), config, staged)
+        del model
         _write_conversation(staged, tokenizer, stop)
         _write_card(staged, below, kind, options.library)
         limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
-        difference = _check(staged, wanted, limit, options.trust_remote_code)
+        read, _ = build(staged, options.trust_remote_code)
+        # Another layout as mlx_lm reads it; its own from the files, since it changes values of a few on reading.
+        _require_same(expected, dict(flatten(read.parameters())) if layout else _in_files(staged), out)
+        difference = _check(read, wanted, limit, out)
         finish(staged, config)
         publish(staged, target)
     return Fused(target, below, kind, count, difference, again, None if stop is None else stop[0])
@@ -248,18 +264,65 @@ def _logits(model: Any) -> np.ndarray[Any, Any]:
     return np.array(model(mx.array(tokens)).astype(mx.float32))
 
 
-def _check(staged: Path, wanted: np.ndarray[Any, Any], limit: float | None, trust: bool) -> float:
-    """Read back what was written and compare its logits; ``limit`` is ``None`` where a difference is expected."""
-    found = _logits(build(staged, trust)[0])
+def _digests(weights: Weights) -> dict[str, Digest]:
+    """A digest of each weight, one weight in memory after the other."""
+    return {name: _digest(value) for name, value in weights.items()}
+
+
+def _digest(value: mx.array) -> Digest:
+    raw = np.array(mx.contiguous(value).reshape(-1).view(mx.uint8))
+    return tuple(value.shape), str(value.dtype), zlib.crc32(raw.data)
+
+
+def _laid_out(model: nn.Module, config: Json, layout: Layout) -> nn.Module:
+    """The weights of ``model``, which is empty afterwards, under the names of another reader."""
+    weights = dict(flatten(model.parameters()))
+    model.update(unflatten([(name, mx.array([])) for name in weights]))
+    flat = nn.Module()
+    dict.update(flat, layout(weights, config))
+    return flat
+
+
+def _in_files(directory: Path) -> Weights:
+    weights: Weights = {}
+    for file in sorted(directory.glob("model*.safetensors")):
+        loaded: Any = mx.load(str(file))
+        weights |= loaded
+    return weights
+
+
+def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> None:
+    """Refuse weights that are not those that were to be written, bit by bit (ModelError)."""
+    read = _digests(weights)
+    for name in sorted(expected.keys() | read.keys()):
+        if expected.get(name) != read.get(name):
+            raise ModelError(
+                f"what was written is not the model, and was not kept: {name} is read back as "
+                f"{_described(read.get(name))}, not {_described(expected.get(name))}",
+                where=str(out),
+                hint="free disk space and try again; if it happens again this is a defect: report it",
+            )
+
+
+def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, out: Path) -> float:
+    """Compare the logits of what was written; ``limit`` is ``None`` where a difference is expected."""
+    found = _logits(model)
     difference = float(np.sqrt(np.mean((found - wanted) ** 2)) / max(float(np.std(wanted)), 1e-9))
     if not np.isfinite(difference) or (limit is not None and difference > limit):
         raise ModelError(
             f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
             "spread), and was not kept",
-            where=str(staged.parent),
+            where=str(out),
             hint="try --dequantize or --dtype float32; without an error of yours this is a defect: report it",
         )
     return difference
+
+
+def _described(digest: Digest | None) -> str:
+    if digest is None:
+        return "nothing"
+    shape, dtype, checksum = digest
+    return f"{shape} {dtype} (checksum {checksum:08x})"
 
 
 def _write_card(staged: Path, source: str, kind: str, library: str) -> None:

@@ -19,6 +19,7 @@ from mlx_lm.gguf import TokenType, permute_weights, prepare_metadata, translate_
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import ModelError
 from allhands.files import write_whole
+from allhands.model.hf_names import architecture_of, other_way
 from allhands.model.load import Json, load_tokenizer, read_config
 from allhands.shipping.fusing import Finish
 from allhands.shipping.gguf_check import check_gguf
@@ -57,9 +58,10 @@ def check_convertible(path: Path, *, dense: bool = True) -> None:
         ModelError: its architecture or tokenizer is none that can be.
     """
     config = read_config(path)
-    _require_dense({} if dense else config, path)
     require_known(config, path)
     _Vocabulary.of(path, 0)
+    # Last, because it asks for another try.
+    _require_dense({} if dense else config, path)
 
 
 def require_known(config: Json, path: Path) -> None:
@@ -71,7 +73,9 @@ def require_known(config: Json, path: Path) -> None:
         (config.get("attention_bias") or config.get("mlp_bias"), "its layers have biases"),
     ):
         if wrong:
-            raise ModelError(f"it cannot be written as GGUF: {what}", where=str(path), hint=_OTHERWISE)
+            known = architecture_of(config)
+            hint = _OTHERWISE if known is not None and known.whole else other_way(known)
+            raise ModelError(f"it cannot be written as GGUF: {what}", where=str(path), hint=hint)
 
 
 def _require_dense(config: Json, path: Path) -> None:
@@ -97,8 +101,8 @@ def write_gguf(model: Path, out: Path) -> None:
         StorageError: the file cannot be written.
     """
     config = read_config(model)
-    _require_dense(config, model)
     require_known(config, model)
+    _require_dense(config, model)
     tensors: dict[str, mx.array] = {}
     for file in sorted(model.glob("model*.safetensors")):
         loaded: Any = mx.load(str(file))

@@ -1,0 +1,190 @@
+"""The model below an adapter as PEFT sees it: names of its modules in transformers, and what can be adapted there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from allhands.errors import ModelError
+from allhands.model.hf_names import Architecture, architecture_of, other_way
+from allhands.model.load import LoadedModel
+
+HEAD = "lm_head"  # the output layer's name in every architecture that shares it with the embedding
+_LINEAR = (nn.Linear, nn.QuantizedLinear)
+_EMBEDDING = (nn.Embedding, nn.QuantizedEmbedding)
+# Largest difference of a weight to the same in fewer bits, as a part of its size: that of 4 bits, with room to spare.
+_ROUNDING = 0.25
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class PeftBase:
+    """The model below an adapter.
+
+    Attributes:
+        name: under which transformers loads it.
+        kind: its ``model_type``.
+        architecture: how transformers keeps it; ``None`` if that is not known.
+        shapes: (out, in) of every module that could be adapted, by mlx_lm's names; (rows, dims) of embeddings.
+        embeddings: those of them that are embeddings.
+        experts: the number of experts of those that are stacks of them.
+        tied: whether the output layer is the embedding.
+        proved: modules whose weights a checkpoint of transformers holds under the very names that mlx_lm has.
+        tables: weights of embeddings and output layer.
+        can_untie: whether mlx_lm reads this model also with an output layer of its own.
+    """
+
+    name: str
+    kind: str
+    architecture: Architecture | None
+    shapes: Mapping[str, tuple[int, int]]
+    embeddings: Collection[str] = ()
+    experts: Mapping[str, int] = field(default_factory=dict[str, int])
+    tied: bool = False
+    proved: Collection[str] = ()
+    tables: Mapping[str, mx.array] = field(default_factory=dict[str, mx.array])
+    can_untie: bool = False
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, name: str) -> PeftBase:
+        """Of a model in memory that transformers loads as ``name``."""
+        model = loaded.model
+        found = {n: m for n, m in model.named_modules() if isinstance(m, (*_LINEAR, *_EMBEDDING, *_EXPERTS))}
+        embeddings = {n for n, m in found.items() if isinstance(m, _EMBEDDING)}
+        shapes = {n: _shape(m) for n, m in found.items()}
+        architecture = architecture_of(loaded.config)
+        rows = {shapes[n][0] for n in embeddings}
+        blocks = {id(m) for layer in getattr(model, "layers", []) for m in layer.modules()}
+        outside = [n for n, m in found.items() if isinstance(m, _LINEAR) and id(m) not in blocks]
+        return cls(
+            name=name,
+            kind=str(loaded.config.get("model_type")),
+            architecture=architecture,
+            shapes=shapes,
+            embeddings=frozenset(embeddings),
+            experts={n: int(m.num_experts) for n, m in found.items() if isinstance(m, _EXPERTS)},
+            tied=not any(shapes[n][0] in rows for n in outside),
+            proved=frozenset() if architecture else _same_in_checkpoint(found, loaded.path),
+            tables={n: _dense(m) for n, m in found.items() if n in embeddings or n in outside},
+            can_untie=hasattr(getattr(model, "args", None), "tie_word_embeddings"),
+        )
+
+    @cached_property
+    def other_way(self) -> str:
+        """What can be done with an adapter that PEFT cannot hold."""
+        return other_way(self.architecture)
+
+    def names(self, module: str) -> list[str]:
+        """The modules of transformers that are this module of mlx_lm's: one, or one for each expert.
+
+        Raises:
+            ModelError: there is no such module, or none in transformers is the same.
+        """
+        if module not in self.shapes:
+            raise ModelError(
+                f"the model has no layer {module} that could be adapted",
+                hint="use the model that the adapter was trained on: --model",
+            )
+        names = self._names(module)
+        if not names:
+            raise ModelError(
+                f"the names of the weights of {self.kind} in transformers are not known here"
+                if self.architecture is None
+                else f"{module} is no layer of its own in transformers, which keeps these weights in another form",
+                hint=self.other_way,
+            )
+        return names
+
+    def _names(self, module: str) -> list[str]:
+        if self.architecture is None:
+            return [module] if module in self.proved else []
+        theirs = self.architecture.module_name(module)
+        if theirs is None:
+            return []
+        return [theirs.format(i) for i in range(self.experts[module])] if "{}" in theirs else [theirs]
+
+    @cached_property
+    def modules_of_transformers(self) -> dict[str, str]:
+        """The module of mlx_lm's behind every name of transformers that is known."""
+        found = {theirs: ours for ours in self.shapes for theirs in self._names(ours)}
+        if self.architecture is not None:
+            for former, ours in self.architecture.former_names:
+                if ours in self.shapes:
+                    found.setdefault(former, ours)
+        if self.tied:
+            found.setdefault(HEAD, "")
+        return found
+
+    def holds(self, module: str, value: mx.array) -> bool:
+        """Whether ``value`` is the weight of an embedding or output layer of transformers', up to rounding."""
+        ours = self.modules_of_transformers.get(module)
+        table = self.tables.get(ours or next(iter(self.embeddings), ""))
+        if ours is None or table is None or table.shape != value.shape:
+            return False
+        spread = mx.sqrt(mx.mean(mx.square(value.astype(mx.float32))))
+        error = mx.sqrt(mx.mean(mx.square(table.astype(mx.float32) - value.astype(mx.float32))))
+        return bool((error <= _ROUNDING * spread).item())
+
+    def is_transposed(self, module: str) -> bool:
+        """Whether transformers keeps the module's matrix as (in, out)."""
+        return self.architecture is not None and self.architecture.is_transposed(module)
+
+    def require_adaptable(self, adapted: Mapping[str, Any]) -> None:
+        """Refuse what PEFT does not adapt, or not as mlx_lm does (ModelError).
+
+        Args:
+            adapted: the parts of the adapter (``lora_a``, ``lora_b``, ``m``) by module.
+        """
+        for module, parts in adapted.items():
+            self.names(module)
+            if reason := self._reason(module, parts, adapted):
+                raise ModelError(f"{module}: {reason}", hint=self.other_way)
+
+    def _reason(self, module: str, parts: Collection[str], adapted: Collection[str]) -> str | None:
+        if module in self.embeddings and "m" in parts:
+            return "PEFT's DoRA has a magnitude for each column of an embedding, mlx_lm's for each row"
+        if module not in self.experts:
+            pattern, why = (self.architecture and self.architecture.unadapted) or ("$^", "")
+            return why if re.search(pattern, module) else None
+        if self.architecture is None or not self.architecture.adapted_experts:
+            return f"transformers 5 joins the experts of {self.kind}, and PEFT cannot join adapters of them"
+        stack = module.rpartition(".")[0]
+        if missing := sorted(n for n in self.experts if n.startswith(f"{stack}.") and n not in adapted):
+            return f"PEFT reads adapters of experts only if all their matrices have one, and {missing[0]} has none"
+        return None
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """(out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised or not."""
+    rows, columns = module.weight.shape[-2:]
+    return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
+
+
+def _dense(module: Any) -> mx.array:
+    if not hasattr(module, "bits"):
+        return module.weight
+    how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+    return mx.dequantize(module.weight, module.scales, module.get("biases"), **how)
+
+
+def _same_in_checkpoint(modules: Mapping[str, Any], path: Path) -> frozenset[str]:
+    """Modules whose weight the files in ``path``, if PyTorch wrote them, hold under the same name, bit by bit."""
+    proved: set[str] = set()
+    for file in sorted(path.glob("model*.safetensors")):
+        loaded: Any = mx.load(str(file), return_metadata=True)
+        tensors, metadata = loaded
+        if metadata.get("format") != "pt":
+            continue
+        for name, module in modules.items():
+            theirs = tensors.get(f"{name}.weight")
+            if theirs is not None and theirs.shape == module.weight.shape and mx.array_equal(theirs, module.weight):
+                proved.add(name)
+    return frozenset(proved)

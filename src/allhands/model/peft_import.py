@@ -1,0 +1,335 @@
+"""Adapters that PEFT has written, as mlx_lm and ``allhands`` read them; the reverse of :mod:`allhands.model.peft`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from allhands.errors import ModelError
+from allhands.model.peft import CONFIG_FILE, LAYER, WEIGHTS_FILE, Adapter
+from allhands.model.peft_base import HEAD, PeftBase
+
+# A, B or the magnitudes of DoRA; between them and "weight" some versions name the adapter.
+_TENSOR = re.compile(
+    r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
+    r"(?:\.(?!weight$)[^.]+)?(?:\.weight)?$"
+)
+# Weights of the model itself, which PEFT saves beside adapters of embeddings.
+_BASE_WEIGHT = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight$")
+# The names by which PEFT knows that embeddings are adapted.
+_EMBEDDINGS = ("embed_tokens", HEAD)
+_HOW = "give the directory that peft's save_pretrained wrote"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """An adapted module: (in, rank), (rank, out), what the update is multiplied by, and DoRA's (out,) magnitudes.
+
+    The factors of stacked experts have one dimension more in front.
+    """
+
+    first: mx.array
+    second: mx.array
+    scale: float
+    magnitudes: mx.array | None
+
+    @property
+    def rank(self) -> int:
+        return int(self.first.shape[-1])
+
+    def require_shape(self, name: str, shape: tuple[int, int], *, embedding: bool) -> None:
+        """Refuse an update of another shape than the weight's (ModelError)."""
+        inputs, outputs = int(self.first.shape[0]), int(self.second.shape[1])
+        found = (inputs, outputs) if embedding else (outputs, inputs)
+        if found != shape:
+            raise ModelError(
+                f"the adapter does not fit the model: {name} is for a weight of {found}, the model's is {shape}",
+                hint="use the model that the adapter was trained on: --model",
+            )
+
+    def is_transpose_of(self, other: _Module) -> bool:
+        """Whether this update of an output layer is that of the embedding whose weights it shares."""
+        return (
+            self.scale == other.scale
+            and self.magnitudes is None
+            and other.magnitudes is None
+            and bool(mx.array_equal(self.first.T, other.second))
+            and bool(mx.array_equal(self.second.T, other.first))
+        )
+
+
+def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
+    """An adapter of PEFT's as mlx_lm and ``allhands`` read it.
+
+    Modules of lower rank are filled up with zeros, and those of another scale have it in their second factor: mlx_lm
+    knows one of each.
+
+    Args:
+        base: the model below it.
+        num_layers: blocks of that model.
+
+    Raises:
+        ModelError: it holds what mlx_lm's adapters cannot, or what this model has no place for.
+    """
+    _require_plain(adapter.config, base)
+    tensors = _without_base_weights(adapter.weights, base)
+    modules = _in_mlx(_without_tied_head(_modules(tensors, adapter.config), adapter.config, base), base)
+    scale = Counter(each.scale for each in modules.values()).most_common(1)[0][0]
+    rank = max(each.rank for each in modules.values())
+    weights: dict[str, mx.array] = {}
+    keys: set[str] = set()
+    lowest = num_layers
+    for name, each in modules.items():
+        place = LAYER.match(name)
+        keys.add(name if place is None else place["inside"])
+        lowest = lowest if place is None else min(lowest, int(place["number"]))
+        spare = rank - each.rank
+        second = each.second if each.scale == scale else each.second * (each.scale / scale)
+        stacked = [(0, 0)] * (each.first.ndim - 2)
+        first = mx.pad(each.first, [*stacked, (0, 0), (0, spare)])
+        second = mx.pad(second, [*stacked, (0, spare), (0, 0)])
+        if stacked:  # mlx_lm keeps those of experts as PEFT does
+            first, second = (mx.contiguous(value.swapaxes(-1, -2)) for value in (first, second))
+        weights |= {f"{name}.lora_a": first, f"{name}.lora_b": second}
+        if each.magnitudes is not None:
+            weights[f"{name}.m"] = each.magnitudes
+    settings = adapter.config
+    config = {
+        "fine_tune_type": "dora" if settings.get("use_dora") else "lora",
+        # At least one, which mlx_lm takes from the end; what stands outside of the blocks is named in full.
+        "num_layers": max(num_layers - lowest, 1),
+        "lora_parameters": {
+            "rank": rank,
+            "scale": scale,
+            "dropout": float(settings.get("lora_dropout") or 0.0),
+            "keys": sorted(keys),
+        },
+    }
+    return Adapter(weights, config)
+
+
+# Settings that change nothing in what an adapter computes, or are looked at by name below.
+_HARMLESS = frozenset(
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *(
+            "inference_mode",
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "rank_pattern",
+            "alpha_pattern",
+            "use_rslora",
+            "use_dora",
+        ),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+        *("fan_in_fan_out", "bias", "init_lora_weights", "eva_config", "loftq_config", "runtime_config"),
+        *("megatron_core", "qalora_group_size"),
+    }
+)
+_REASONS = {
+    "modules_to_save": "whole modules are saved with it",
+    "trainable_token_indices": "rows of single tokens are trained",
+    "target_parameters": "it adapts parameters that are no layers",
+    "alora_invocation_tokens": "it is switched on by tokens",
+    "megatron_config": "it is for Megatron's layers",
+    "lora_bias": "its layers have biases",
+    "layer_replication": "it repeats layers of the model",
+}
+# Ways to begin that leave the model's own weights as they are; others train against changed ones.
+_BEGINNINGS = ("gaussian", "eva", "orthogonal")
+
+
+def _merge(base: PeftBase, first: str = "") -> str | None:
+    """How to use an adapter that mlx_lm's cannot hold; ``None`` if mlx_lm would not read the merged model."""
+    if base.architecture is None or base.architecture.modules:
+        return None
+    return f"{first}merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
+
+
+_UNTIE = (
+    "part them in Python, model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()) and "
+    "model.config.tie_word_embeddings = False, before PeftModel.from_pretrained; then "
+)
+_TIE = "train it with ensure_weight_tying=True and lm_head among target_modules (PEFT 0.19 or later)"
+
+
+def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
+    """Refuse what is more than LoRA or DoRA beside frozen weights."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"it is of PEFT's type {kind}", where=CONFIG_FILE, hint="LORA can be read, DoRA included")
+    for name, value in config.items():
+        if value and name not in _HARMLESS:
+            reason = _REASONS.get(name, "a setting that is not known here")
+            raise ModelError(
+                f"{reason} ({name}), which mlx_lm's adapters cannot hold", where=CONFIG_FILE, hint=_merge(base)
+            )
+    if config.get("bias", "none") != "none":
+        message = f"it trains biases (bias: {config['bias']}), which mlx_lm's adapters cannot hold"
+        raise ModelError(message, where=CONFIG_FILE, hint=_merge(base))
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower() not in _BEGINNINGS:
+        raise ModelError(
+            f"it was trained against changed weights of the model (init_lora_weights: {begun})",
+            where=CONFIG_FILE,
+            hint=_merge(base),
+        )
+
+
+def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> dict[str, mx.array]:
+    """The adapter's tensors without the model's own embeddings, which PEFT saves beside and which must be the same."""
+    kept: dict[str, mx.array] = {}
+    for name, value in weights.items():
+        match = _BASE_WEIGHT.match(name)
+        if match is None:
+            kept[name] = value
+            continue
+        if not base.holds(match["module"], value):
+            raise ModelError(
+                f"{name}: the embeddings saved with it are not the model's, as after adding tokens",
+                where=WEIGHTS_FILE,
+                hint=_merge(base),
+            )
+    return kept
+
+
+def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], base: PeftBase) -> dict[str, _Module]:
+    """Modules without an output layer that has the same adapter as the embedding it shares its weights with.
+
+    Raises:
+        ModelError: embedding and output layer share their weights, but not the adapter.
+    """
+    if not base.tied:
+        return modules
+    head = modules.get(HEAD)
+    ours = base.modules_of_transformers
+    embedding = next((each for name, each in modules.items() if ours.get(name) in base.embeddings), None)
+    if embedding is None and head is None:
+        return modules
+    if embedding is None or not (_ties(config, embedding) if head is None else head.is_transpose_of(embedding)):
+        alone = "the output layer" if embedding is None else "the embedding"
+        other = "the embedding" if embedding is None else "the output layer"
+        if embedding is not None and head is not None:
+            alone, other = "embedding and output layer", "the other"
+        raise ModelError(
+            f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
+            "alone (no ensure_weight_tying); in MLX one adapter reaches both",
+            where=CONFIG_FILE,
+            hint=(_merge(base, _UNTIE) if base.can_untie else None) or _TIE,
+        )
+    return {name: each for name, each in modules.items() if name != HEAD}
+
+
+def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:
+    """Whether PEFT gives the output layer the embedding's adapter, by its own rules for when it does."""
+    targets: Any = config.get("target_modules") or []
+    named = (
+        any(re.fullmatch(targets, name) for name in _EMBEDDINGS)
+        if isinstance(targets, str)
+        else any(str(name).rpartition(".")[2] in _EMBEDDINGS for name in targets)
+    )
+    same = _scale(HEAD, embedding.rank, config) == embedding.scale
+    return bool(config.get("ensure_weight_tying")) and named and same
+
+
+def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
+    """Modules by mlx_lm's names, experts stacked.
+
+    Raises:
+        ModelError: a module of which this model has no counterpart.
+    """
+    found: dict[str, _Module] = {}
+    stacks: dict[str, dict[str, _Module]] = {}
+    for name, each in modules.items():
+        ours = base.modules_of_transformers.get(name)
+        if not ours:
+            raise ModelError(
+                f"the model has no layer {name}"
+                if base.architecture or base.proved
+                else f"the names of the weights of {base.kind} in transformers are not known here",
+                where=WEIGHTS_FILE,
+                hint="use the model that the adapter was trained on: --model",
+            )
+        if each.magnitudes is not None and (ours in base.embeddings or ours in base.experts):
+            what = "an embedding" if ours in base.embeddings else "experts"
+            raise ModelError(f"{name}: mlx_lm has no DoRA of {what} like PEFT's", where=CONFIG_FILE, hint=_merge(base))
+        each.require_shape(name, base.shapes[ours], embedding=ours in base.embeddings)
+        if ours in base.experts:
+            stacks.setdefault(ours, {})[name] = each
+        else:
+            found[ours] = each
+    for ours, parts in stacks.items():
+        found[ours] = _stacked([parts.get(name) for name in base.names(ours)])
+    return dict(sorted(found.items(), key=_in_order))
+
+
+def _stacked(parts: list[_Module | None]) -> _Module:
+    """One module of many experts; those without an adapter get one that does nothing."""
+    known = [each for each in parts if each is not None]
+    rank = max(each.rank for each in known)
+    scale = known[0].scale
+    first, second = [], []
+    for each in parts:
+        if each is None:
+            first.append(mx.zeros((known[0].first.shape[0], rank)))
+            second.append(mx.zeros((rank, known[0].second.shape[1])))
+            continue
+        spare = rank - each.rank
+        first.append(mx.pad(each.first, [(0, 0), (0, spare)]))
+        second.append(mx.pad(each.second * (each.scale / scale), [(0, spare), (0, 0)]))
+    return _Module(mx.stack(first), mx.stack(second), scale, None)
+
+
+def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, _Module]:
+    """The adapted modules by PEFT's names."""
+    found: dict[str, dict[str, mx.array]] = {}
+    for name, value in weights.items():
+        match = _TENSOR.match(name)
+        if match is None:
+            raise ModelError(f"{name} is not a part of a LoRA adapter", where=WEIGHTS_FILE, hint=_HOW)
+        found.setdefault(match["module"], {})[match["part"].removeprefix("embedding_")] = value
+    if not found:
+        raise ModelError("it holds no adapter", where=WEIGHTS_FILE, hint=_HOW)
+    return {name: _module(name, parts, config) for name, parts in sorted(found.items(), key=_in_order)}
+
+
+def _in_order(item: tuple[str, Any]) -> tuple[Any, ...]:
+    """Layer 2 before layer 10."""
+    return tuple(int(part) if part.isdigit() else -1 for part in item[0].split(".")), item[0]
+
+
+def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any]) -> _Module:
+    if missing := {"A", "B"} - parts.keys():
+        raise ModelError(f"{name} has no lora_{missing.pop()}", where=WEIGHTS_FILE, hint=_HOW)
+    a, b, magnitudes = parts["A"], parts["B"], parts.get("magnitude_vector")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ModelError(f"{name}: factors of shape {shapes} are none of a linear layer", where=WEIGHTS_FILE)
+    if bool(config.get("use_dora")) != (magnitudes is not None):
+        raise ModelError(f"{name}: use_dora and lora_magnitude_vector contradict each other", where=CONFIG_FILE)
+    flat = None if magnitudes is None else magnitudes.reshape(-1)
+    scale = _scale(name, int(a.shape[0]), config)
+    return _Module(mx.contiguous(a.T), mx.contiguous(b.T), scale, flat)
+
+
+def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
+    """What PEFT multiplies the update of a module with."""
+    alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float):
+        raise ModelError(f"lora_alpha is not a number: {alpha!r}", where=CONFIG_FILE, hint=_HOW)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
+    """The value whose pattern is that of the end of a module's name, as PEFT looks it up."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return otherwise
