@@ -345,6 +345,8 @@ def model_check(
     max_seq_length: Annotated[int | None, typer.Option("--max-seq-length", help="Tokens of the long row.")] = None,
     lora_parameters: Annotated[str | None, typer.Option("--lora-parameters", help="As for train (JSON).")] = None,
     mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="As for train.")] = None,
+    chat_template: Annotated[str | None, typer.Option("--chat-template", help="As for train.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="As for train.")] = None,
     grad_checkpoint: Annotated[bool | None, typer.Option("--grad-checkpoint", help="As for train.")] = None,
     compile: Annotated[str | None, typer.Option("--compile", help="on: the form that GPUs use.")] = None,
     trust_remote_code: Annotated[bool | None, typer.Option("--trust-remote-code", help="As for train.")] = None,
@@ -357,7 +359,8 @@ def model_check(
     from allhands.cli.model import run_model_check
 
     settings = {"fine_tune_type": fine_tune_type, "num_layers": num_layers, "lora_parameters": lora_parameters}
-    settings |= {"mask_prompt": mask_prompt, "grad_checkpoint": grad_checkpoint, "compile": compile}
+    settings |= {"mask_prompt": mask_prompt, "chat_template": chat_template, "system": system}
+    settings |= {"grad_checkpoint": grad_checkpoint, "compile": compile}
     run_model_check(model, data, max_seq_length, {**settings, "trust_remote_code": trust_remote_code})
 
 
