@@ -15,6 +15,7 @@ import datetime
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Compare what is asked for."""
-    names = list(architectures.SAMPLE) if options.sample else architectures.named(options.only)
+def measure(
+    names: Sequence[str],
+    verdicts: list[Verdict],
+    options: argparse.Namespace,
+    work: Path,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Compare the configurations with these ``names`` and add to ``verdicts``; returns what is kept of it."""
     settings = Settings(
         work=work,
         dtype=options.dtype,
@@ -116,8 +122,8 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     started = time.perf_counter()
     if options.within:
         # What matters most comes first.
-        names.sort(key=lambda name: architectures.architecture(name).is_variant)
-    verdicts = compare(names, settings, options.jobs, say, options.within)
+        names = sorted(names, key=lambda name: architectures.architecture(name).is_variant)
+    verdicts += compare(names, settings, options.jobs, say, options.within)
     python = Path(sys.executable)
     return {
         "benchmark": "gradients",
@@ -134,13 +140,12 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         },
         "seconds": round(time.perf_counter() - started),
         "left_out": sorted(set(names) - {verdict.name for verdict in verdicts}),
-        "verdicts": verdicts,
+        "verdicts": [verdict.plain() for verdict in verdicts],
     }
 
 
-def report(found: dict[str, Any]) -> str:
+def report(verdicts: Sequence[Verdict], found: dict[str, Any]) -> str:
     """The table, and what is to be said beside it."""
-    verdicts: list[Verdict] = found["verdicts"]
     bad = [verdict for verdict in verdicts if not verdict.is_good]
     lines = [table(verdicts), "", f"{len(verdicts)} comparisons, {len(bad)} not right, {found['seconds']} s"]
     lines += [f"- {line}" for line in grouped(bad, named=True)]
@@ -154,17 +159,17 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def rows(found: dict[str, Any]) -> list[Row]:
+def rows(verdicts: Sequence[Verdict], _: dict[str, Any]) -> list[Row]:
     """How many comparisons of each way are right, and the largest difference."""
     ways: dict[str, list[Verdict]] = {}
-    for verdict in found["verdicts"]:
+    for verdict in verdicts:
         if verdict.kind not in (BEYOND, REFUSED):
             ways.setdefault(f"{verdict.run.column} {verdict.run.form}", []).append(verdict)
     made: list[Row] = []
-    for way, verdicts in ways.items():
-        right = sum(verdict.is_good for verdict in verdicts)
-        made.append(row_of(f"{way}: right", OURS, f"of {len(verdicts)}", [right], "higher"))
-        wholes = [verdict.whole for verdict in verdicts if verdict.whole is not None]
+    for way, members in ways.items():
+        right = sum(verdict.is_good for verdict in members)
+        made.append(row_of(f"{way}: right", OURS, f"of {len(members)}", [right], "higher"))
+        wholes = [verdict.whole for verdict in members if verdict.whole is not None]
         made += [row_of(f"{way}: difference", OURS, "of the norm", wholes, "lower")] if wholes else []
     return made
 
@@ -172,17 +177,15 @@ def rows(found: dict[str, Any]) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the table; 1 if anything is wrong."""
     options = parse(arguments)
-    bad: list[Verdict] = []
-
-    def told(found: dict[str, Any]) -> str:
-        verdicts: list[Verdict] = found["verdicts"]
-        bad.extend(verdict for verdict in verdicts if not verdict.is_good)
-        text = report(found)
-        # In the record.
-        found["verdicts"] = [verdict.plain() for verdict in verdicts]
-        return text
-
-    return run_benchmark("gradients", options, measure, told, rows) or int(bool(bad))
+    verdicts: list[Verdict] = []
+    try:
+        names = architectures.SAMPLE if options.sample else architectures.named(options.only)
+    except ValueError as error:
+        say(f"error: {error}")
+        return 2
+    measured = partial(measure, names, verdicts)
+    code = run_benchmark("gradients", options, measured, partial(report, verdicts), partial(rows, verdicts))
+    return code or int(not all(verdict.is_good for verdict in verdicts))
 
 
 if __name__ == "__main__":
