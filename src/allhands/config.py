@@ -211,6 +211,13 @@ class TrainConfig(_Strict):
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."
     )
+    chat_template: LocalPath | None = Field(
+        None,
+        description="Chat template in place of the model's: a Jinja file, or chatml, llama3, gemma, mistral, zephyr.",
+    )
+    system: Literal["template", "merge"] = Field(
+        "template", description="merge: put system messages before questions, for templates without a place for them."
+    )
     packing: bool = Field(
         False, description="Join all texts and cut them into rows of --max-seq-length: for pre-training."
     )

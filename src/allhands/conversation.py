@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import common_prefix_len
 
 from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import OPTION
 from allhands.errors import ModelError
 from allhands.generate import Sampling
 from allhands.model.load import LoadedModel, require_in_vocabulary
@@ -39,7 +40,7 @@ class Conversation:
             raise ModelError(
                 "the model has no chat template: it continues texts, and does not talk",
                 where=str(loaded.path),
-                hint="use `allhands generate`, or choose a chat model",
+                hint=f"use `allhands generate`, name a chat template ({OPTION}), or choose a chat model",
             )
         tokenizer: Any = loaded.tokenizer
         self._loaded = loaded

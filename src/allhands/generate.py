@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +15,11 @@ from mlx_lm.tuner.utils import load_adapters
 
 from allhands.accelerator import detect, peak_memory_bytes
 from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import ChatChoice
+from allhands.data.token_roles import stop_at_answers
 from allhands.errors import ConfigError, ModelError
 from allhands.model.adapters import unfit
-from allhands.model.load import LoadedModel, load_model, require_in_vocabulary
+from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 
 
@@ -41,16 +43,30 @@ class Speed:
     peak_memory_bytes: int
 
 
-def load_for_generation(model: str, adapter_path: Path | None, *, trust_remote_code: bool = False) -> LoadedModel:
+def load_for_generation(
+    model: str, adapter_path: Path | None, *, trust_remote_code: bool = False, chat: ChatChoice | None = None
+) -> LoadedModel:
     """Load a model, on top of it an adapter, and make it fast on this device.
 
+    Generation stops where the chat template ends an answer, also if the model's own files do not say so.
+
+    Args:
+        chat: the chat template, where it is not the model's own or the one that lies beside the adapter.
+
     Raises:
+        ConfigError: there is no such chat template.
         ModelError: the model or the adapter is missing, or they do not fit together.
     """
     if adapter_path is not None:
         check_adapter(adapter_path)
     accelerator = detect()
-    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    chosen = replace(chat or ChatChoice(), kept=adapter_path)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chosen)
+    stop, notes = stop_at_answers(tokenizer.tokenizer), tokenizer.notes
+    if stop is not None:
+        notes += (f"answers end at {stop}, as in the chat template: the model itself would not stop there",)
+    loaded = load_model(str(tokenizer.path), trust_remote_code=trust_remote_code, tokenizer=tokenizer.tokenizer)
+    loaded = replace(loaded, notes=notes)
     if adapter_path is not None:
         put_on(loaded.model, adapter_path)
     loaded.model.eval()
@@ -141,7 +157,8 @@ def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, 
         raise ConfigError(
             "a prompt that does not go through a chat template has no place for a system message",
             where="--system-prompt",
-            hint="write it into --prompt, drop --ignore-chat-template, or choose a chat model",
+            hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or "
+            "choose a chat model",
         )
     return list(tokenizer.encode(prompt))
 

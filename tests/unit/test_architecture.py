@@ -86,6 +86,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.datasets": 3,
     "allhands.train.gradient_check": 3,
     "allhands.train.poison": 3,
+    "allhands.train.unlearned": 3,
     "allhands.train.state": 3,
     "allhands.train.resume": 3,
     "allhands.train.restore": 3,

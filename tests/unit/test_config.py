@@ -364,6 +364,7 @@ FULL: dict[str, Any] = {
     "steps_per_eval": 2, "save_every": 3, "adapter_path": "a b'c", "resume_adapter_file": "r.safetensors",
     "keep_best": False, "early_stopping_patience": 2, "early_stopping_min_delta": 0.5, "test": True,
     "test_batches": -1, "max_seq_length": 64, "mask_prompt": True, "train_on": "last",
+    "chat_template": "a b.jinja", "system": "merge",
     "lora_parameters": {"rank": 2, "keys": ["self_attn.q_proj"]}, "grad_checkpoint": True, "micro_batch_tokens": 9,
     "clear_cache_threshold": 10, "hf_dataset": [{"path": "p", "config": {"k": 1}}], "prompt_feature": "p",
     "completion_feature": "c", "chat_feature": "m", "text_feature": "t", "trust_remote_code": True,

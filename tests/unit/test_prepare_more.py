@@ -12,7 +12,7 @@ from test_cli_prepare import invoke
 
 from allhands.data.outcome import Reasons, as_flags
 from allhands.data.rows import Problem, ReadOptions
-from allhands.data.tables import rows_of_table
+from allhands.data.tables import rows_of_table, separator_of
 
 
 @pytest.fixture(autouse=True)
@@ -162,17 +162,37 @@ def test_the_same_mapping_twice_is_one(tmp_path: Path) -> None:
 
 
 def table(content: str, delimiter: str = ",") -> list[Any]:
-    return list(rows_of_table(io.BytesIO(content.encode()), "f.csv", ReadOptions(), delimiter))
+    data = content.encode()
+    return list(rows_of_table(io.BytesIO(data), "f.csv", ReadOptions(), separator_of(data, delimiter, whole=True)))
 
 
 @pytest.mark.parametrize(
-    "content", ["q;a\n1;2\n3,4;5\n6;7\n", '"q";"a"\n"1";"2"\n', '"q, or so";a\n1;2\n', "\ufeffq;a\n1;2\n"]
+    ("content", "delimiter", "rows"),
+    [
+        ("q;a\n1;2\n3,4;5\n6;7\n", ",", [("1", "2"), ("3,4", "5"), ("6", "7")]),
+        ('"q";"a"\n"1";"2\nb;c"\n', ",", [("1", "2\nb;c")]),
+        ("\ufeffq;a\r\n1;2\r\n", ",", [("1", "2")]),
+        ("q\ta\n1\t2, or 3\n", ",", [("1", "2, or 3")]),
+        ("q|a\n1|2;3\n", ",", [("1", "2;3")]),
+        ("q,a\n1,2\t\n", "\t", [("1", "2\t")]),
+        ("q;a\n1;2\n", "\t", [("1", "2")]),
+        ("sep=;\nq;a\n1;2\n", ",", [("1", "2")]),
+        ('\ufeff"sep=|"\r\nq|a\n1|2\n', ",", [("1", "2")]),
+    ],
 )
-def test_semicolons_are_said_once_for_the_file(content: str) -> None:
+def test_another_separator_that_is_certain_is_used(content: str, delimiter: str, rows: list[tuple[str, str]]) -> None:
+    found = table(content, delimiter)
+    assert [tuple(row.value.values()) for row in found] == rows
+    assert all(list(row.value) == ["q", "a"] for row in found)
+
+
+@pytest.mark.parametrize(
+    "content", ["q;a\n1;2\n3;4;5\n", '"q, or so";a\n1;"2\n', "q;a|b\n1;2|3\n", "q;a\n", "sep=~\nq~a\n1~2\n"]
+)
+def test_a_separator_that_is_not_certain_is_refused_once(content: str) -> None:
     (problem,) = table(content)
     assert isinstance(problem, Problem)
-    assert (problem.where, problem.message) == ("f.csv", "the separator seems to be ;")
-    assert "save it with commas" in str(problem.hint)
+    assert "separator" in problem.message
 
 
 @pytest.mark.parametrize("content", ['"q;a"\n1\n', "q;a,b\n1,2\n"])

@@ -344,7 +344,7 @@ def test_missing_folders_and_files_say_what_is_there(tmp_path: Path) -> None:
     assert "holds nothing" in fail(tmp_path).message
     path = write(tmp_path, '{"text": "a"}', "training.jsonl")
     assert "holds training.jsonl" in fail(tmp_path).message
-    assert "make a folder that holds the data as train.jsonl, train.txt" in (fail(path).hint or "")
+    assert f"allhands data prepare {path} --out" in (fail(path).hint or "")
     (tmp_path / "folder").mkdir()
     file = write(tmp_path / "folder", '{"text": "a"}')
     assert f"--data {tmp_path / 'folder'}" in (fail(file).hint or "")

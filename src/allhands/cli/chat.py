@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.errors import AllhandsError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def chat(
     temp: Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    chat_template: ChatTemplate = None,
+    system: System = "template",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
     ] = False,
@@ -38,12 +41,15 @@ def chat(
     It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
     is a turn.
     """
+    from allhands.cli.talk import tell_notes
     from allhands.conversation import Conversation
     from allhands.generate import Sampling, load_for_generation
     from allhands.model.beyond import answering, limits_told
 
     with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
-        loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code)
+        choice = chat_choice(chat_template, system)
+        loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
+        tell_notes(loaded)
         sampling = Sampling(temp, top_p, seed)
         _talk(Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt))
 

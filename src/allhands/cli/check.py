@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 SPLITS = ("train", "valid", "test")
 # Options of training that decide what it sees.
 _SHARED = (
-    *("model", "max_seq_length", "mask_prompt", "train_on", "batch_size", "packing", "isolate_documents", "seed"),
+    *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
+    *("fine_tune_type", "num_layers", "lora_parameters"),
+    *("batch_size", "packing", "isolate_documents", "seed"),
     *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
     *("hf_dataset", "trust_remote_code", "config"),
 )
@@ -109,14 +111,17 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     from allhands.data.check import Examiner, Finding, template_findings
     from allhands.data.check import check as look
     from allhands.model.load import load_tokenizer
+    from allhands.train.datasets import chat_of
 
     # Missing data are found before the model is fetched.
-    splits = _sources(config, names)
-    loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    splits, notes = _sources(config, names)
+    loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config))
     examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
     splits[names[0]] = sample.watch(splits[names[0]])
     with _progress() as progress:
         reports, found = look(splits, examiner, report=progress)
+    found += [Finding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
+    found += [Finding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
         found += template_findings(loaded.tokenizer, reports)
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
@@ -145,9 +150,17 @@ def _options(config: TrainConfig, model: Path) -> CheckOptions:
         seed=config.seed,
         packing=config.packing,
         vocab_size=vocabulary_of(model),
+        trains_embedding=_trains_embedding(config),
         sizing=detect().sizing(config.micro_batch_tokens, compiled=config.compile != "off"),
         near_limit=NEAR_LIMIT,
     )
+
+
+def _trains_embedding(config: TrainConfig) -> bool:
+    if config.fine_tune_type == "full":
+        return config.num_layers in (None, -1)
+    # By their names in mlx_lm's models: model.embed_tokens, transformer.wte, model.tok_embeddings and so on.
+    return any(re.search(r"(embed|wte|embedding)[^.]*$", key) for key in config.lora_parameters.keys or ())
 
 
 def vocabulary_of(model: Path) -> int | None:
@@ -177,8 +190,13 @@ def _progress() -> Generator[Callable[[str, int], None], None, None]:
 # --- what is read ------------------------------------------------------------------------------------
 
 
-def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Example | DataError]]:
-    """The rows of the splits ``names`` as training would read them, and the errors at which it would stop."""
+def _sources(
+    config: TrainConfig, names: Sequence[str]
+) -> tuple[dict[str, Iterator[Example | DataError]], list[tuple[str, str]]]:
+    """The rows of the splits ``names`` as training would read them, and the errors at which it would stop.
+
+    And what is to be known of how they are read, each with its split.
+    """
     from allhands.train.datasets import find_splits
 
     wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
@@ -202,7 +220,7 @@ def _sources(config: TrainConfig, names: Sequence[str]) -> dict[str, Iterator[Ex
             splits[name] = _of_file(files[0], ColumnNames.from_options(config.model_dump()))
         else:
             splits[name] = _of_records(found[name].records())
-    return splits
+    return splits, [(name, note) for name in names if name in found for note in found[name].notes()]
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:

@@ -16,9 +16,7 @@ Adapter = Annotated[
     Path | None, typer.Option("--adapter-path", help="Directory with adapters.safetensors from a training run.")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 
 _TRAIN_HELP = """Fine-tune a model, on one process or on many.
 
@@ -39,6 +37,7 @@ Options are those of `allhands train`, with defaults for pre-training, from flag
 # Of the verbs that have modules of their own: their line of the overview, for which nothing is imported.
 _LAUNCH = "Start a program of your own on every rank, and keep it going."
 _CONTAINER = "Train as the program of a container image."
+_GENERATE = "Ask a model, with or without a trained adapter."
 _CHAT = "Talk with a model, with or without a trained adapter."
 _SERVE = "Answer requests to a model over HTTP, as OpenAI does."
 _EVAL = "Loss and perplexity of a model on a part of the data."
@@ -76,7 +75,8 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     attach("pretrain", _PRETRAIN_HELP, _add_pretrain)
     attach("plan", _PLAN, _add_plan)
     attach("launch", _LAUNCH, _add_launch)
-    for function in (generate, compare, plot, monitor, demo):
+    attach("generate", _GENERATE, _add_generate)
+    for function in (compare, plot, monitor, demo):
         attach(function.__name__, function.__doc__ or "", partial(_add, function))
     attach("report", _REPORT, _add_report)
     attach("dashboard", _DASHBOARD, _add_dashboard)
@@ -141,6 +141,12 @@ def _add_report(app: typer.Typer) -> None:
     from allhands.cli.report import report
 
     app.command("report")(report)
+
+
+def _add_generate(app: typer.Typer) -> None:
+    from allhands.cli.generate import generate
+
+    app.command("generate")(generate)
 
 
 def _add_chat(app: typer.Typer) -> None:
@@ -261,40 +267,6 @@ def _pretrain(flags: dict[str, Any]) -> None:
     raise typer.Exit(train({"train": True, **flags}, PretrainConfig))
 
 
-def generate(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")],
-    model: Model = "demo",
-    adapter_path: Adapter = None,
-    max_tokens: MaxTokens = 256,
-    temp: Temperature = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
-    seed: Seed = 0,
-    system_prompt: Annotated[str | None, typer.Option("--system-prompt", help="System message.")] = None,
-    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Ask a model, with or without a trained adapter.
-
-    Speed and peak memory are shown as mlx_lm does.
-    """
-    from allhands.cli.talk import GenerateOptions, run_generate
-
-    run_generate(
-        GenerateOptions(
-            model,
-            adapter_path,
-            prompt,
-            max_tokens,
-            temp,
-            top_p,
-            seed,
-            system_prompt,
-            ignore_chat_template,
-            trust_remote_code,
-        )
-    )
-
-
 def compare(
     model: Model = "demo",
     adapter_path: Adapter = None,
@@ -373,6 +345,8 @@ def model_check(
     max_seq_length: Annotated[int | None, typer.Option("--max-seq-length", help="Tokens of the long row.")] = None,
     lora_parameters: Annotated[str | None, typer.Option("--lora-parameters", help="As for train (JSON).")] = None,
     mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="As for train.")] = None,
+    chat_template: Annotated[str | None, typer.Option("--chat-template", help="As for train.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="As for train.")] = None,
     grad_checkpoint: Annotated[bool | None, typer.Option("--grad-checkpoint", help="As for train.")] = None,
     compile: Annotated[str | None, typer.Option("--compile", help="on: the form that GPUs use.")] = None,
     trust_remote_code: Annotated[bool | None, typer.Option("--trust-remote-code", help="As for train.")] = None,
@@ -385,7 +359,8 @@ def model_check(
     from allhands.cli.model import run_model_check
 
     settings = {"fine_tune_type": fine_tune_type, "num_layers": num_layers, "lora_parameters": lora_parameters}
-    settings |= {"mask_prompt": mask_prompt, "grad_checkpoint": grad_checkpoint, "compile": compile}
+    settings |= {"mask_prompt": mask_prompt, "chat_template": chat_template, "system": system}
+    settings |= {"grad_checkpoint": grad_checkpoint, "compile": compile}
     run_model_check(model, data, max_seq_length, {**settings, "trust_remote_code": trust_remote_code})
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from allhands.checkpoints import BEST, CHECKPOINTS, MANIFEST, RUN_NAME, checkpoints_in
 from allhands.cluster.journal import EVENTS_FILE
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError
 from allhands.files import make_directory, make_unused, storage_error, sync
 
@@ -80,8 +81,9 @@ def publish_model(run_dir: Path, target: Path) -> bool:
     """
     if not all((run_dir / name).is_file() for name in _MODEL):
         return False
-    names = [f"{BEST}/{name}" for name in _MODEL if (run_dir / BEST / name).is_file()]
-    copy_whole([(run_dir / name, target / name) for name in (*names, *_MODEL)])
+    template = [TEMPLATE_FILE] if (run_dir / TEMPLATE_FILE).is_file() else []
+    names = [f"{BEST}/{name}" for name in (*_MODEL, *template) if (run_dir / BEST / name).is_file()]
+    copy_whole([(run_dir / name, target / name) for name in (*names, *template, *_MODEL)])
     return True
 
 
@@ -169,7 +171,7 @@ class Mirror:
         best = self._remote / BEST
         directories = [*whole, *([best] if (best / MANIFEST).is_file() else [])]
         files = [file for path in directories for file in sorted(path.iterdir()) if file.is_file()]
-        files += [file for name in (*_RECORDS, *_MODEL) if (file := self._remote / name).is_file()]
+        files += [file for name in (*_RECORDS, *_MODEL, TEMPLATE_FILE) if (file := self._remote / name).is_file()]
         copy_whole([(file, self._local / file.relative_to(self._remote)) for file in files])
 
     def start(self) -> None:
@@ -201,7 +203,7 @@ class Mirror:
         best = self._local / BEST
         for path in [*reversed(own.values()), *([best] if (best / MANIFEST).is_file() else [])]:
             self._copy_checkpoint(path, self._remote / path.relative_to(self._local))
-        for name in (*_RECORDS, *_MODEL):
+        for name in (*_RECORDS, *_MODEL, TEMPLATE_FILE):
             if (self._local / name).is_file() and not _same(self._local / name, self._remote / name):
                 copy_whole([(self._local / name, self._remote / name)])
         if own:

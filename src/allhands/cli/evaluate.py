@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ def evaluate(
     mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="Count the answers only.")] = None,
     train_on: Annotated[
         str | None, typer.Option("--train-on", help="With --mask-prompt: assistant, last or all. [assistant]")
+    ] = None,
+    chat_template: ChatTemplate = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", metavar="template|merge", help="merge: put system messages before questions. [the adapter's]"
+        ),
     ] = None,
     max_seq_length: Annotated[
         int | None, typer.Option("--max-seq-length", help="Tokens an example; what is longer is cut. [2048]")

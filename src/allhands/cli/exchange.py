@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     if not isinstance(below, str):
         hint = "say which model is below it: --model"
         raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
-    _require_room(out, (WEIGHTS_FILE, CONFIG_FILE), force=force)
+    _require_room(out, (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
     loaded = load_model(below, trust_remote_code=trust)
     told = PeftBase.of(loaded, base or below)
     try:
@@ -102,8 +103,10 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     def check(staged: Path) -> None:
         check_peft(_read(staged, WEIGHTS_FILE, CONFIG_FILE), adapter, told)
 
-    _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, check)
+    _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, check, adapter_path / TEMPLATE_FILE)
     settings = made.config
+    if stops := adapter.config.get("stop_tokens"):
+        print(f"note: answers end with {stops[0]}, at which the model does not stop: tell generate() to (eos_token_id)")
     print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(adapter)})")
     print("checked: read back by PEFT's rules, every update is the adapter's")
     if settings.get("ensure_weight_tying"):
@@ -232,8 +235,12 @@ def _write(
     config: str,
     metadata: Mapping[str, str],
     check: Callable[[Path], None] = lambda directory: None,
+    template: Path | None = None,
 ) -> None:
-    """Write both files, whole or not at all, and only if ``check`` is content with their directory."""
+    """Write both files, whole or not at all, and only if ``check`` is content with their directory.
+
+    ``template``: the file with the chat template that goes with them, if there is one.
+    """
     import mlx.core as mx
 
     from allhands.files import write_whole
@@ -246,5 +253,7 @@ def _write(
             private=True,
         )
         (staged / config).write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if template is not None and template.is_file():
+            (staged / TEMPLATE_FILE).write_bytes(template.read_bytes())
         check(staged)
         publish(staged, out, private=True)

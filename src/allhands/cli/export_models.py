@@ -32,7 +32,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     # All that can be wrong with the model, before any work is done.
     path = resolve(source)
     check_convertible(path)
-    chat = recognise(path) if to == "ollama" else None
+    chat = recognise(path, options.adapter_path) if to == "ollama" else None
     text = None if chat is None else modelfile(chat)
     done = _with_gguf(options, out, text)
     tell(done, out, ", before it was converted")

@@ -16,10 +16,11 @@ MESSAGES = {
     "cut": "cut off at {limit}; {cut_tokens} lost",
     "nothing-trained": "left out, because no token is trained",
     "no-end-of-turn": "no end-of-turn token is trained, so the model does not learn to stop",
-    "end-not-eos": "the answer ends with {end}, at which generation does not stop",
+    "end-not-eos": "the answer ends with {end}, at which the model itself does not stop",
     "empty-answers": "the answer has no words",
     "bos-twice": "the begin-of-text token stands twice",
     "special-text": "special tokens are spelled out in the words: {special}",
+    "own-tokens": "tokens that the chat template does not write stand in the words: {own}",
     "vocabulary": "token ids up to {largest:,}, but the model has {vocab_size:,}",
     **{code: message for code, (message, _) in UNHEARD.items()},
     "weights-unused": "a message of weight 0 is trained all the same, because prompts are not masked",
@@ -37,6 +38,7 @@ MESSAGES = {
     "mask-prompt-off": "prompts are trained too; {share:.0%} of the trained tokens are theirs",
     "no-generation-prompt": "the chat template does not open an answer with {header!r} when asked for a prompt",
     "other-generation-prompt": "the chat template opens generated answers with {header!r}, the trained ones do not",
+    "read-as": "{note}",
     "no-row": "no record that can be shown begins in line {rows}",
 }
 # What to do about it.
@@ -47,10 +49,14 @@ REMEDIES = {
     "--documents blank-line), or pack (--packing)",
     "nothing-trained": "look at one with --row LINE",
     "no-end-of-turn": "use a model whose chat template ends each answer with a special token",
-    "end-not-eos": "add that token to eos_token_id in the model's config.json",
+    "end-not-eos": "generate, chat and serve stop there where the chat template says so, and fuse and export write it "
+    "into eos_token_id; elsewhere, add that token to eos_token_id in the model's config.json",
     "empty-answers": "fill it in or delete the record",
     "bos-twice": "take it out of the data: it is added to each example",
     "special-text": "take them out of the data: they open or end turns, and the template writes its own",
+    "own-tokens": "right where the model knows them; if they are new, LoRA on these keys leaves their rows in the "
+    "embedding as they are: add model.embed_tokens (and lm_head, where it is not tied to it) to the keys of "
+    "--lora-parameters, or train in full (--fine-tune-type full, all layers)",
     "vocabulary": "use the tokenizer that belongs to the model",
     **{code: remedy for code, (_, remedy) in UNHEARD.items()},
     "weights-unused": "add --mask-prompt, under which such messages are left out of the loss",
@@ -68,6 +74,7 @@ REMEDIES = {
     "mask-prompt-off": "add --mask-prompt to train on the answers only",
     "no-generation-prompt": "repair add_generation_prompt in the model's chat template",
     "other-generation-prompt": "begin the data's answers with it, or generate with a template that does not write it",
+    "read-as": "",
     "no-row": "look at the file, and at the rows that are bad",
 }
 # Details that are told with what they count.

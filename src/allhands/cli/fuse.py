@@ -72,6 +72,8 @@ def tell(done: Fused, out: Path, when: str = "") -> None:
     what = "all weights" if done.kind == "full" else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
     print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}, {what}'})")
     print(f"checked{when}: its logits differ from those of model and adapter by {done.difference:.1e} of their spread")
+    if done.stop is not None:
+        print(f"note: answers end with {done.stop}, which was added to eos_token_id: the model did not stop there")
     if done.requantized:
         print("note: layers with an adapter were quantised again, which blurs what was learned; --dequantize does not")
 

@@ -6,12 +6,16 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from allhands.cli.parser import twice
 from allhands.config import TrainConfig
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.data.templates import ChatChoice
 
 # Numbers that may be written with a unit: the configuration reads them.
 AS_TEXT = frozenset({"clear_cache_threshold"})
@@ -43,6 +47,36 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
     return command
+
+
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help="Chat template in place of the model's or the adapter's: a Jinja file, or chatml, llama3 and so on.",
+    ),
+]
+System = Annotated[
+    str,
+    typer.Option(
+        "--system", metavar="template|merge", help="merge: put system messages before questions, as for training."
+    ),
+]
+
+
+def chat_choice(template: str | None, system: str) -> ChatChoice:
+    """What the two options ask for.
+
+    Raises:
+        ConfigError: ``system`` is neither of its two words.
+    """
+    from allhands.data.templates import ChatChoice
+
+    if system not in ("template", "merge"):
+        hint = "write merge, or leave it out; the words of a system message are given as --system-prompt"
+        raise ConfigError(f"{system!r} is not known", where="--system", hint=hint)
+    return ChatChoice(template, cast("Any", system))
 
 
 def _plain(value: Any) -> Any:

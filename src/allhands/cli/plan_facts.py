@@ -354,12 +354,12 @@ def _rows(config: TrainConfig, measured: Calibration | None, say: Callable[[str]
 def _read(config: TrainConfig) -> _Rows:
     """Tokenised as for the training, which finds the tokens again."""
     from allhands.model.load import load_bare_tokenizer, load_tokenizer
-    from allhands.train.datasets import find_splits, open_data
+    from allhands.train.datasets import chat_of, find_splits, open_data
 
     alone = config.model_copy(update={"val_batches": 0, "test": False, "early_stopping_patience": None})
     fresh, trust = pretraining(config), config.trust_remote_code
-    tokenizer = load_tokenizer(config.model, trust_remote_code=trust) if fresh is None else None
-    tokenizer = tokenizer or load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust)  # type: ignore[union-attr]
+    tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config)) if fresh is None else None
+    tokenizer = tokenizer or load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat_of(config))  # type: ignore[union-attr]
     data = open_data(alone, find_splits(alone), tokenizer)
     rows = data.train
     assert rows is not None

@@ -76,7 +76,7 @@ def _read(config: TrainConfig, say: Callable[[str], object]) -> ValidRows | None
 
     from allhands.data.order import Shuffle
     from allhands.model.load import load_bare_tokenizer, load_tokenizer
-    from allhands.train.datasets import find_splits, open_data
+    from allhands.train.datasets import chat_of, find_splits, open_data
 
     source = find_splits(config.model_copy(update={"test": False})).get("valid")
     if source is None:
@@ -84,9 +84,9 @@ def _read(config: TrainConfig, say: Callable[[str], object]) -> ValidRows | None
     say("reading the validation data ...")
     fresh, trust = pretraining(config), config.trust_remote_code
     if fresh is None:
-        tokenizer = load_tokenizer(config.model, trust_remote_code=trust)
+        tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config))
     else:
-        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust)
+        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat_of(config))
     rows = open_data(config, {"valid": source}, tokenizer).valid
     assert rows is not None
     number = len(rows) if config.val_batches < 0 else min(len(rows), config.val_batches * config.batch_size)

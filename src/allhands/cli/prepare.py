@@ -7,12 +7,13 @@ import os
 import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.data.records import ColumnNames
 from allhands.errors import ConfigError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from allhands.data.intake import Measure, PrepareOptions, Progress
     from allhands.data.outcome import Outcome, Reason
     from allhands.data.sources import SourceOptions
+    from allhands.data.templates import ChatChoice
 
 # Longer than any example: the renderer then cuts nothing.
 _WHOLE = 1 << 40
@@ -47,6 +49,8 @@ class _Flags:
         int | None,
         typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="With --model: where training cuts. [2048]"),
     ] = None
+    chat_template: ChatTemplate = None
+    system: System = "template"
     column: Annotated[
         list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
     ] = None
@@ -152,7 +156,8 @@ def _run(flags: _Flags, features: Mapping[str, str]) -> None:
     check_output(flags.out, flags.sources, options.force)
     console = Console(highlight=False)
     sources = find_sources(flags.sources, _source_options(flags))
-    measure = _measure(flags.model, flags.trust_remote_code) if flags.model else None
+    chat = chat_choice(flags.chat_template, flags.system)
+    measure = _measure(flags.model, flags.trust_remote_code, chat) if flags.model else None
     try:
         with _progress() as progress:
             outcome = run_prepare(sources, flags.out, options, measure=measure, progress=progress)
@@ -173,6 +178,9 @@ def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
         raise ConfigError(
             "it is a number of tokens, and there is no model to count them", where="--max-seq-length", hint=hint
         )
+    if flags.chat_template is not None and flags.model is None:
+        hint = "add --model: it is used to count tokens, and nothing of it is written"
+        raise ConfigError("there is no model whose template it could replace", where="--chat-template", hint=hint)
     columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
         columns={**columns, **features},
@@ -188,6 +196,7 @@ def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
         max_seq_length=flags.max_seq_length or _MAX_SEQ_LENGTH,
         strict=flags.strict,
         force=flags.force,
+        merge_system=flags.system == "merge",
     )
 
 
@@ -235,12 +244,14 @@ def _source_options(flags: _Flags) -> SourceOptions:
     )
 
 
-def _measure(model: str, trust_remote_code: bool) -> Measure:
+def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
     """Records as tokens for the tokenizer of ``model``."""
     from allhands.data.render import Renderer
     from allhands.model.load import load_tokenizer
 
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code).tokenizer
+    # Where system messages are merged, they are so before they come here.
+    chat = replace(chat, system="template")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
     return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE).render
 
 
@@ -424,7 +435,8 @@ class _Screen:
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]
         train = ["allhands", "train", "--train", "--model", model, "--data", out]
-        for command in (check, train) if self._outcome.kept["train"] else ():
+        template = ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
+        for command in ([*check, *template], [*train, *template]) if self._outcome.kept["train"] else ():
             self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)
         if any(self._outcome.preference.values()):
             self._say(f"preference data, for methods that learn from it: {flags.out / 'preference'}")

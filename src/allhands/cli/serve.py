@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from allhands.cli.options import ChatTemplate, System, chat_choice
+
 _HERE = ("127.0.0.1", "::1", "localhost")
 
 
@@ -26,6 +28,8 @@ def serve(
     allowed_origins: Annotated[
         str, typer.Option("--allowed-origins", help="Web pages that may ask, by origin (a,b); * is all.")
     ] = "*",
+    chat_template: ChatTemplate = None,
+    system: System = "template",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
     ] = False,
@@ -40,7 +44,8 @@ def serve(
     if host not in _HERE:
         print(f"allhands: note: whoever reaches {host}:{port} can use the model: there is no password", file=sys.stderr)
     origins = tuple(origin.strip() for origin in allowed_origins.split(",") if origin.strip())
-    options = ServeOptions(model, adapter_path, host, port, max_tokens, temp, top_p, origins, trust_remote_code)
+    choice = chat_choice(chat_template, system)
+    options = ServeOptions(model, adapter_path, host, port, max_tokens, temp, top_p, origins, trust_remote_code, choice)
     signal.signal(signal.SIGTERM, _stop)
     answer(options, lambda address: print(f"{model} is served at {address}/v1", flush=True))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,9 +16,13 @@ from rich.text import Text
 from allhands.data.demo import demo_records, pirate_share
 from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import full_places, load_split
+from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.errors import ConfigError, DataError
 from allhands.files import make_directory, require_writable, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
+
+if TYPE_CHECKING:
+    from allhands.model.load import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,13 @@ class GenerateOptions:
     system_prompt: str | None
     ignore_chat_template: bool
     trust_remote_code: bool
+    chat: ChatChoice = field(default_factory=ChatChoice)
+
+
+def tell_notes(loaded: LoadedModel) -> None:
+    """What a person should know about a model that answers, on standard error."""
+    for note in loaded.notes:
+        print(f"allhands: note: {note}", file=sys.stderr)
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -52,7 +63,12 @@ def run_generate(options: GenerateOptions) -> None:
 def _generate(options: GenerateOptions, prompt: str) -> None:
     from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
 
-    loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=options.trust_remote_code)
+    if options.ignore_chat_template and options.chat != ChatChoice():
+        flag = "--system" if options.chat.template is None else "--chat-template"
+        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
+    trust = options.trust_remote_code
+    loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
+    tell_notes(loaded)
     tokens = prompt_tokens(
         loaded, prompt, system_prompt=options.system_prompt, use_template=not options.ignore_chat_template
     )
@@ -111,13 +127,15 @@ def _question(record: Record) -> str | None:
     return record.prompt if isinstance(record.prompt, str) else None
 
 
-def answers(model: str, adapter_path: Path | None, prompts: Sequence[str], max_tokens: int) -> tuple[list[str], Any]:
+def answers(
+    model: str, adapter_path: Path | None, prompts: Sequence[str], max_tokens: int, chat: ChatChoice | None = None
+) -> tuple[list[str], Any]:
     """Greedy answers and their speed; the model is freed afterwards."""
     from allhands.generate import answer_all, load_for_generation
     from allhands.model.beyond import answering, limits_told
 
     with limits_told(answering(model, adapter_path)):
-        return answer_all(load_for_generation(model, adapter_path), prompts, max_tokens)
+        return answer_all(load_for_generation(model, adapter_path, chat=chat), prompts, max_tokens)
 
 
 def show_speed(console: Console, label: str, speed: Any) -> None:
@@ -175,7 +193,10 @@ def run_compare(
         make_directory(out.parent)
         require_writable(out)  # before anything that takes long
     prompts = held_out_prompts(data, num_prompts)
-    before, speed_before = answers(model, None, prompts, max_tokens)
+    # Both are asked in the same words.
+    kept = adapter_path / TEMPLATE_FILE
+    chat = ChatChoice(str(kept)) if kept.is_file() else None
+    before, speed_before = answers(model, None, prompts, max_tokens, chat)
     show_speed(console, "before", speed_before)
     after, speed_after = answers(model, adapter_path, prompts, max_tokens)
     show_speed(console, "after", speed_after)

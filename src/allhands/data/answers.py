@@ -244,6 +244,17 @@ class AnswerFinder:
         return token[1] if token else ending.strip()
 
     @cached_property
+    def closing(self) -> str | None:
+        """The token that closes an answer, the last one too; None if that is no token, or not the same for all."""
+        probe = [("user", "a"), ("assistant", _MARKER), ("user", "a"), ("assistant", _MARKER)]
+        parts = self._render([{"role": role, "content": content} for role, content in probe], None).split(_MARKER)
+        if len(parts) != 3 or not self._added_tokens:
+            return None
+        found = re.match(r"\s*(" + _any_of(self._added_tokens) + ")", parts[2])
+        sure = found is not None and (found[1] == self.ending or parts[2].strip() == found[1])
+        return found[1] if found is not None and sure else None
+
+    @cached_property
     def end_of_turn(self) -> re.Pattern[str]:
         """Matches the blanks and the end-of-turn token right after an answer (or nothing)."""
         markers = {self.ending, self._eos_token} - {""}

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.duplicates import Overlap
-from allhands.data.explained import openings, special_pattern, special_tokens
+from allhands.data.explained import openings, pattern_of, special_tokens
 from allhands.data.heard import Unheard
 from allhands.data.lengths import LengthSummary
 from allhands.data.loader import Sizing
@@ -29,6 +29,7 @@ from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
+from allhands.data.token_roles import own_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
 
 Severity = Literal["ruins", "harms", "note"]
@@ -54,6 +55,7 @@ class CheckOptions:
         sizing: how the device cuts and pads batches.
         vocab_size: rows of the model's embedding; None if unknown, which leaves the check of token ids out.
         packing: examples are joined and cut into rows of ``max_seq_length`` tokens, instead of cut off.
+        trains_embedding: whether the rows of tokens in the model's embedding change.
         near_limit: texts of each split that are searched for near duplicates; 0 searches none.
     """
 
@@ -65,6 +67,7 @@ class CheckOptions:
     packing: bool = False
     vocab_size: int | None = None
     sizing: Sizing = field(default_factory=lambda: Sizing(2048))
+    trains_embedding: bool = False
     near_limit: int = 0
 
     @property
@@ -193,7 +196,9 @@ class Examiner:
         self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
         self.special = special_tokens(tokenizer)
         self.special_ids = np.array(sorted({*self.special, *self.stops}), dtype=np.int64)
-        self._special_text = special_pattern(tokenizer)
+        own = own_tokens(tokenizer).values()
+        self._special_text = pattern_of(set(self.special.values()) - set(own))
+        self._own_text = None if options.trains_embedding else pattern_of(own)
 
     def view(self, record: Record) -> View:
         """What training makes of ``record`` before the cut.
@@ -226,9 +231,10 @@ class Examiner:
         thinks = any(isinstance(answer.get(key), str) for key in REASONING_KEYS)
         return not (thinks or answer["content"].lstrip().startswith(self.opening))
 
-    def special_text(self, words: str) -> list[str]:
-        """Special tokens that are written in ``words``."""
-        return self._special_text.findall(words) if self._special_text else []
+    def tokens_in(self, words: str) -> dict[str, list[str]]:
+        """Tokens that are written in ``words``: special ones, and those that may be new and are not learned."""
+        patterns = {"special": self._special_text, "own": self._own_text}
+        return {name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()}
 
 
 def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[Finding]:
@@ -267,23 +273,15 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     "cut": ("harms", 0.0, 2.0),
     "nothing-trained": ("harms", 0.0, 0.1),
     "no-end-of-turn": ("harms", 0.0, 0.1),
-    "end-not-eos": ("harms", 0.0, 2.0),
+    "end-not-eos": ("note", 0.0, 2.0),
     "empty-answers": ("harms", 0.0, 2.0),
     "bos-twice": ("harms", 0.0, 2.0),
     "special-text": ("harms", 0.0, 2.0),
+    "own-tokens": ("note", 0.0, 2.0),
     "vocabulary": ("ruins", 0.0, 0.0),
     # What the chat template leaves out.
-    **dict.fromkeys(
-        (
-            "reasoning-dropped",
-            "reasoning-key-unread",
-            "calls-dropped",
-            "arguments-dropped",
-            "results-dropped",
-            "media-dropped",
-        ),
-        ("harms", 0.0, 0.1),
-    ),
+    **dict.fromkeys(("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped"), ("harms", 0.0, 2.0)),
     **dict.fromkeys(("earlier-reasoning-dropped", "schemas-cut", "names-dropped"), ("note", 0.0, 2.0)),
@@ -322,7 +320,8 @@ class _Tally:
         self._warnings = Reasons()
         self._answers: Counter[bytes] = Counter()
         self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
-        self._texts: dict[str, Counter[str]] = {"special": Counter(), "end": Counter(), "dates": Counter()}
+        kinds = ("special", "own", "end", "dates")
+        self._texts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self._samples: dict[str, str] = {}
         self._largest, self._trained_prompt = -1, 0
 
@@ -401,9 +400,10 @@ class _Tally:
         if view.dates:
             self._texts["dates"].update(view.dates)
             yield "dated"
-        if record.kind != "text" and (found := examiner.special_text(text)):
-            self._texts["special"].update(found)
-            yield "special-text"
+        for name, found in examiner.tokens_in(text).items():
+            if found and (name == "own" or record.kind != "text"):
+                self._texts[name].update(found)
+                yield f"{name}-{'text' if name == 'special' else 'tokens'}"
         if record.kind != "text" and view.answer is not None:
             words = int((view.answer & ~np.isin(tokens, examiner.special_ids)).sum())
             if words < _SHORT_TOKENS:

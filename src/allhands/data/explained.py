@@ -130,7 +130,12 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def special_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     """Finds special tokens in words, the longest first; None if there are none."""
-    names = sorted((re.escape(text) for text in special_tokens(tokenizer).values() if text), key=len, reverse=True)
+    return pattern_of(special_tokens(tokenizer).values())
+
+
+def pattern_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds these tokens in words, the longest first; None if there are none."""
+    names = sorted((re.escape(text) for text in tokens if text), key=len, reverse=True)
     return re.compile("|".join(names)) if names else None
 
 

@@ -295,12 +295,12 @@ def _letters(text: str) -> str:
 # `data prepare` and `data check` tell of columns by themselves.
 COLUMN_UNREAD = "column-unread"
 _EXAMPLE = ", {sample} is never seen"
-_KEEP = "in the model's folder (chat_template.jinja)"
+_KEEP = "(--chat-template FILE)"
 # What is left out, and what to do about it.
 WORDS: dict[str, tuple[str, str]] = {
     "reasoning-dropped": (
         "the chat template leaves out the thinking of the answer, {sample} is never seen",
-        f"put a chat template that keeps thinking {_KEEP}; or, to train without it, take it out of the data",
+        f"give a chat template that keeps thinking {_KEEP}; or, to train without it, take it out of the data",
     ),
     "reasoning-key-unread": (
         "the chat template does not look for thinking under a key of its own, {sample} is never seen",
@@ -312,19 +312,19 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "calls-dropped": (
         "the chat template leaves out tool calls, {sample} is never seen",
-        f"use a model whose template writes calls, or put a template that does {_KEEP}",
+        f"use a model whose template writes calls, or give a template that does {_KEEP}",
     ),
     "arguments-dropped": (
         "the chat template leaves out arguments of tool calls, {sample} is never seen",
-        f"use a model whose template writes them, or put a template that does {_KEEP}",
+        f"use a model whose template writes them, or give a template that does {_KEEP}",
     ),
     "results-dropped": (
         "the chat template leaves out the answers of tools, {sample} is never seen, so the model learns to make it up",
-        f"use a model whose template writes them, or put a template that does {_KEEP}",
+        f"use a model whose template writes them, or give a template that does {_KEEP}",
     ),
     "words-beside-calls": (
         "the chat template leaves out the words of an answer that calls a tool, {sample} is never seen",
-        f"take the words out, or put a template that writes both {_KEEP}",
+        f"take the words out, or give a template that writes both {_KEEP}",
     ),
     "answers-dropped": (
         "the chat template leaves out words of the answers, {sample} is never seen",
@@ -336,7 +336,7 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "system-dropped": (
         "the chat template leaves the system message out, so the model never sees it",
-        "put it at the beginning of the first question, or use a model whose template takes it",
+        "--system merge puts it before the question that follows it; or use a template that takes it (--chat-template)",
     ),
     "tools-dropped": (
         "the chat template leaves the tools out, so the model never sees them",

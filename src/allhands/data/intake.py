@@ -13,7 +13,7 @@ from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
 from allhands.data.rows import Problem, Row
-from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning
+from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning, with_merged_system
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, Share, hash64
 from allhands.data.spool import Entry, Spool
@@ -42,6 +42,8 @@ class PrepareOptions:
         column_flags: how a person typed them, where not as --prompt-feature: {"prompt_feature": "--column prompt=q"}.
         valid, test: sizes of the held-out splits; None leaves it to what the sources say.
         split_by: rows with the same value of this column stay together; "source": rows of one file.
+        merge_system: put system messages into the questions that follow them, for chat templates without a place for
+            one.
         near_threshold: similarity from which rows are near duplicates; 1 searches exact ones only.
 
     Raises:
@@ -61,6 +63,7 @@ class PrepareOptions:
     max_seq_length: int = 2048
     strict: bool = False
     force: bool = False
+    merge_system: bool = False
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.near_threshold <= 1:
@@ -156,6 +159,8 @@ class Intake:
 
     def _accept(self, number: int, row: Row) -> None:
         example = parse_example(row.value, self._columns_of(row.value), source=row.source, line=row.line)
+        if self.options.merge_system:
+            example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
         line, text = json_line(example, where), example.texts()
         content, length = hash64(line), len(text)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from allhands.data.records import SHAPES, SHORTEN
 from allhands.data.rows import (
     BOM,
+    NAMES_OF_SPLITS,
     PIECE,
     Item,
     Problem,
     ReadOptions,
+    Row,
     checked_value,
     fragment,
     lines,
@@ -65,25 +67,159 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: 
     return Problem(name, number, message, hint)
 
 
-def rows_of_json(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
-    """The values of a JSON document."""
+# Keys of an object that holds the rows of a whole file, as exports and APIs write it.
+_COMMON_KEYS = ("data", "rows", "examples", "records", "items", "instances", "samples", "entries", "dataset")
+ROW_KEYS = frozenset((*_COMMON_KEYS, *NAMES_OF_SPLITS))
+
+
+def rows_key(head: bytes) -> str | None:
+    """The first key under which the rows of a JSON document stand; None if it is no object that holds rows.
+
+    ``{"version": 1, "data": [{...}, ...]}`` is one; an object that is a record itself, with messages, say, is not.
+
+    Args:
+        head: the first bytes of the document.
+    """
+    text = head.removeprefix(BOM).decode("utf-8", "replace").lstrip()
+    place = 1 if text.startswith("{") else 0
+    try:
+        while place:
+            key, place = _DECODER.raw_decode(text, _next(text, place))
+            place = _next(text, place, ":")
+            inner = _next(text, place + 1) if text[place : place + 1] == "[" else 0
+            if inner and text[inner : inner + 1] == "{" and str(key).lower() in ROW_KEYS:
+                return str(key)
+            if key in _OF_RECORDS:
+                return None
+            _, place = _DECODER.raw_decode(text, place)
+            place = _next(text, place, ",")
+    except (ValueError, IndexError, RecursionError):  # the beginning ends, or is no JSON
+        pass
+    return None
+
+
+# What only a record has.
+_OF_RECORDS = frozenset({"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"})
+
+
+# By one of these a table of training data is known.
+_COLUMNS = _OF_RECORDS | {"instruction", "input", "output", "question", "answer", "query", "response", "rejected"}
+
+
+def _next(text: str, place: int, skip: str = "") -> int:
+    """The place of the next character that is not blank, after ``skip``."""
+    found = _NOT_BLANK.search(text, place)
+    if found is None or (skip and found[0] != skip):
+        raise ValueError("the text ends, or goes on otherwise")
+    return _next(text, found.end()) if skip else found.start()
+
+
+def rows_of_json(
+    file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False, only: str | None = None
+) -> Iterator[Item]:
+    """The values of a JSON document.
+
+    Args:
+        nested: the document is an object that holds its rows, see :func:`rows_key`.
+        only: the one key to read.
+    """
     window = _Window(file, name, options.max_row_bytes)
-    in_array = window.skip_blank() == "["
-    if in_array:
+    first = window.skip_blank()
+    if nested and first == "{":
+        yield from _rows_under_keys(window, only, [])
+        return
+    if first == "[":
         window.step()
-    while char := window.skip_blank():
-        if in_array and char == "]":
+        yield from _elements(window)
+        if window.ended:
+            return
+        problem = window.problem("text after the end of the list", window.position)
+        if window.skip_blank():
+            yield with_rest(problem)
+        return
+    while window.skip_blank():
+        item, is_broken = window.take()
+        if is_broken and not window.resume():
+            yield with_rest(item) if isinstance(item, Problem) else item
+            return
+        by_columns = isinstance(item, Row) and not window.skip_blank() and _is_by_columns(item.value)
+        yield Problem(name, item.line, "this is a table written by columns", _BY_COLUMNS) if by_columns else item
+
+
+_BY_COLUMNS = (
+    'write it by rows, for example: python -c "import pandas; '
+    "pandas.read_json('FILE').to_json('NEW.jsonl', orient='records', lines=True)\""
+)
+
+
+def _is_by_columns(value: Any) -> bool:
+    """Whether an object is a table as pandas or ``to_dict`` write it: a value or a number for each row, by column."""
+    if not isinstance(value, dict) or not (_COLUMNS & set(value) or {"columns", "data"} <= set(value)):  # pyright: ignore[reportUnknownArgumentType]
+        return False
+    columns: list[Any] = list(value.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if all(isinstance(column, dict) and column and all(str(key).isdigit() for key in column) for column in columns):  # pyright: ignore[reportUnknownVariableType]
+        return True
+    if {"columns", "data"} <= set(value):  # pyright: ignore[reportUnknownArgumentType]
+        return True
+    lists = all(isinstance(column, list) and column for column in columns) and len({len(c) for c in columns}) == 1
+    kinds = {type(cell) for column in columns for cell in column} if lists else set[type]()
+    # Numbers alone are tokens of one text.
+    return str in kinds and not kinds & {dict, list}
+
+
+def _rows_under_keys(window: _Window, only: str | None, found: list[str]) -> Iterator[Item]:
+    """The rows of an object that holds them under one of its keys; what stands under others is passed over."""
+    window.step()
+    while (char := window.skip_blank()) and char != "}":
+        key, is_broken = window.take()
+        if is_broken or window.skip_blank() != ":":
+            yield with_rest(key if isinstance(key, Problem) else window.problem("expected ':'", window.position))
+            return
+        window.step()
+        char, name = window.skip_blank(), str(key.value) if isinstance(key, Row) else ""
+        if char == "[" and name.lower() in ROW_KEYS:
+            found.append(name)
+            if len(found) > 1 and only is None:
+                yield with_rest(window.several(found))
+                return
             window.step()
-            problem = window.problem("text after the end of the list", window.position)
-            if window.skip_blank():
-                yield with_rest(problem)
+            for item in _elements(window):
+                if only in (None, name):
+                    yield item
+            if window.ended:
+                return
+        else:
+            item, is_broken = window.take()
+            if is_broken:
+                yield with_rest(item) if isinstance(item, Problem) else item
+                return
+        if window.skip_blank() == ",":
+            window.step()
+
+
+def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
+    """The keys under which the rows of such an object stand, as far as it can be read."""
+    window, keys = _Window(file, "", ReadOptions().max_row_bytes), list[str]()
+    window.skip_blank()
+    for _ in _rows_under_keys(window, "", keys):
+        pass
+    return tuple(keys)
+
+
+def _elements(window: _Window) -> Iterator[Item]:
+    """The elements of a list, to behind its end; ``window.ended`` if that was not reached."""
+    window.ended = True
+    while char := window.skip_blank():
+        if char == "]":
+            window.step()
+            window.ended = False
             return
         item, is_broken = window.take()
         if is_broken and not window.resume():
             yield with_rest(item) if isinstance(item, Problem) else item
             return
         yield item
-        if not in_array or is_broken or (char := window.skip_blank()) in ("]", ""):
+        if is_broken or (char := window.skip_blank()) in ("]", ""):
             continue
         if char == ",":
             window.step()
@@ -93,8 +229,7 @@ def rows_of_json(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
             yield with_rest(problem)
             return
         yield problem
-    if in_array:
-        yield window.problem("the list is not closed", window.position)
+    yield window.problem("the list is not closed", window.position)
 
 
 class _Window:
@@ -106,6 +241,8 @@ class _Window:
     def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
         self.text, self.position = "", 0
         self.indent: str | None = ""
+        # Whether a list has ended before its closing bracket.
+        self.ended = False
         self._file, self._name, self._limit = file, name, limit
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         # Lines before the text and, of the line in which it begins, characters; up to where lines are counted.
@@ -138,6 +275,12 @@ class _Window:
         message = f"not JSON: {message} at column {column}, near {fragment(self.text, position)}"
         hint = "repair the JSON at that place, or write one object a line (JSONL)"
         return Problem(self._name, self.line() + self.text.count("\n", self.position, position), message, hint)
+
+    def several(self, keys: Sequence[str]) -> Problem:
+        """That the rows stand under more keys than one."""
+        named = " and ".join(f'"{key}"' for key in keys)
+        hint = "`allhands data prepare FILE --out DIR` takes splits apart; write anything else into files of its own"
+        return Problem(self._name, self.line(), f"rows of several kinds: they stand under {named}", hint)
 
     def step(self) -> None:
         """Move behind a character that is not blank."""

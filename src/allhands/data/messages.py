@@ -288,3 +288,19 @@ def check_tool_answers(messages: Sequence[Message], name: str, place: Place) -> 
             )
         called = bool(message.get("tool_calls")) if role == "assistant" else called
         before = role
+
+
+def merged_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages with each system message before the question that follows it, as ``--system merge`` renders them."""
+    system, turns = "", list[Message]()
+    for message in messages:
+        if message["role"] in INSTRUCTION_ROLES:
+            system += ("\n\n" if system else "") + message["content"]
+            continue
+        if system and message["role"] == "user":
+            message = {**message, "content": f"{system}\n\n{message['content']}"}
+        elif system:
+            turns.append({"role": "user", "content": system})
+        turns.append(message)
+        system = ""
+    return [*turns, {"role": "user", "content": system}] if system else turns

@@ -35,6 +35,7 @@ from allhands.data.values import (
     quoted,
     type_name,
 )
+from allhands.data.wrapped import inner_record
 
 RecordKind = Literal["chat", "completion", "text"]
 Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
@@ -174,14 +175,20 @@ class Parts:
 
     @classmethod
     def of(cls, value: Any, columns: ColumnNames, place: Place) -> Parts:
-        """The parts of a decoded JSON value.
+        """The parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner one.
 
         Raises:
-            DataError: it is not an object.
+            DataError: it is not an object, or holds a record that was cut off.
         """
         if not isinstance(value, dict):
             place.fail(f"a record must be a JSON object, this is {type_name(value)}", f"write {SHAPES}")
-        return cls(cast(dict[str, Any], value), columns, place)
+        parts = cls(cast(dict[str, Any], value), columns, place)
+        inner = (
+            None
+            if _has_shape(parts)
+            else inner_record(parts.values, lambda v: _has_shape(cls(v, columns, place)), place)
+        )
+        return parts if inner is None else cls(inner, columns, place)
 
     def name(self, part: str) -> str:
         """The key, or dotted path, of a part in this record."""
@@ -271,6 +278,13 @@ def recognise(parts: Parts) -> Shape:
     if mapped:
         fail_on_mapping(parts, sorted(mapped))
     parts.place.fail(f"no known shape; the keys are {key_list(parts.values)}", column_hint(parts))
+
+
+def _has_shape(parts: Parts) -> bool:
+    """Whether the columns make a shape, be they null; no conversation is an object, what holds one is."""
+    held = {part for part in ("chat", "conversation") if isinstance(parts.get(part), dict)}
+    there = {part for part in _SHAPING - held if parts.names_it(part)}
+    return bool(there & parts.columns.mapped) or any(there.issuperset(needs) for needs in NEEDS.values())
 
 
 def _by_messages(parts: Parts) -> Shape:

@@ -30,7 +30,9 @@ from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
 from allhands.data.forms import Form, other_forms
 from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
+from allhands.data.messages import INSTRUCTION_ROLES, merged_system
 from allhands.data.records import Message, Record, as_turns
+from allhands.data.templates import MERGE, NAMED, OPTION
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 TrainOn = Literal["all", "last", "assistant"]
@@ -194,7 +196,8 @@ class Renderer:
         if not (isinstance(record.prompt, str) and isinstance(record.completion, str)):
             raise ModelError(
                 "this tokenizer has no chat template, and the record is a chat",
-                hint="choose an instruction-tuned model, or give prompt and completion, or text",
+                hint=f"name a chat template ({OPTION} FILE, or one of {', '.join(NAMED)}), choose an instruction-tuned "
+                "model, or give prompt and completion, or text",
             )
         text = record.prompt + record.completion
         spans = ((len(record.prompt), len(text)),) if self._masked else None
@@ -324,9 +327,35 @@ class ChatTemplate:
         except Exception as error:  # a template is somebody else's program: anything can come out of it
             raise DataError(
                 f"the model's chat template rejects this conversation: {error}",
-                hint="many templates want user and assistant in turn, some no system message or tools: "
-                "change the record, or choose another model",
+                hint=self._way_out(messages, tools),
             ) from error
+
+    def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
+        """What to do about a conversation that the template rejects."""
+        if any(message["role"] in INSTRUCTION_ROLES for message in messages):
+            try:
+                self._tokenizer.apply_chat_template(merged_system(messages), tools=tools, tokenize=False)
+            except Exception:  # it is something else, or more than that
+                pass
+            else:
+                return (
+                    f"{MERGE} puts the system message before the question that follows it, which this template takes; "
+                    f"or give another template: {OPTION}"
+                )
+        return (
+            "many templates want user and assistant in turn, some no system message or tools: change the record, or "
+            f"give another template ({OPTION}) or model"
+        )
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message reaches the model."""
+        words = "Bluebell"
+        try:
+            asked = [{"role": "system", "content": words}, {"role": "user", "content": "a"}]
+            return words in self.text([*asked, {"role": "assistant", "content": "b"}], None)
+        except DataError:
+            return False
 
     def _source(self, tools: list[Any] | None) -> str:
         """The template that is used of those that the tokenizer may have."""

@@ -12,6 +12,12 @@ from allhands.errors import ConfigError, DataError
 
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 16
+# What splits are called in files and folders.
+NAMES_OF_SPLITS: dict[str, str] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 _MAX_DEPTH = 200
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")
@@ -26,6 +32,7 @@ class ReadOptions:
         documents: what one document of a plain text file is: "file", "line", "blank-line" (paragraphs), any other
             string that separates documents (``\\n`` and ``\\t`` stand for line end and tab), or "auto": separated
             by ``<|endoftext|>`` where that occurs, else the file.
+        only: of a JSON object that holds several splits, the key of the one to read.
         max_row_bytes: a longer line, JSON value or CSV row is a Problem.
         max_document_chars: a longer document is cut, at the end of a paragraph if there is one, into rows of about
             this many characters.
@@ -35,6 +42,7 @@ class ReadOptions:
     """
 
     documents: str = "auto"
+    only: str | None = None
     max_row_bytes: int = 64 << 20
     max_document_chars: int = 1 << 20
 

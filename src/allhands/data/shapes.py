@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from allhands.data.messages import (
     Message,
     check_messages,
     check_tool_answers,
+    merged_system,
     require_answer,
 )
 from allhands.data.records import (
@@ -88,6 +89,22 @@ class Example:
         record = self.record
         assert record is not None
         return record.text or "" if record.kind == "text" else "\n".join(spoken_words(record.turns))
+
+
+def with_merged_system(example: Example) -> Example:
+    """The example with its system messages before the questions that follow them."""
+    warnings = tuple(warning for warning in example.warnings if warning not in (TWO_SYSTEM, LATE_SYSTEM))
+    if example.preference is not None:
+        prompt = {"prompt": merged_system(example.preference["prompt"])}
+        return replace(example, preference={**example.preference, **prompt}, warnings=warnings)
+    record = example.record
+    if record is None or not any(message["role"] in INSTRUCTION_ROLES for message in record.turns):
+        return example
+    if record.messages is not None:
+        changed = replace(record, messages=tuple(merged_system(record.messages)))
+    else:
+        changed = replace(record, prompt=merged_system(as_turns(record.prompt or "", "user")))
+    return replace(example, record=changed, warnings=warnings)
 
 
 def spoken_words(messages: Iterable[Message]) -> Iterator[str]:

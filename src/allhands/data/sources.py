@@ -13,22 +13,25 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.data.hub import HUB_NAME, load_hub
-from allhands.data.reading import TYPE_NAMES, FileType, file_type, read_rows
+from allhands.data.reading import (
+    TYPE_NAMES,
+    FileType,
+    file_type,
+    notes_of,
+    read_rows,
+    splits_in,
+    unpacked_name,
+    unread_hint,
+)
 from allhands.data.rows import Item, Problem, ReadOptions, Row, with_rest
+from allhands.data.saved import saved_files, saved_split, split_called, split_of_directory, split_of_part, why_no_data
 from allhands.errors import ConfigError, DataError
 
-_NAMES_OF_SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-_SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
 # What `data prepare` writes beside the data.
 REPORT, LEFT_OUT, LENGTHS = "report.json", "left-out.jsonl", "lengths.png"
-_ABOUT_FOLDER = re.compile(r"(dataset_infos?|dataset_dict|state)\.json")
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ class Source:
         read: starts to read it.
         limit: rows and problems after this many are not read.
         kind: the type of the file; None for a Hub dataset.
-        skipped: files that were passed over on the way to it, each a Problem. Of a directory, its first source
-            has them all.
+        skipped: files that were passed over on the way to it, each a Problem, and what is to be known of how it is
+            read. Of a directory, its first source has them all.
     """
 
     name: str
@@ -137,16 +140,28 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
     if not name or not os.path.exists(path):
         raise _missing(name, path)
     if file_type(path) is None:
-        raise DataError("files of this type cannot be read", where=name, hint=f"let the name end in {TYPE_NAMES}")
-    return [_file(path, (path.parent.name,), options)]
+        raise DataError("files of this type cannot be read", where=name, hint=unread_hint(path))
+    return _file(path, (path.parent.name,), options)
 
 
-def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> Source:
-    stem = path.name.lower().removesuffix(".gz").rpartition(".")[0]
-    named = (_NAMES_OF_SPLITS.get(name) for name in (_SHARD.sub("", stem), *(name.lower() for name in folders[::-1])))
-    split = next(filter(None, named), None)
-    read = partial(read_rows, path, ReadOptions(documents=options.documents), name=str(path))
-    return Source(str(path), split, read, options.limit, file_type(path))
+def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
+    """A file as a source; one that holds several splits as one for each."""
+    kind, notes = file_type(path), tuple(Problem(str(path), 0, note) for note in notes_of(path))
+    if keys := splits_in(path):
+        return [
+            Source(name, split_called(key), _reader(path, options, name, key), options.limit, kind, notes)
+            for key in keys
+            for name in [f"{path}[{key}]"]
+        ]
+    stem = unpacked_name(path).rpartition(".")[0]
+    # The cache of the datasets library calls a file after what it was made from, too: json-train.arrow.
+    stems = [stem, re.sub(r"^.*?-(?=[a-z])", "", stem)] if kind == "arrow" else [stem]
+    split = next(filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]), None)
+    return [Source(str(path), split, _reader(path, options, str(path)), options.limit, kind, notes)]
+
+
+def _reader(path: Path, options: SourceOptions, name: str, only: str | None = None) -> Callable[[], Iterator[Item]]:
+    return partial(read_rows, path, ReadOptions(documents=options.documents, only=only), name=name)
 
 
 def _directory(root: Path, options: SourceOptions) -> list[Source]:
@@ -158,9 +173,15 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
     if not files:
         there = ", ".join(Path(problem.source).name for problem in skipped[:10]) or "nothing"
         message = f"the directory has no file that can be read; it holds {there}"
-        raise DataError(message, where=str(root), hint=f"files are recognised by their names: {TYPE_NAMES}")
-    sources = [_file(path, (root.name, *path.relative_to(root).parts[:-1]), options) for path in files]
-    return [replace(sources[0], skipped=tuple(skipped)), *sources[1:]]
+        hints = {unread_hint(Path(problem.source)) for problem in skipped if Path(problem.source).suffix}
+        hint = hints.pop() if len(hints) == 1 else f"files are recognised by their names: {TYPE_NAMES}"
+        raise DataError(message, where=str(root), hint=hint)
+    sources: list[Source] = []
+    for path in files:
+        found = _file(path, (root.name, *path.relative_to(root).parts[:-1]), options)
+        saved = saved_split(path.parent) if found[0].split is None else None
+        sources += [replace(source, split=saved) for source in found] if saved else found
+    return [replace(sources[0], skipped=(*sources[0].skipped, *skipped)), *sources[1:]]
 
 
 def _skip(path: Path, why: str) -> Problem:
@@ -182,10 +203,13 @@ def _walk(root: Path) -> tuple[list[Path], list[Problem]]:
             if why := "hidden" if name.startswith(".") else "a link to a directory" if path.is_symlink() else None:
                 folders.remove(name)
                 skipped.append(_skip(path, why))
+        saved = saved_files(Path(folder))
         for path in (Path(folder, name) for name in names):
             if path.name in (REPORT, LEFT_OUT, LENGTHS):
                 continue
             why = _why_skipped(path)
+            if saved is not None and not why and file_type(path) == "arrow" and path not in saved:
+                why = "state.json does not name it"
             skipped.append(_skip(path, why)) if why else files.append(path)
     return sorted(files, key=lambda path: path.parts), skipped
 
@@ -197,7 +221,7 @@ def _why_skipped(path: Path) -> str | None:
         return "not a file, or a link to nothing"
     if file_type(path) is None:
         return "files of this type cannot be read"
-    return "it describes the data" if _ABOUT_FOLDER.fullmatch(path.name) else None
+    return why_no_data(path.name)
 
 
 def _missing(name: str, path: Path) -> DataError:
@@ -232,15 +256,10 @@ def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
     loaded = load_hub(name, name=options.hub_config, split=options.hub_split, streaming=options.streaming)
     parts = {options.hub_split: loaded} if options.hub_split else cast(Mapping[str, Any], loaded)
     return [
-        Source(where, _split_of_part(part), partial(_hub_rows, rows, where), options.limit)
+        Source(where, split_of_part(part), partial(_hub_rows, rows, where), options.limit)
         for part, rows in parts.items()
         for where in [f"{name}[{part}]"]
     ]
-
-
-def _split_of_part(part: str) -> str | None:
-    """Of the Hub's name for a split: train of ``train_sft`` and ``train[:10%]``."""
-    return _NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
 
 
 def _hub_rows(rows: Iterable[Any], name: str) -> Iterator[Item]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub, split_names
-from allhands.data.reading import TYPE_NAMES, file_type, read_hint, read_records
+from allhands.data.reading import file_type, notes_of, read_hint, read_records, unread_hint
 from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.data.saved import saved_files, saved_split, why_no_data
 from allhands.data.store import input_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
 
@@ -28,10 +29,12 @@ class RecordSource:
     Attributes:
         identity: JSON values that change whenever the records do; cheap to compute.
         records: reads them, from the beginning at each call.
+        notes: what a person should know of how they are read.
     """
 
     identity: Callable[[], Any]
     records: Callable[[], Iterator[Record]]
+    notes: Callable[[], tuple[str, ...]] = tuple
 
 
 # What a split may be called in a folder; the first that is there counts.
@@ -60,6 +63,8 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
         if files := _files_of(data_dir, called, names):
             _check_parts(files)
             return _source_of_files(data_dir, files, columns)
+    if (files := saved_files(data_dir)) and (saved_split(data_dir) or "train") == split:
+        return _source_of_files(data_dir, files, columns)
     if not required:
         return None
     there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
@@ -76,8 +81,11 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
     found = [data_dir / name for name in names if name.split(".")[0] == split or name.startswith(f"{split}-")]
     folder = data_dir / split
     if folder.is_dir():
+        saved = saved_files(folder)
+        if saved is not None:
+            return saved
         found = [folder / name for name in _entries(folder)]
-    return [path for path in found if file_type(path) is not None and path.is_file()]
+    return [path for path in found if file_type(path) is not None and path.is_file() and not why_no_data(path.name)]
 
 
 def _check_parts(files: Sequence[Path]) -> None:
@@ -118,10 +126,11 @@ def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
         DataError: its name does not end in a type that can be read.
     """
     if file_type(path) is None:
-        raise DataError("files of this type cannot be read", where=str(path), hint=f"let the name end in {TYPE_NAMES}")
+        raise DataError("files of this type cannot be read", where=str(path), hint=unread_hint(path))
     return RecordSource(
         lambda: {"name": path.name, "sha256": _hash(path), "columns": asdict(columns)},
         lambda: read_records(path, columns, name=str(path)),
+        lambda: _notes([path]),
     )
 
 
@@ -132,6 +141,7 @@ def _source_of_files(data_dir: Path, files: Sequence[Path], columns: ColumnNames
         lambda: (
             record for path, name in zip(files, names, strict=True) for record in read_records(path, columns, name=name)
         ),
+        lambda: _notes(files),
     )
 
 
@@ -139,13 +149,18 @@ def _source_of_file(path: Path, columns: ColumnNames) -> RecordSource:
     return RecordSource(
         lambda: {"name": path.name, "sha256": _hash(path), "columns": asdict(columns)},
         lambda: read_records(path, columns),
+        lambda: _notes([path]),
     )
+
+
+def _notes(files: Sequence[Path]) -> tuple[str, ...]:
+    return tuple(f"{path.name}: {note}" for path in files for note in notes_of(path))
 
 
 def _entries(data_dir: Path) -> list[str]:
     try:
         if data_dir.is_file():
-            hint = "make a folder that holds the data as train.jsonl, train.txt or train.parquet, and give that: --data"
+            hint = f"make a folder of it: allhands data prepare {data_dir} --out DIR, then --data DIR"
             if data_dir.name.split(".")[0] == "train":
                 hint = f"give the folder that holds {data_dir.name}: --data {data_dir.parent}"
             raise DataError("this is a file, a folder is needed", where=str(data_dir), hint=hint)

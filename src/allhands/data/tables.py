@@ -1,4 +1,4 @@
-"""Tables (CSV, TSV, Parquet) and plain text, streamed."""
+"""Tables (CSV, TSV, Parquet, Arrow) and plain text, streamed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import IO, Any
 
@@ -17,6 +18,10 @@ from allhands.data.rows import BOM, Item, Problem, ReadOptions, Row, lines, not_
 
 _PIECE = 1 << 20
 _BATCH_BYTES = 8 << 20
+# What may stand between the columns of a table, and how much of a file is looked at to find it out.
+_DELIMITERS = ",;\t|"
+_JUDGED_ROWS = 100
+_SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n')
 _SEPARATORS = {"auto": re.escape("<|endoftext|>"), "file": None, "line": "\n", "blank-line": r"\n[^\S\n]*\n"}
 
 
@@ -52,11 +57,74 @@ class _TableLines:
         return text
 
 
-def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: str) -> Iterator[Item]:
+@dataclass(frozen=True)
+class Separator:
+    """What stands between the columns of a table.
+
+    Attributes:
+        delimiter: the character.
+        certain: whether it is the one that the file's name promises, or the only one that fits all that was looked at.
+        lines: lines before the header, as Excel's ``sep=;``.
+    """
+
+    delimiter: str
+    certain: bool = True
+    lines: int = 0
+
+
+def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
+    """The separator of a table, from its beginning.
+
+    A separator fits if the first row has two different names or more, and each row after it as many fields. The usual
+    one is taken where it fits; another where no third does.
+
+    Args:
+        head: the first bytes of the file.
+        usual: what the file's name promises.
+        whole: whether they are all of it.
+    """
+    text = head.removeprefix(BOM).decode("utf-8", "surrogateescape")
+    if said := _SEP_LINE.match(text):
+        return Separator(said[1], said[1] in _DELIMITERS, 1)
+    if _fits(text, usual, whole):
+        return Separator(usual)
+    fitting = [other for other in _DELIMITERS if other != usual and _fits(text, other, whole)]
+    if len(fitting) == 1:
+        return Separator(fitting[0])
+    first = re.sub('"[^"]*"', "", text.partition("\n")[0])
+    meant = next((other for other in _DELIMITERS if other in first), None)
+    return Separator(usual) if usual in first or meant is None else Separator(meant, False)
+
+
+def _fits(text: str, delimiter: str, whole: bool) -> bool:
+    rows: list[list[str]] = []
+    try:
+        for cells in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True):
+            if "".join(cells).strip():
+                rows.append(cells)
+            if len(rows) > _JUDGED_ROWS:
+                break
+        else:
+            # The last row of a part may be cut off.
+            rows = rows if whole else rows[:-1]
+    except csv.Error as error:
+        if whole or "unexpected end" not in str(error):
+            return False
+    names = {cell.strip() for cell in rows[0]} if rows else set()
+    return len(rows) > 1 and len(names) > 1 and "" not in names and {len(row) for row in rows} == {len(names)}
+
+
+def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: Separator) -> Iterator[Item]:
     """The rows of a CSV or TSV file as objects of strings, by the names in its first row."""
+    if not separator.certain:
+        yield _unsure(name, separator.delimiter)
+        return
     # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
     csv.field_size_limit(max(csv.field_size_limit(), options.max_row_bytes))
     table = _TableLines(file, name, options.max_row_bytes)
+    delimiter = separator.delimiter
+    for _ in range(separator.lines):
+        next(table, None)
     reader = csv.reader(table, delimiter=delimiter, strict=True)
     header: list[str] = []
     empty = True
@@ -65,9 +133,6 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: s
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            if not header and (problem := _semicolons(table, name, delimiter)):
-                yield problem
-                return
             problem, empty = _table_problem(table, name, error), False
             # With an odd number of quotes nobody knows whether the next line is inside a field.
             if table.quotes % 2 or not header:
@@ -86,9 +151,6 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, delimiter: s
             yield table.bad or _table_item(cells, header, name, table.first)
             continue
         header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-        if table.bad is None and (problem := _semicolons(table, name, delimiter)):
-            yield problem
-            return
         if problem := table.bad or _twice(header, name, table.first):
             yield with_rest(problem)
             return
@@ -100,14 +162,13 @@ def _table_problem(table: _TableLines, name: str, error: csv.Error) -> Problem:
     return Problem(name, table.first, f"not a row of a table: {error}{several}", hint)
 
 
-def _semicolons(table: _TableLines, name: str, delimiter: str) -> Problem | None:
-    """A Problem if the header has ";" between its names and not the separator."""
-    outside = re.sub('"[^"]*"', "", table.text)
-    if ";" not in outside or delimiter in outside:
-        return None
-    by, other = ("tabs", "commas in a .csv") if delimiter == "\t" else ("commas", "tabs in a .tsv")
-    hint = f'save it with {by}, or with {other} file; if the header is one name, put it in "..."'
-    return Problem(name, 0, "the separator seems to be ;", hint)
+def _unsure(name: str, delimiter: str) -> Problem:
+    shown = "a tab" if delimiter == "\t" else delimiter
+    if delimiter not in _DELIMITERS:
+        return Problem(name, 1, f"the separator {shown} is none that is read", "save it with commas")
+    hint = f'save it with commas; or give each row as many fields, those with {shown} in them in "..."; '
+    hint += 'if the first row is one name, put it in "..."'
+    return Problem(name, 0, f"the separator seems to be {shown}, which is not certain", hint)
 
 
 def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
@@ -145,6 +206,43 @@ def rows_of_parquet(file: IO[bytes], name: str) -> Iterator[Item]:
     except Exception as error:  # pyarrow and what it calls raise many kinds
         message = f"not readable as Parquet at row {row + 1}: {error}"
         yield with_rest(Problem(name, row + 1 if row else 0, message, hint))
+
+
+def rows_of_arrow(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
+    """The rows of an Arrow file of any kind: a stream (what ``datasets`` saves), a file or Feather."""
+    row = 0
+    try:
+        import pyarrow as pa  # pyright: ignore[reportMissingImports]  # slow to import
+
+        with _seekable(file) as inner:
+            for batch in _arrow_batches(pa, inner, head):
+                if problem := _twice(batch.schema.names, name, 0):
+                    yield problem
+                    return
+                size = max(1, min(4096, _BATCH_BYTES * len(batch) // max(1, batch.nbytes)))
+                for start in range(0, len(batch), size):
+                    part = batch.slice(start, size)
+                    yield from _rows_of_batch(part, name, row)
+                    row += len(part)
+    except ImportError:
+        yield Problem(name, 0, "Arrow files need pyarrow", "pip install pyarrow")
+    except Exception as error:  # pyarrow and what it calls raise many kinds
+        message = f"not readable as Arrow at row {row + 1}: {error}"
+        hint = "the file is cut off or damaged, or no Arrow file: fetch it again"
+        yield with_rest(Problem(name, row + 1 if row else 0, message, hint))
+
+
+def _arrow_batches(pa: Any, file: IO[bytes], head: bytes) -> Iterator[Any]:
+    if head.startswith(b"FEA1"):
+        from pyarrow import feather  # pyright: ignore[reportMissingImports]
+
+        yield from feather.read_table(file).to_batches()
+    elif head.startswith(b"ARROW1"):
+        with pa.ipc.open_file(file) as reader:
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        with pa.ipc.open_stream(file) as reader:
+            yield from reader
 
 
 def _seekable(file: IO[bytes]) -> IO[bytes]:

@@ -15,6 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.config import TrainConfig
 from allhands.data.dates import DATE_KEY
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.files import write_whole
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
@@ -197,15 +198,20 @@ def unfit(problem: str, directory: Path) -> ModelError:
 
 
 def adapter_config(
-    config: TrainConfig, num_layers: int, model_path: str, dated: datetime | None = None
+    config: TrainConfig,
+    num_layers: int,
+    model_path: str,
+    dated: datetime | None = None,
+    stop_tokens: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Content of ``adapter_config.json``: all options, with the three keys that mlx_lm reads resolved.
 
     Args:
         dated: the moment whose date the chat template wrote; ``None`` if it writes none.
+        stop_tokens: what ends the answers that were trained, where the model itself does not stop there.
     """
     values = config.model_dump(mode="json") | ({} if dated is None else {DATE_KEY: dated.isoformat()})
-    values.update(num_layers=num_layers, model=model_path)
+    values.update(num_layers=num_layers, model=model_path, stop_tokens=list(stop_tokens))
     if config.fine_tune_type == "full":
         values["lora_parameters"] = None
     return values
@@ -261,6 +267,15 @@ def save_adapters(weights: dict[str, mx.array], path: Path) -> None:
 def adapter_config_text(values: dict[str, Any]) -> str:
     """Content of ``adapter_config.json``, the same for the same values."""
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def save_template(text: str | None, directory: Path) -> None:
+    """Write the chat template that an adapter was trained with beside it, or remove that of an earlier one."""
+    file = directory / TEMPLATE_FILE
+    if text is None:
+        file.unlink(missing_ok=True)
+    else:
+        write_whole(file, lambda temporary: temporary.write_text(text, encoding="utf-8"), private=True)
 
 
 def save_adapter_config(values: dict[str, Any], directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +16,14 @@ import mlx.core as mx
 from allhands.accelerator import Accelerator
 from allhands.checkpoints import Tensor
 from allhands.checkpoints.tensors import safetensors_pieces
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
 from allhands.errors import ConfigError
 from allhands.model.balance import balance_experts
 from allhands.model.load import Json, LoadedModel, LoadedTokenizer
 from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import Shape, TokenIds, find_shape, model_config, rows_for
+from allhands.model.tokenizer import with_stop
 from allhands.pretrain_config import PretrainConfig
 from allhands.staging import publish, staging
 
@@ -112,11 +115,22 @@ class ModelFiles:
         config: content of ``config.json``.
         tokenizer: the directory with the tokenizer.
         mark: content of :data:`MARK`: where the model comes from.
+        template: the chat template, if one was chosen in place of the tokenizer's own.
     """
 
     config: Json
     tokenizer: Path
     mark: Json
+    template: str | None = None
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, mark: Json, template: str | None, stop_tokens: Sequence[str]) -> ModelFiles:
+        """Those of a model; ``stop_tokens`` end its answers, and generation stops there."""
+        tokenizer: Any = loaded.tokenizer
+        config = loaded.config
+        for token in stop_tokens:
+            config = with_stop(config, tokenizer.get_vocab()[token], tokenizer.eos_token_id)
+        return cls(config, loaded.path, mark, template)
 
     def write(self, target: Path, weights: list[Tensor]) -> None:
         """Make ``target`` the model with these weights, in place of what it was: whole at any instant.
@@ -129,6 +143,8 @@ class ModelFiles:
                 (staged / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             for file in tokenizer_files_of(self.tokenizer):
                 shutil.copyfile(file, staged / file.name)
+            if self.template is not None:
+                (staged / TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
             with (staged / "model.safetensors").open("wb") as stream:
                 stream.writelines(safetensors_pieces(list(portable_tensors(weights))))
             publish(staged, target, private=True)

@@ -29,28 +29,39 @@ from allhands.errors import ConfigError, ModelError
 from allhands.files import write_error
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, worth_threads
-from allhands.model.sources import Report, first_line, is_path, quantising, resolve, silent
+from allhands.model.sources import Report, first_line, quantising, resolve, silent
+from allhands.model.tokenizer import (
+    BEST_MODEL,
+    MODEL,
+    MODELS_OF_A_RUN,
+    Json,
+    LoadedTokenizer,
+    load_bare_tokenizer,
+    load_tokenizer,
+    read_config,
+    tokenizer_of,
+)
 from allhands.staging import publish, same_files, staging
 
-Json = dict[str, Any]
+__all__ = [
+    "BEST_MODEL",
+    "MODEL",
+    "MODELS_OF_A_RUN",
+    "Json",
+    "LoadedTokenizer",
+    "load_bare_tokenizer",
+    "load_tokenizer",
+    "read_config",
+]
 
 DTYPES = ("float16", "bfloat16", "float32")
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "tiktoken.model",
-)
 _KEPT_PATTERNS = (*mlx_lm.DEFAULT_ALLOW_PATTERNS, "README.md", "LICENSE*")
 # What a conversion writes itself; the rest of the source is taken over as it is.
 _REWRITTEN = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-# Of a pre-training run, in its directory: the last weights, and those of the lowest validation loss.
-MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class LoadedModel:
     path: Path
 
     hashing: Future[str] | None = None  # the fingerprint, where it was begun while the weights were read
+    notes: tuple[str, ...] = ()  # what a person should know who talks with it
 
     @cached_property
     def fingerprint(self) -> str:
@@ -75,56 +87,6 @@ class LoadedModel:
 
 
 # --- loading ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LoadedTokenizer:
-    """A model's tokenizer, and the model's directory."""
-
-    tokenizer: TokenizerWrapper
-    path: Path
-
-
-def load_bare_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> LoadedTokenizer:
-    """:func:`load_tokenizer` where no model is wanted, such as for ``--tokenizer``.
-
-    Raises:
-        ModelError: the tokenizer is missing or torn.
-    """
-    path = Path(path_or_repo)
-    local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
-    advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
-    if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        problem = "there is no such directory"
-        if path.exists():
-            problem = "there is no tokenizer in this directory" if path.is_dir() else "this is a file, not a directory"
-        raise ModelError(
-            problem,
-            where=path_or_repo,
-            hint=advice,
-        )
-    try:
-        return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code)
-    except ModelError as error:
-        if path_or_repo != "demo" and "`demo`" in (error.hint or ""):
-            error.hint = f"check the name (or the connection); {advice}"
-        raise
-
-
-def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False) -> LoadedTokenizer:
-    """Load a model's tokenizer without its weights.
-
-    Args:
-        path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository id.
-        trust_remote_code: let the tokenizer run the Python files that it carries.
-
-    Raises:
-        ModelError: the model or its tokenizer is missing or torn.
-    """
-    path = resolve(path_or_repo)
-    # A tokenizer may stand alone; that there is no model is told by whoever needs one.
-    alone = not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
-    return LoadedTokenizer(_tokenizer(path, {} if alone else read_config(path), trust_remote_code), path)
 
 
 def load_model(
@@ -155,7 +117,7 @@ def load_model(
     if dtype is not None:
         cast_parameters(model, dtype, path)
     mx.eval(model.parameters())
-    return LoadedModel(model, tokenizer or _tokenizer(path, config, trust_remote_code), config, path, hashing)
+    return LoadedModel(model, tokenizer or tokenizer_of(path, config, trust_remote_code), config, path, hashing)
 
 
 def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple[nn.Module, Json]:
@@ -175,30 +137,6 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple
         elif "not supported" in str(error):
             hint = "mlx_lm has no such architecture; see its models folder for those it has"
         raise ModelError(f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint) from error
-
-
-def read_config(path: Path) -> Json:
-    """The config.json of a model's directory.
-
-    Raises:
-        ModelError: there is none, or it is damaged.
-    """
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        hint = "give the directory that holds config.json, model*.safetensors and the tokenizer"
-        made = [folder for name in MODELS_OF_A_RUN if (folder := path / name).joinpath(file.name).is_file()]
-        if made:
-            hint = f"this is the directory of a run; its models are {' and '.join(map(str, made))}"
-        raise ModelError("no config.json: this is not a model directory", where=str(path), hint=hint) from None
-    except (ValueError, OSError) as error:
-        raise ModelError(
-            f"this is not readable JSON: {error}", where=str(file), hint="fetch the model again"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError("no model_type given", where=str(file), hint="fetch the model again")
-    return config
 
 
 def _check_weights(path: Path) -> list[Path]:
@@ -241,40 +179,6 @@ def _indexed_files(path: Path) -> set[str]:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError("the index cannot be read", where=str(index), hint="fetch the model again") from error
-
-
-def _tokenizer(path: Path, config: Json, trust_remote_code: bool) -> TokenizerWrapper:
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            "there is no tokenizer beside the weights",
-            where=str(path),
-            hint="copy tokenizer.json and tokenizer_config.json of the same model there",
-        )
-    try:
-        return mlx_lm.load_tokenizer(
-            path,
-            {"trust_remote_code": trust_remote_code},
-            eos_token_ids=config.get("eos_token_id"),
-        )
-    except Exception as error:  # a broken file fails anywhere in three libraries
-        if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
-            raise ModelError(
-                "tokenizer.json is missing, and vocab.json alone does not say how texts are cut",
-                where=str(path),
-                hint='put a tokenizer_config.json there that names its class, as {"tokenizer_class": "GPT2Tokenizer"}, '
-                "with merges.txt; or save it from transformers with save_pretrained, which writes tokenizer.json",
-            ) from error
-        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-            raise ModelError(
-                "tokenizer.json is missing, which says how texts are cut",
-                where=str(path),
-                hint="copy tokenizer.json of the same model there",
-            ) from error
-        raise ModelError(
-            f"the tokenizer cannot be loaded: {first_line(error)}",
-            where=str(path),
-            hint="fetch the model again; --trust-remote-code if it brings its own code and you trust it",
-        ) from error
 
 
 def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
@@ -399,7 +303,7 @@ def get_model(
     check_target(target, path, force)
     with staging(target) as staged:
         model, config = build(path, trust_remote_code)
-        _tokenizer(path, config, trust_remote_code)
+        tokenizer_of(path, config, trust_remote_code)
         copy_files(path, staged, weights=conversion.changes_nothing)
         if not conversion.changes_nothing:
             config = _convert(model, config, conversion, path, say)

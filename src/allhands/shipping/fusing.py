@@ -20,11 +20,14 @@ import numpy as np
 from huggingface_hub import ModelCardData
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 
+from allhands.data.templates import TEMPLATE_FILE, ChatChoice
+from allhands.data.token_roles import unstopped
 from allhands.errors import ConfigError, ModelError
 from allhands.generate import check_adapter, put_on
 from allhands.model.beyond import Use, limits_told
 from allhands.model.load import (
     Json,
+    LoadedTokenizer,
     build,
     cast_parameters,
     check_dtype,
@@ -36,6 +39,7 @@ from allhands.model.load import (
     unpack,
 )
 from allhands.model.sources import is_path, resolve
+from allhands.model.tokenizer import GENERATION_FILE, with_stop
 from allhands.staging import publish, staging
 from allhands.trees import flatten, unflatten
 
@@ -84,6 +88,7 @@ class Fused:
         num_layers: layers into which an adapter was merged.
         difference: of the logits to those of model and adapter: root mean square, as a part of their spread.
         requantized: whether merged layers were quantised again, which loses a part of what was learned.
+        stop: the token that was added to those at which generation stops, because answers end with it.
     """
 
     path: Path
@@ -92,6 +97,7 @@ class Fused:
     num_layers: int
     difference: float
     requantized: bool
+    stop: str | None = None
 
 
 def fuse_model(
@@ -118,7 +124,8 @@ def fuse_model(
     check_target(target, path, options.force)
     if holds_files(target) and not options.force:
         raise ConfigError("a model is there already", where=str(out), hint="add --force to replace it")
-    load_tokenizer(str(path), trust_remote_code=options.trust_remote_code)
+    chat = ChatChoice(kept=options.adapter_path)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=options.trust_remote_code, chat=chat)
     # First of all, so that a place that cannot be written to is found before anything is computed.
     with (
         limits_told(Use(str(path), options.trust_remote_code, adapter=options.adapter_path)),
@@ -130,9 +137,13 @@ def fuse_model(
         copy_files(path, staged, weights=False)
         model, config, count, again = _merged(options, path)
         kinds |= _floating(model)
+        stop = _stop(options.adapter_path, tokenizer)
+        if stop is not None:
+            config = with_stop(config, stop[1], tokenizer.tokenizer.eos_token_id)
         expected = _digests(dict(flatten(model.parameters())))
         save_weights(model if layout is None else _laid_out(model, config, layout), config, staged)
         del model
+        _write_conversation(staged, tokenizer, stop)
         _write_card(staged, below, kind, options.library)
         limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
         read, _ = build(staged, options.trust_remote_code)
@@ -141,7 +152,36 @@ def fuse_model(
         difference = _check(read, wanted, limit, out)
         finish(staged, config)
         publish(staged, target)
-    return Fused(target, below, kind, count, difference, again)
+    return Fused(target, below, kind, count, difference, again, None if stop is None else stop[0])
+
+
+def _stop(adapter_path: Path | None, tokenizer: LoadedTokenizer) -> tuple[str, int] | None:
+    """The token, and its id, that ends answers and at which the model would not stop.
+
+    An adapter of ours says whether answers were trained.
+    """
+    found = unstopped(tokenizer.tokenizer)
+    if adapter_path is not None and found is not None:
+        config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
+        found = found if config.get("stop_tokens", True) else None
+    return found
+
+
+def _write_conversation(staged: Path, tokenizer: LoadedTokenizer, stop: tuple[str, int] | None) -> None:
+    """What of a conversation is not in the weights: the chat template that was trained with, and where answers end."""
+    generation = staged / GENERATION_FILE
+    if stop is not None and generation.is_file():
+        values = json.loads(generation.read_text(encoding="utf-8"))
+        values = with_stop(values, stop[1], tokenizer.tokenizer.eos_token_id)
+        generation.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if tokenizer.template is None:
+        return
+    (staged / TEMPLATE_FILE).write_text(tokenizer.template, encoding="utf-8")
+    config = staged / "tokenizer_config.json"
+    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if "chat_template" in values:  # an earlier version of transformers looks only here
+        text = json.dumps({**values, "chat_template": tokenizer.template}, indent=2, ensure_ascii=False) + "\n"
+        config.write_text(text, encoding="utf-8")
 
 
 def described(adapter_path: Path, model: str | None) -> tuple[str, str]:

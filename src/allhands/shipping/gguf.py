@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.gguf import TokenType, permute_weights, prepare_metadata, translate_weight_names
 
+from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import ModelError
 from allhands.files import write_whole
 from allhands.model.hf_names import architecture_of, other_way
@@ -222,6 +223,10 @@ class _Vocabulary:
         found["tokenizer.ggml.add_bos_token"] = mx.array(first == self.tokenizer.bos_token_id)
         if self.tokenizer.pad_token_id is not None:
             found["tokenizer.ggml.padding_token_id"] = mx.array(self.tokenizer.pad_token_id, dtype=mx.uint32)
+        ends = ChatTemplate(self.tokenizer).answers.closing if has_chat_template(self.tokenizer) else None
+        number = None if ends is None else self.tokenizer.get_vocab().get(ends)
+        if number not in (None, self.tokenizer.eos_token_id):
+            found["tokenizer.ggml.eot_token_id"] = mx.array(number, dtype=mx.uint32)
         template = self.tokenizer.chat_template
         if isinstance(template, str):
             found["tokenizer.chat_template"] = template

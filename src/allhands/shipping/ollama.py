@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import ChatChoice
 from allhands.errors import DataError, ModelError
 from allhands.model.load import load_tokenizer
 
@@ -98,13 +99,13 @@ class Recognised:
         return "system" in self.format.turns
 
 
-def recognise(path: Path) -> Recognised:
-    """The format of the chat template of the model in ``path``.
+def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
+    """The format of the chat template of the model in ``path``, or of the one that lies beside an adapter.
 
     Raises:
         ModelError: it has none, or none that is known here.
     """
-    tokenizer: Any = load_tokenizer(str(path)).tokenizer
+    tokenizer: Any = load_tokenizer(str(path), chat=ChatChoice(kept=adapter_path)).tokenizer
     hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
     if not has_chat_template(tokenizer):
         raise ModelError("the model has no chat template", where=str(path), hint=hint)
@@ -115,7 +116,7 @@ def recognise(path: Path) -> Recognised:
         return template.text(messages, None, prompt=True)
 
     chats = _conversations()
-    for each in FORMATS:
+    for each in _formats(tokenizer.eos_token):
         try:
             said = [rendered(chat) for chat in chats]
         except DataError:
@@ -132,6 +133,13 @@ def recognise(path: Path) -> Recognised:
                 continue
             return Recognised(each, default)
     raise ModelError("Ollama cannot be told this chat template: its format is not known", where=str(path), hint=hint)
+
+
+def _formats(eos: str | None) -> tuple[ChatFormat, ...]:
+    """The formats that are known; Zephyr's marks the end of a turn by the model's own end-of-text token."""
+    if not eos or eos == "</s>" or "{" in eos:
+        return FORMATS
+    return (*FORMATS, _uniform("Zephyr", "<|{role}|>\n{content}" + eos + "\n", (eos, "<|user|>")))
 
 
 def _conversations() -> list[list[dict[str, str]]]:

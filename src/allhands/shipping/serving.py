@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, CompletionRequest, ModelProvider, ResponseGenerator, get_system_fingerprint
 
+from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
 from allhands.generate import check_adapter, load_for_generation
 from allhands.model.load import LoadedModel
@@ -39,6 +40,7 @@ class ServeOptions:
     top_p: float
     allowed_origins: tuple[str, ...]
     trust_remote_code: bool
+    chat: ChatChoice | None = None
 
 
 class _Provider(ModelProvider):
@@ -154,7 +156,10 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     # The address first: that it is taken should not be found after minutes of loading.
     server = _bind(options, handle)
     try:
-        loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=options.trust_remote_code)
+        trust = options.trust_remote_code
+        loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
+        for note in loaded.notes:
+            print(f"allhands: note: {note}", file=sys.stderr)
         provider = _Provider(_settings(options), loaded)
         generator = _Generator(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
         host = f"[{options.host}]" if ":" in options.host else options.host

@@ -23,6 +23,8 @@ from allhands.data.splits import (
     split_of_hub,
 )
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
+from allhands.data.templates import MERGE, OPTION, ChatChoice
+from allhands.data.token_roles import unstopped
 from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError, DataError
@@ -54,12 +56,16 @@ class Datasets:
         packing: how the splits are read.
         notes: what a person should know about them.
         dated: the moment whose date the chat template writes, by the clock on the wall; ``None`` if it writes none.
+        template: the chat template that was chosen in place of the model's own.
+        stop_tokens: what ends the answers among them, where the model itself does not stop there.
     """
 
     stored: dict[str, StoredTokens]
     packing: Packing | None
     notes: tuple[str, ...]
     dated: datetime | None = None
+    template: str | None = None
+    stop_tokens: tuple[str, ...] = ()
 
     @property
     def train(self) -> Windows | None:
@@ -133,7 +139,7 @@ def open_data(
         StorageError: the tokens cannot be stored.
     """
     rendering = rendering_of(config, tokenizer, moment)
-    notes: list[str] = []
+    notes: list[str] = [*tokenizer.notes]
     stored: dict[str, StoredTokens] = {}
     facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
     for split, source in sources.items():
@@ -145,6 +151,7 @@ def open_data(
                 _builder(source, identity, rendering, partial(progress, split)),
                 patience_s=0.0 if leads else PATIENCE_S,
             )
+        notes.extend(f"{split}: {note}" for note in source.notes())
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
@@ -153,14 +160,46 @@ def open_data(
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
         notes.append(f"train: {count} examples are less than a batch of {config.batch_size}: each step trains on all")
+    _check_chat_template(config, stored)
+    stops = _stop_tokens(tokenizer.tokenizer, stored)
+    if stops and config.train:
+        notes.append(
+            f"answers end with {stops[0]}, which is not among the model's end-of-text tokens: generate, chat and serve "
+            "stop there all the same, and fuse and export write it into eos_token_id"
+        )
     dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
-    return Datasets(stored, packing, tuple(notes), dated)
+    return Datasets(stored, packing, tuple(notes), dated, tokenizer.template, stops)
+
+
+def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
+    """Refuse options of conversations where there are none."""
+    flag = f"{OPTION} {config.chat_template}" if config.chat_template else MERGE if config.system == "merge" else None
+    if flag and stored and all(one.report.num_texts == one.report.num_records for one in stored.values()):
+        hint = "leave it out, or give the data as messages, or as prompt and completion"
+        raise ConfigError("all records are plain texts, which go through no chat template", where=flag, hint=hint)
+
+
+def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
+    """What ends the answers, where generation would not stop there; nothing if there are no answers."""
+    answers = any(one.report.num_texts < one.report.num_records for one in stored.values())
+    found = unstopped(tokenizer) if answers else None
+    return () if found is None else (found[0],)
+
+
+def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
+    """The chat template that ``config`` asks for.
+
+    Args:
+        kept: a run's directory, whose template is meant where none is named, because the run is only tested.
+    """
+    return ChatChoice(config.chat_template, config.system, kept)
 
 
 def load_data(config: TrainConfig) -> Datasets:
     """:func:`open_data` of what :func:`find_splits` finds, with the tokenizer of ``config.model``."""
+    trust = config.trust_remote_code
     return open_data(
-        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config))
     )
 
 
@@ -171,15 +210,18 @@ def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: dateti
         mask_prompt=config.mask_prompt,
         train_on=config.train_on,
         max_seq_length=None if config.packing else config.max_seq_length,
-        reload=(_reload, (str(tokenizer.path), config.trust_remote_code)),
+        reload=(_reload, (str(tokenizer.path), config.trust_remote_code, tokenizer.template)),
         files=tokenizer_files(tokenizer.path),
         moment=moment or datetime.now(),
     )
 
 
-def _reload(path: str, trust_remote_code: bool) -> Any:
+def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
     """In another process: the same tokenizer once more."""
-    return load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
+    if template is not None:
+        tokenizer.has_chat_template, tokenizer.chat_template = True, template
+    return tokenizer
 
 
 def find_splits(config: TrainConfig) -> dict[str, RecordSource]:

@@ -53,7 +53,7 @@ from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
-from allhands.train.datasets import Datasets, Progress, find_splits, open_data
+from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.train.gradient_check import StartCheck
 from allhands.train.restore import (
     AUTO,
@@ -68,6 +68,7 @@ from allhands.train.restore import (
 from allhands.train.resume import check_contents, check_settings, check_versions
 from allhands.train.rundir import kept_as
 from allhands.train.state import restore_weights
+from allhands.train.unlearned import unlearned
 from allhands.versions import versions_of
 
 TELL_EVERY_S = 5.0
@@ -138,9 +139,9 @@ class Prepared:
     run_id: str
     kernels: Settlement
 
-    def described(self) -> tuple[int, str, datetime | None]:
-        """What an adapter says of itself beside the options: trained blocks, model, date in its training data."""
-        return self.trainable.num_layers, str(self.loaded.path), self.data.dated
+    def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
+        """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
+        return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
 
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
@@ -158,8 +159,10 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
+        chat = chat_of(config, start.parent if start is not None and not config.train else None)
+        trust = config.trust_remote_code
         if fresh is not None:
-            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=config.trust_remote_code)
+            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
             config = fresh = fitted(fresh, tokenizer)
         if mesh.is_main and config.train:
             checkpoint, found = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
@@ -167,7 +170,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
             if checkpoint is not None:
                 notes += check_settings(checkpoint, config)
         sources = find_splits(config)
-        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
         made_data = partial(
             open_data, config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0
         )
@@ -176,7 +179,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
-            path, trust = str(tokenizer.path), config.trust_remote_code
+            path = str(tokenizer.path)
             compared = checkpoint is not None or mesh.size > 1
             loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer, hashed=compared)
             if compared:
@@ -186,6 +189,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
+    notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     with _busy(surroundings):
         check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
         dropout = put_forms_in(model, config, accelerator)
@@ -196,7 +200,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated)
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated, data.template)
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()

@@ -260,8 +260,9 @@ class _Run:
         fresh = pretraining(self.config)
         if fresh is None:
             return None
-        loaded, values = self.ready.loaded, fresh.model_dump(mode="json", exclude={"model"})
-        return ModelFiles(loaded.config, loaded.path, {"made_by": "allhands pretrain", "config": values})
+        values = fresh.model_dump(mode="json", exclude={"model"})
+        mark, data = {"made_by": "allhands pretrain", "config": values}, self.ready.data
+        return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
         """The optimizer and the state of the loop, new or as the checkpoint has them."""
@@ -355,22 +356,22 @@ class _Run:
         if not self.ready.keeps_files:
             yield None
             return
-        config = self.config
+        config, ready = self.config, self.ready
         plan = SavePlan(
             directory=self.directory,
-            run_id=self.ready.run_id,
+            run_id=ready.run_id,
             busy=self.surroundings.busy,
             rank=self.mesh.rank,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
             # In full each is a whole model, which the checkpoint holds already.
             numbered=config.fine_tune_type != "full" or config.keep_last == 0,
-            adapter_config=adapter_config(config, *self.ready.described()),
+            adapter_config=adapter_config(config, *ready.described()),
+            chat_template=ready.data.template,
             constants=cache(self._constants),
             model=self._model_files(),
         )
-        model = self.ready.loaded.model
-        saver = Saver(plan, lambda: snapshot(model, optimizer, step.spare_bytes), self._described)
+        saver = Saver(plan, lambda: snapshot(ready.loaded.model, optimizer, step.spare_bytes), self._described)
         try:
             yield saver
         finally:
@@ -396,6 +397,7 @@ class _Run:
             "versions": versions(),
             "model": {"path": str(ready.loaded.path), "fingerprint": ready.loaded.fingerprint},
             "data": ready.data.recorded(),
+            "chat_template": ready.data.template,
             "world_size": self.mesh.size,
             "backend": ready.communicator.backend,
             "attempt": self.surroundings.attempt,
@@ -457,11 +459,8 @@ class _Run:
     @contextmanager
     def _sinks(self) -> Generator[Sinks, None, None]:
         """Rank 0 writes metrics and shows progress; every rank keeps a log of its own lines."""
-        notes = [
-            f"note: {note}"
-            for note in (self.ready.accelerator.warning, *self.ready.data.notes, *self.ready.notes)
-            if note
-        ]
+        told = (self.ready.accelerator.warning, *self.ready.data.notes, *self.ready.notes)
+        notes = [f"note: {note}" for note in told if note]
         sinks: list[Sink] = []
         short = self.surroundings.short_lines
         with ExitStack() as stack:

@@ -11,6 +11,7 @@ from typing import Any
 from allhands.checkpoints import Checkpoint
 from allhands.config import TrainConfig
 from allhands.data.dates import DATE_KEY
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
 from allhands.model.shapes import find_shape
 from allhands.pretrain_config import NUMBERS, pretraining
@@ -96,6 +97,7 @@ def check_contents(
     model: Callable[[str], bool],
     data: Mapping[str, str | None],
     dated: datetime | None = None,
+    template: str | None = None,
 ) -> list[str]:
     """Compare model and data by their content; what a person should know.
 
@@ -103,6 +105,7 @@ def check_contents(
         model: whether a fingerprint is that of the weights.
         data: fingerprint of each split.
         dated: the moment whose date is in them; ``None`` if the chat template writes none.
+        template: the chat template that was chosen.
 
     Raises:
         ModelError: another model.
@@ -125,11 +128,24 @@ def check_contents(
             hint="name the model that the run began with",
         )
     if state["data"].get("train") != data.get("train"):
+        _check_template(checkpoint, template)
         raise _other_data(checkpoint, fresh, dated)
     before, now = state["data"].get("valid"), data.get("valid")
     if before is not None and now is not None and before != now:
         return ["the validation data have changed: losses before and after cannot be compared"]
     return []
+
+
+def _check_template(checkpoint: Checkpoint, template: str | None) -> None:
+    """Tell another chat template from other data, as which it would show, too."""
+    if "chat_template" not in checkpoint.state or checkpoint.state["chat_template"] == template:
+        return
+    raise DataError(
+        "the chat template, or the place of system messages in it, is not that with which the checkpoint was trained",
+        where="--chat-template",
+        hint=f"leave out --chat-template and --system, or give both as they were: {checkpoint.path / TEMPLATE_FILE} "
+        "holds the template that was used, if it was not the model's own",
+    )
 
 
 def _other_data(checkpoint: Checkpoint, fresh: bool, dated: datetime | None) -> DataError:

@@ -14,6 +14,7 @@ import numpy as np
 from allhands.arrays import hand_out, hand_out_json
 from allhands.checkpoints import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, quick_step, run_name, survey
 from allhands.checkpoints.layout import entries
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
 from allhands.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
@@ -102,7 +103,7 @@ def _only_adapter(directory: Path) -> list[Path]:
     weights = directory / WEIGHTS_FILE
     if not weights.is_file() or weights.stat().st_nlink > 1:
         return []
-    return [file for file in (weights, directory / CONFIG_FILE) if file.is_file()]
+    return [file for file in (weights, directory / CONFIG_FILE, directory / TEMPLATE_FILE) if file.is_file()]
 
 
 def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:

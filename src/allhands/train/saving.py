@@ -15,11 +15,12 @@ from typing import Any, Literal
 from allhands.checkpoints import BEST, Checkpoint, Tensor, checkpoint_path, open_checkpoint, prune, write_checkpoint
 from allhands.checkpoints.reading import sum_of
 from allhands.checkpoints.tensors import safetensors_pieces
+from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.metrics import SavedReport, Warned
-from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config
+from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config, save_template
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.train.state import WEIGHTS_FILE, LoopState
@@ -44,6 +45,7 @@ class SavePlan:
         keep_every: also keep those of every so many batches.
         numbered: whether adapters are also written under their batch's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
+        chat_template: content of the file beside it; ``None``: the model's own chat template is used.
         constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
         model: makes the weights a model of their own, which is then written in place of an adapter.
         busy: called as the writing gets on.
@@ -57,6 +59,7 @@ class SavePlan:
     numbered: bool
     adapter_config: dict[str, Any]
     constants: Callable[[], dict[str, Any]]
+    chat_template: str | None = None
     model: ModelFiles | None = None
     busy: Callable[[], None] = lambda: None
 
@@ -158,7 +161,9 @@ class Saver:
         numbered = [self._numbered(request)] if plan.numbered else []
         if plan.model is not None:
             return frozenset([*checkpoint, *numbered, plan.directory / MODEL])
-        return frozenset([*checkpoint, *numbered, plan.directory / CONFIG_FILE, plan.directory / WEIGHTS_FILE])
+        template = [plan.directory / TEMPLATE_FILE] if plan.chat_template is not None else []
+        own = plan.directory / CONFIG_FILE, plan.directory / WEIGHTS_FILE
+        return frozenset([*checkpoint, *numbered, *template, *own])
 
     def _there(self, request: _Request) -> frozenset[Path]:
         """What of it lies in its place already, whole, with these weights."""
@@ -172,7 +177,7 @@ class Saver:
             try:
                 if path.is_dir():
                     return open_checkpoint(path).files[WEIGHTS_FILE].sha256 == weights
-                return path.exists() if path.name == CONFIG_FILE else sum_of(path) == weights
+                return path.exists() if path.name in (CONFIG_FILE, TEMPLATE_FILE) else sum_of(path) == weights
             except (CheckpointError, KeyError):  # it is missing, damaged, or something else
                 return False
 
@@ -224,6 +229,7 @@ class Saver:
         if not there >= {adapter, config}:
             # The configuration is written with the weights, not before: until then what is there may be another run's.
             save_adapter_config(plan.adapter_config, plan.directory)
+            save_template(plan.chat_template, plan.directory)
             write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
         fire("save", request.iteration, plan.rank)
         return adapter
@@ -239,6 +245,8 @@ class Saver:
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
         texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
+        if self._plan.chat_template is not None and self._plan.model is None:
+            texts[TEMPLATE_FILE] = self._plan.chat_template
         return write_checkpoint(
             target,
             step=request.iteration,

@@ -1,0 +1,83 @@
+"""Folders that the ``datasets`` library has written: by ``save_to_disk``, and its cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.data.rows import NAMES_OF_SPLITS
+from allhands.errors import DataError
+
+STATE = "state.json"
+# What the library writes about the data, beside them.
+_ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state)\.json")
+# What it keeps of computations with them: the same rows once more, or others.
+_CACHED = re.compile(r"(cache-[0-9a-f]+|tmp\w+)(_\d+_of_\d+)?\.arrow|indices\.arrow")
+_SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
+
+
+def why_no_data(name: str) -> str | None:
+    """Why a file of such a folder holds no rows; None if it may hold some."""
+    if _ABOUT.fullmatch(name):
+        return "it describes the data"
+    return "a copy that the datasets library keeps for itself" if _CACHED.fullmatch(name) else None
+
+
+def split_called(name: str) -> str | None:
+    """The split that a file (without its ending) is called after, as ``train-00000-of-00003``."""
+    return NAMES_OF_SPLITS.get(_SHARD.sub("", name.lower()))
+
+
+def split_of_directory(name: str) -> str | None:
+    """The split that a folder is called after: one of the usual names, as it is or as ``train_sft``."""
+    return NAMES_OF_SPLITS.get(re.sub(r"_(sft|gen|prefs)$", "", name.lower()))
+
+
+def split_of_part(part: str) -> str | None:
+    """The split of the library's name for a part: train of ``train_sft`` and ``train[:10%]``."""
+    return NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """The files of a data set that ``save_to_disk`` wrote into ``folder``, in order; None if it wrote none there.
+
+    Raises:
+        DataError: the folder lacks a file, or its rows are a selection that only the library can make.
+    """
+    state = _state(folder)
+    if state is None:
+        return None
+    if state.get("_indices_data_files"):
+        hint = (
+            "write it out: python -c \"import datasets; datasets.load_from_disk('FOLDER').to_parquet('NEW.parquet')\""
+        )
+        raise DataError("the rows of this data set are a selection of those in its files", where=str(folder), hint=hint)
+    files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
+    if missing := [file.name for file in files if not file.is_file()]:
+        message = f"{', '.join(missing[:3])} of {len(files)} files {'is' if len(missing) == 1 else 'are'} missing"
+        raise DataError(message, where=str(folder), hint=f"copy the whole folder; {STATE} names all of its files")
+    return files
+
+
+def saved_split(folder: Path) -> str | None:
+    """The split that such a folder is of: as it is called, or else as it was called when it was saved."""
+    state = _state(folder) or {}
+    return split_of_directory(folder.name) or split_of_part(str(state.get("_split") or ""))
+
+
+def _state(folder: Path) -> dict[str, Any] | None:
+    """Content of ``state.json`` if it is the library's."""
+    try:
+        state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(state, dict):
+        return None
+    found = cast("dict[str, Any]", state)
+    files = found.get("_data_files")
+    is_list = isinstance(files, list) and all(
+        isinstance(entry, dict) and "filename" in entry for entry in cast("list[Any]", files)
+    )
+    return found if is_list else None

@@ -1,0 +1,252 @@
+"""Chat templates that people choose: by a name, from a file, or the model's own with system messages in questions."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from allhands.errors import ConfigError, ModelError
+
+SystemPlace = Literal["template", "merge"]
+
+# The file in a model's directory, and beside an adapter, that holds the template.
+TEMPLATE_FILE = "chat_template.jinja"
+_GENERATION = re.compile(r"\b(end)?generation(\s*[-+]?%\})")
+OPTION, MERGE = "--chat-template", "--system merge"
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A template of a family of models, and the texts that must be tokens of their own for it."""
+
+    text: str
+    tokens: tuple[str, ...]
+    system: bool = True
+
+
+def _turns(name: str, turn: str, answers: str, *, opens: str, first: str = "", system: bool = True) -> str:
+    """A template: ``turn`` for a question (or a system message), ``answers`` for an answer, both of ``message``."""
+    roles = "['system', 'user', 'assistant']" if system else "['user', 'assistant']"
+    return (
+        f"{{%- if tools %}}{{{{ raise_exception('the chat template {name} has no place for tools') }}}}{{% endif -%}}"
+        f"{first}"
+        "{%- for message in messages -%}"
+        f"{{%- if message['role'] not in {roles} or message['tool_calls'] -%}}"
+        f"{{{{ raise_exception('the chat template {name} has no place for a ' "
+        "+ ('tool call' if message['tool_calls'] else message['role'] + ' message')) }}"
+        "{%- elif message['role'] == 'assistant' -%}"
+        f"{answers}{{%- else -%}}{turn}{{%- endif -%}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{opens}{{%- endif -%}}"
+    )
+
+
+def _uniform(name: str, turn: str, *, model: str = "assistant", trim: bool = False, **more: Any) -> str:
+    """Turns that are all marked alike: ``turn`` as Python's format of a Jinja expression, with {role} and {content}."""
+    content = "message['content'] | trim" if trim else "message['content']"
+    asked = "{{- " + turn.format(role="message['role']", content=content) + " -}}"
+    answered = "{{- " + turn.format(role=f"'{model}'", content=content) + " -}}"
+    opens = "{{- " + turn.partition(" + {content}")[0].format(role=f"'{model}'") + " -}}"
+    return _turns(name, asked, answered, opens=opens, **more)
+
+
+_BOS = "{{- bos_token -}}"
+NAMED: dict[str, _Named] = {
+    "chatml": _Named(
+        _uniform("chatml", r"'<|im_start|>' + {role} + '\n' + {content} + '<|im_end|>\n'"),
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": _Named(
+        _uniform(
+            "llama3",
+            r"'<|start_header_id|>' + {role} + '<|end_header_id|>\n\n' + {content} + '<|eot_id|>'",
+            trim=True,
+            first=_BOS,
+        ),
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "gemma": _Named(
+        _uniform(
+            "gemma",
+            r"'<start_of_turn>' + {role} + '\n' + {content} + '<end_of_turn>\n'",
+            model="model",
+            trim=True,
+            first=_BOS,
+            system=False,
+        ),
+        ("<start_of_turn>", "<end_of_turn>"),
+        system=False,
+    ),
+    "mistral": _Named(
+        _turns(
+            "mistral",
+            "{{- '[INST]' + message['content'] + '[/INST]' -}}",
+            "{{- message['content'] + eos_token -}}",
+            opens="",
+            first=_BOS,
+            system=False,
+        ),
+        ("[INST]", "[/INST]"),
+        system=False,
+    ),
+    "zephyr": _Named(_uniform("zephyr", r"'<|' + {role} + '|>\n' + {content} + eos_token + '\n'"), ()),
+}
+# These write a begin-of-text token only where the tokenizer does so for any text.
+_LIKE_TEXTS = ("chatml", "zephyr")
+
+# Before a template that is to find system messages in the questions that follow them. Each of its tags takes the
+# blanks around it away, and the last leaves alone what the template begins with.
+_MERGING = (
+    "{#- allhands: each system message is put before the question that follows it -#}"
+    "{%- set merging = namespace(system='', turns=[]) -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] in ['system', 'developer'] -%}"
+    "{%- set merging.system = merging.system + ('\\n\\n' if merging.system else '') + message['content'] -%}"
+    "{%- elif merging.system and message['role'] == 'user' -%}"
+    "{%- set merging.turns = merging.turns + "
+    "[{'role': 'user', 'content': merging.system + '\\n\\n' + message['content']}] -%}"
+    "{%- set merging.system = '' -%}"
+    "{%- elif merging.system -%}"
+    "{%- set merging.turns = merging.turns + [{'role': 'user', 'content': merging.system}, message] -%}"
+    "{%- set merging.system = '' -%}"
+    "{%- else -%}{%- set merging.turns = merging.turns + [message] -%}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if merging.system -%}"
+    "{%- set merging.turns = merging.turns + [{'role': 'user', 'content': merging.system}] -%}"
+    "{%- endif -%}"
+    "{%- set messages = merging.turns -%}{{- '' }}"
+)
+
+
+@dataclass(frozen=True)
+class ChatChoice:
+    """How conversations become texts, where it is not as the model's tokenizer has it.
+
+    Attributes:
+        template: a name of ``NAMED`` or a file; None: the model's own.
+        system: "merge" puts system messages before questions; "template" leaves them to the template.
+        kept: a directory that may hold the template with which something was trained; a ``template`` that is named
+            comes before it.
+    """
+
+    template: str | None = None
+    system: SystemPlace = "template"
+    kept: Path | None = None
+
+    def chosen(self) -> str | None:
+        """The name or the text that is chosen in place of the model's own template.
+
+        Raises:
+            ConfigError: there is no such name or file, or the file holds no template.
+        """
+        if self.template is not None:
+            return self.template if self.template in NAMED else read_template(self.template)
+        file = None if self.kept is None else self.kept / TEMPLATE_FILE
+        return read_template(str(file), kept=True) if file is not None and file.is_file() else None
+
+
+def read_template(name: str, *, kept: bool = False) -> str:
+    """The text of a template file: Jinja, or the JSON of a tokenizer's configuration with a ``chat_template``.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no template.
+    """
+    path, hint = Path(name).expanduser(), f"give a Jinja file, or one of {', '.join(NAMED)}"
+    where = name if kept else f"{OPTION} {name}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            text = json.loads(text)["chat_template"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"there is no chat template in this file: {error}", where=where, hint=hint) from None
+    except OSError as error:
+        problem = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ConfigError(f"{problem}, and no chat template of that name", where=where, hint=hint) from None
+    if not isinstance(text, str) or "messages" not in text:
+        raise ConfigError("this is no chat template: it does not mention messages", where=where, hint=hint)
+    return text
+
+
+def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
+    """The template that ``choice`` asks for; None for the tokenizer's own.
+
+    Raises:
+        ConfigError: no such template, or it is none that Jinja reads.
+        ModelError: the tokenizer lacks tokens that the template needs, has no template to change, or has a program of
+            its own in place of one.
+    """
+    chosen = choice.chosen()
+    if chosen is None and choice.system == "template":
+        return None
+    flag = f"{OPTION} {choice.template}" if choice.template is not None else MERGE
+    program = getattr(tokenizer, "_chat_template", None)
+    if callable(program):
+        hint = "leave the option out, and change the data; or use another model"
+        raise ModelError("the chat template of this model is a program, which nothing replaces", where=flag, hint=hint)
+    text = _named_text(tokenizer, chosen) if chosen in NAMED else chosen
+    if text is None:
+        text = _own(tokenizer)
+    _check_syntax(text, flag)
+    return _MERGING + text if choice.system == "merge" and not text.startswith(_MERGING) else text
+
+
+def takes_system(name: str | None) -> bool:
+    """Whether a template, if it is one of ours, takes system messages."""
+    return name not in NAMED or NAMED[name].system
+
+
+def _named_text(tokenizer: Any, name: str | None) -> str:
+    """The text of a template of ours, for this tokenizer."""
+    assert name is not None
+    named, flag = NAMED[name], f"{OPTION} {name}"
+    missing = [token for token in named.tokens if not is_one_token(tokenizer, token)]
+    fitting = [other for other, one in NAMED.items() if all(is_one_token(tokenizer, token) for token in one.tokens)]
+    if missing:
+        raise ModelError(
+            f"the tokenizer has no token {', '.join(missing)}: written as words, it would be no sign at which an "
+            "answer ends",
+            where=flag,
+            hint=f"these need no other tokens than it has: {', '.join(fitting)}",
+        )
+    if "eos_token" in named.text and not tokenizer.eos_token:
+        raise ModelError("the tokenizer has no end-of-text token, which this chat template writes", where=flag)
+    bos = tokenizer.bos_token_id
+    opened = name in _LIKE_TEXTS and bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
+    return _BOS + named.text if opened else named.text
+
+
+def _own(tokenizer: Any) -> str:
+    """The tokenizer's own template; of several, one that chooses between them as transformers does."""
+    own: Any = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, dict):
+        default, tools = own.get("default"), own.get("tool_use")
+        own = default if tools is None else f"{{% if tools %}}{tools}{{% else %}}{default or tools}{{% endif %}}"
+    if not isinstance(own, str):
+        raise ModelError(
+            "this tokenizer has no chat template that could be changed",
+            where=MERGE,
+            hint=f"name one, too: {OPTION} FILE, or {', '.join(NAMED)}",
+        )
+    return own
+
+
+def _check_syntax(text: str, where: str) -> None:
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        # transformers adds a block of its own, which marks answers.
+        plain = _GENERATION.sub(lambda tag: f"{'endif' if tag[1] else 'if true'}{tag[2]}", text)
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
+        message = f"the chat template is not valid Jinja: {error.message} (line {error.lineno})"
+        raise ConfigError(message, where=where, hint="repair it at that line") from None
+
+
+def is_one_token(tokenizer: Any, text: str) -> bool:
+    """Whether ``text`` is a token of its own wherever it stands."""
+    ids = list(tokenizer.encode(f"a{text}b", add_special_tokens=False))
+    known = tokenizer.get_vocab().get(text)
+    return known is not None and known in ids

@@ -1,0 +1,196 @@
+"""A model's tokenizer without its weights: with the chat template that was chosen, and the tokens that end answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.utils as mlx_lm
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
+from allhands.errors import ModelError
+from allhands.model.sources import first_line, is_path, resolve
+
+Json = dict[str, Any]
+
+GENERATION_FILE = "generation_config.json"
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tiktoken.model",
+)
+
+# What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
+MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A model's tokenizer, and the model's directory.
+
+    Attributes:
+        template: the chat template that was chosen in place of the model's own; None: it was not.
+        notes: what a person should know about that.
+    """
+
+    tokenizer: TokenizerWrapper
+    path: Path
+    template: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+_OWN = ChatChoice()
+
+
+def load_bare_tokenizer(
+    path_or_repo: str, *, trust_remote_code: bool = False, chat: ChatChoice = _OWN
+) -> LoadedTokenizer:
+    """:func:`load_tokenizer` where no model is wanted, such as for ``--tokenizer``.
+
+    Raises:
+        ModelError: the tokenizer is missing or torn.
+    """
+    path = Path(path_or_repo)
+    local = path_or_repo != "demo" and (path.exists() or is_path(path_or_repo))
+    advice = "give the directory that holds tokenizer.json; `allhands tokenizer train` makes one from texts"
+    if local and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        problem = "there is no such directory"
+        if path.exists():
+            problem = "there is no tokenizer in this directory" if path.is_dir() else "this is a file, not a directory"
+        raise ModelError(
+            problem,
+            where=path_or_repo,
+            hint=advice,
+        )
+    try:
+        return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code, chat=chat)
+    except ModelError as error:
+        if path_or_repo != "demo" and "`demo`" in (error.hint or ""):
+            error.hint = f"check the name (or the connection); {advice}"
+        raise
+
+
+def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False, chat: ChatChoice = _OWN) -> LoadedTokenizer:
+    """Load a model's tokenizer without its weights.
+
+    Args:
+        path_or_repo: ``demo``, a directory (with a model or a tokenizer alone) or a Hub repository id.
+        trust_remote_code: let the tokenizer run the Python files that it carries.
+        chat: which chat template it gets, where not its own.
+
+    Raises:
+        ConfigError: there is no such chat template.
+        ModelError: the model or its tokenizer is missing or torn, or does not go with the chat template.
+    """
+    path = resolve(path_or_repo)
+    # A tokenizer may stand alone; that there is no model is told by whoever needs one.
+    alone = not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
+    config = {} if alone else read_config(path)
+    own = tokenizer_of(path, config, trust_remote_code)
+    template = template_text(own, chat)
+    if template is None:
+        return LoadedTokenizer(own, path)
+    return LoadedTokenizer(tokenizer_of(path, config, trust_remote_code, template), path, template, _notes(own, chat))
+
+
+def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
+    """That a system message has a place and is merged all the same, because that was asked for."""
+    named = NAMED.get(chat.template or "")
+    plain = None if named is None else named.system
+    if chat.system == "merge" and chat.chosen() is None and has_chat_template(own):
+        plain = ChatTemplate(own).takes_system
+    if chat.system != "merge" or not plain:
+        return ()
+    return (f"{MERGE}: the chat template has a place for a system message, which is put before the question instead",)
+
+
+def read_config(path: Path) -> Json:
+    """The config.json of a model's directory.
+
+    Raises:
+        ModelError: there is none, or it is damaged.
+    """
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "give the directory that holds config.json, model*.safetensors and the tokenizer"
+        made = [folder for name in MODELS_OF_A_RUN if (folder := path / name).joinpath(file.name).is_file()]
+        if made:
+            hint = f"this is the directory of a run; its models are {' and '.join(map(str, made))}"
+        raise ModelError("no config.json: this is not a model directory", where=str(path), hint=hint) from None
+    except (ValueError, OSError) as error:
+        raise ModelError(
+            f"this is not readable JSON: {error}", where=str(file), hint="fetch the model again"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError("no model_type given", where=str(file), hint="fetch the model again")
+    return config
+
+
+def eos_ids(path: Path, config: Json) -> list[int]:
+    """The tokens at which generation stops, as mlx_lm reads them: generation_config.json comes before config.json."""
+    try:
+        generation: Any = json.loads((path / GENERATION_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    said: Any = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    found: Any = said or config.get("eos_token_id")
+    return [found] if isinstance(found, int) else list(found or ())
+
+
+def with_stop(config: Json, stop: int, usual: int | None) -> Json:
+    """A ``config.json`` or ``generation_config.json`` with one more token at which generation stops.
+
+    Args:
+        usual: the token at which it stops where the file names none.
+    """
+    found: Any = config.get("eos_token_id")
+    before = list(found) if isinstance(found, list) else [usual if found is None else found]
+    return {**config, "eos_token_id": [*(one for one in before if one not in (None, stop)), stop]}
+
+
+def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: str | None = None) -> TokenizerWrapper:
+    """The tokenizer in a directory; ``template`` in place of its own chat template.
+
+    Raises:
+        ModelError: it is missing or torn.
+    """
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            "there is no tokenizer beside the weights",
+            where=str(path),
+            hint="copy tokenizer.json and tokenizer_config.json of the same model there",
+        )
+    try:
+        return mlx_lm.load_tokenizer(
+            path,
+            {"trust_remote_code": trust_remote_code, **({} if template is None else {"chat_template": template})},
+            eos_token_ids=eos_ids(path, config) or None,
+        )
+    except Exception as error:  # a broken file fails anywhere in three libraries
+        if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
+            raise ModelError(
+                "tokenizer.json is missing, and vocab.json alone does not say how texts are cut",
+                where=str(path),
+                hint='put a tokenizer_config.json there that names its class, as {"tokenizer_class": "GPT2Tokenizer"}, '
+                "with merges.txt; or save it from transformers with save_pretrained, which writes tokenizer.json",
+            ) from error
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            raise ModelError(
+                "tokenizer.json is missing, which says how texts are cut",
+                where=str(path),
+                hint="copy tokenizer.json of the same model there",
+            ) from error
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {first_line(error)}",
+            where=str(path),
+            hint="fetch the model again; --trust-remote-code if it brings its own code and you trust it",
+        ) from error
