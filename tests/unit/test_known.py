@@ -166,3 +166,9 @@ def test_recomputation_is_refused_where_it_would_have_no_effect() -> None:
     with pytest.raises(ConfigError) as caught:
         put_forms_in(model, config, detect())
     assert caught.value.where == "--grad-checkpoint"
+
+
+def test_the_length_from_which_padding_counts() -> None:
+    assert known.length_that_counts(llama.Model(arguments())) is None
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}
+    assert known.length_that_counts(llama.Model(arguments(**dynamic))) == 64

@@ -211,6 +211,15 @@ def test_broken_directories(copy: Path) -> None:
     fails("no tokenizer")
 
 
+def test_an_architecture_whose_package_is_missing_is_a_message(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    sizes = {"d_model": 32, "n_layers": 1, "mlp_hidden_size": 64, "n_heads": 4, "embedding_size": 264}
+    (copy / "config.json").write_text(json.dumps(config | sizes | {"model_type": "olmo"}))
+    with pytest.raises(ModelError) as caught:
+        load_model(str(copy))
+    assert caught.value.exit_code == 4
+
+
 def test_code_of_the_model_needs_trust(copy: Path) -> None:
     edit_config(copy, model_file="own.py")
     (copy / "own.py").write_text("raise SystemExit('ran')")

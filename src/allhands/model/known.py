@@ -272,6 +272,12 @@ def follows_length(model: nn.Module) -> bool:
     return any(name_of(module) in _BY_LENGTH for module in model.modules())
 
 
+def length_that_counts(model: nn.Module) -> int | None:
+    """From how many tokens on a row's angles depend on its length, with its padding; ``None`` where they never do."""
+    found = [module for module in model.modules() if name_of(module).endswith(".DynamicNTKScalingRoPE")]
+    return min((int(module.max_position_embeddings) for module in found), default=None)
+
+
 def calls_blocks(model: Any) -> bool:
     """Whether a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
     return name_of(model) != "iquestloopcoder.Model"

@@ -128,6 +128,9 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple
     try:
         with quantising(path):
             return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
+    except SystemExit as error:  # how mlx_lm's OLMo ends where a package is missing, after saying which
+        message = "mlx_lm ends the program instead of building this architecture: a package that it needs is missing"
+        raise ModelError(message, where=str(path), hint="install what mlx_lm names above") from error
     except Exception as error:  # a config that no class can be built from fails in any of its lines
         if isinstance(error, ModelError):
             raise

@@ -47,7 +47,7 @@ from allhands.model.embedding import make_deterministic
 from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse, keep_dense
 from allhands.model.fused.linear import use_dense
-from allhands.model.known import calls_blocks
+from allhands.model.known import calls_blocks, length_that_counts
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
@@ -190,6 +190,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     trainable = _made_trainable(model, config, start)
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
+    notes += _padding_told(model, data)
     with _busy(surroundings):
         check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
         dropout = put_forms_in(model, config, accelerator)
@@ -224,6 +225,17 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
     return Prepared(*parts, tuple(notes), run_id, kernels)
+
+
+def _padding_told(model: Any, data: Datasets) -> list[str]:
+    """That results depend on how rows are padded, where they do: on which rows are in a micro-batch together."""
+    limit, windows = length_that_counts(model), data.train
+    if limit is None or windows is None or int(windows.work.max()) <= limit:
+        return []
+    return [
+        f"this model's rotary angles follow the length of a row beyond {limit} tokens, its padding included: other "
+        f"ranks or micro-batches give slightly other numbers; --max-seq-length {limit} avoids it"
+    ]
 
 
 def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> DropoutKeys | None:
