@@ -192,10 +192,9 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += _padding_told(model, data)
     with _busy(surroundings):
-        check = StartCheck.begun(config, loaded, accelerator, kernels, data) if mesh.local_rank == 0 else None
-        dropout = put_forms_in(model, config, accelerator)
-        if check is not None:
-            notes += check.finish(model, dropout)
+        dropout = _put_in_and_checked(
+            config, loaded, accelerator, kernels, data if mesh.local_rank == 0 else None, notes
+        )
     if start is not None:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     if config.isolate_documents:
@@ -225,6 +224,22 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
     return Prepared(*parts, tuple(notes), run_id, kernels)
+
+
+def _put_in_and_checked(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    accelerator: Accelerator,
+    kernels: Settlement,
+    data: Datasets | None,
+    notes: list[str],
+) -> DropoutKeys | None:
+    """:func:`put_forms_in`, with the check of the gradient around it where there are ``data``; adds to ``notes``."""
+    check = None if data is None else StartCheck.begun(config, loaded, accelerator, kernels, data)
+    dropout = put_forms_in(loaded.model, config, accelerator)
+    if check is not None:
+        notes += check.finish(loaded.model, dropout)
+    return dropout
 
 
 def _padding_told(model: Any, data: Datasets) -> list[str]:
