@@ -69,7 +69,8 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(os.path.expanduser(chosen))
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "allhands"
-    return Path(os.path.expanduser(environ.get("XDG_CACHE_HOME") or "~/.cache")) / "allhands"
+    chosen = environ.get("XDG_CACHE_HOME")
+    return (Path(os.path.expanduser(chosen)) if chosen else Path.home() / ".cache") / "allhands"
 
 
 class _BeforeMlx:
@@ -248,3 +249,10 @@ def _keep_freed_pages() -> None:
         return
     for parameter, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20)):
         libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
+
+
+def give_back_freed_pages() -> None:
+    """Give the operating system what :func:`_keep_freed_pages` keeps: after something that needed much once."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))

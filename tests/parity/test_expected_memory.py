@@ -62,6 +62,8 @@ def pretrain(place: Path, out: Path, *more: str) -> tuple[int, int]:
     where = ("--data", str(place / "texts"), "--tokenizer", str(place / "tokenizer"), "--adapter-path", str(out))
     steps = ("--batch-size", "8", "--iters", "2", "--save-every", "2", "--sample-prompts", "[]")
     words = changed([*where, *SHAPE, *steps], more)
+    # Each run checks its gradient first, as the first of its kind does.
+    words += ["--gradient-check", "on"]
     done = run_allhands("pretrain", *map(str, words), env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
     assert done.returncode == 0, done.stderr
     return peak_and_expected(out)
@@ -100,6 +102,7 @@ def test_adapters(place: Path, tmp_path: Path, method: str) -> None:
     where = ["--model", str(tmp_path / "base/model"), "--data", str(place / "texts")]
     where += ["--adapter-path", str(tmp_path / "out"), "--fine-tune-type", method]
     options = ["--batch-size", "8", "--num-layers", "-1", "--packing", "--max-seq-length", "256", "--iters", "3"]
+    options += ["--gradient-check", "on"]
     done = run_allhands("train", *where, *options, env={"ALLHANDS_MONITOR_EVERY_S": "0.2"})
     assert done.returncode == 0, done.stderr
     peak, expected = peak_and_expected(tmp_path / "out")

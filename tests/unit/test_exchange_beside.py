@@ -79,7 +79,7 @@ def test_a_call_ends_before_attention_and_large_arrays_go_by_themselves(
         assert (np.array(total) == 2 * np.array(array)).all()
 
 
-def test_ranks_meet_before_each_bucket(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_before_each_bucket(twin: Twin) -> None:
     arrays = [mx.array(np.arange(count, dtype=np.float32)) + 1 for _ in range(2) for count in LAYER]
     begun = begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()), cuts={0, 4})
     # One number, then the bucket's sums.
@@ -98,13 +98,6 @@ def test_ranks_meet_before_each_bucket(twin: Twin, monkeypatch: pytest.MonkeyPat
             "eval",
         ]
     assert twin.place_of(arrays[-1]) < sums[0]
-
-
-def test_small_buckets_may_go_without_a_meeting(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "_TOGETHER_BYTES", 4 * 100)
-    arrays = [mx.ones((count,)) for _ in range(2) for count in LAYER]
-    begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()), cuts={0, 4})
-    assert twin.all_calls == [1, 80 + 160 + 20, 30, 80, 1, 160, 20 + 30]
 
 
 def test_without_cuts_buckets_are_filled(twin: Twin) -> None:

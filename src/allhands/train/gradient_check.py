@@ -23,7 +23,7 @@ import mlx.nn as nn
 import numpy as np
 
 from allhands.accelerator import Accelerator
-from allhands.blas import cache_dir
+from allhands.blas import cache_dir, give_back_freed_pages
 from allhands.config import TrainConfig
 from allhands.errors import ModelError, StorageError
 from allhands.files import make_directory, write_whole
@@ -224,7 +224,9 @@ class GradientCheck:
         finally:
             settle(before)
         self._rows.clear()
+        # What a step will need is told from what the process holds before.
         mx.clear_cache()
+        give_back_freed_pages()
         limit = _LIMITS[self._dtype]
         if self._accelerator.kind != "cpu" and self._dtype == "float32":
             limit = _LIMIT_GPU_FLOAT32
