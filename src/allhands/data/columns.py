@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
-from allhands.data.values import key_list, quoted
-
-if TYPE_CHECKING:
-    from allhands.data.records import Parts
+from allhands.data.values import Place, key_list, quoted
 
 SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 
@@ -18,6 +15,22 @@ _PROMPT_LIKE = ("question", "instruction", "input", "query", "problem", "user", 
 _COMPLETION_LIKE = ("answer", "output", "response", "target", "solution", "reply", "assistant")
 _CHAT_LIKE = ("chat", "dialogue", "dialog", "turns")
 _TEXT_LIKE = ("content", "body", "story", "document", "raw_content")
+
+
+class Parts(Protocol):
+    """A record and what its parts are called."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+    @property
+    def place(self) -> Place: ...
+    def name(self, part: str) -> str:
+        """The column of a part."""
+        ...
+
+    def names_it(self, part: str) -> bool:
+        """Whether that is not its usual name."""
+        ...
 
 
 def fail_on_mapping(parts: Parts, mapped: list[str]) -> NoReturn:
