@@ -25,7 +25,15 @@ def config(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
     if not model.exists():
         write_model(model, layers=2)
         write_chat_data(data, train=11, valid=4, longest=30)
-    flags = {"train": True, "model": str(model), "data": str(data), "adapter_path": str(tmp_path / name), "iters": 6}
+    # The check of the gradient computes norms, too.
+    flags = {
+        "train": True,
+        "gradient_check": "off",
+        "model": str(model),
+        "data": str(data),
+        "adapter_path": str(tmp_path / name),
+        "iters": 6,
+    }
     return build_config({**flags, "batch_size": 4, "num_layers": 2, "val_batches": 0, "save_every": 3, **changes})
 
 
