@@ -85,6 +85,7 @@ LAYERS: dict[str, int] = {
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,
     "allhands.train.gradient_check": 3,
+    "allhands.train.gradient_cost": 3,
     "allhands.train.poison": 3,
     "allhands.train.unlearned": 3,
     "allhands.train.state": 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from allhands.errors import ModelError
 from allhands.model import known
 from allhands.model.adapters import make_trainable
 from allhands.model.choices import Choices
-from allhands.train import gradient_check
+from allhands.train import gradient_cost
 from allhands.train.gradient_check import GradientCheck, Verdict
 from allhands.train.preparing import put_forms_in
 
@@ -113,7 +114,7 @@ def test_what_only_a_long_row_shows_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(known, "ROTATIONS", known.ROTATIONS | {"rope_utils.DynamicNTKScalingRoPE"})
     monkeypatch.setattr(known, "_ROTATION_ATTRIBUTES", known._ROTATION_ATTRIBUTES | {"factor"})
     verdict = checked(build("llama", **dynamic), longest=200)
-    assert [verdict.is_off(row) for row in verdict.compared] == [False, True]
+    assert [row.is_off for row in verdict.compared] == [False, True]
 
 
 def test_the_model_and_the_random_state_are_as_they_were() -> None:
@@ -133,14 +134,38 @@ def test_the_model_and_the_random_state_are_as_they_were() -> None:
 
 
 def test_fewer_blocks_or_a_shorter_row_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gradient_check._RATES, "cpu", 2e7)
+    monkeypatch.setitem(gradient_cost._RATES, "cpu", 2e7)
     few = checked(build("llama"), longest=60)
     assert few.is_right
     assert few.compared[-1].blocks < 3
-    monkeypatch.setitem(gradient_check._RATES, "cpu", 1e4)
+    monkeypatch.setitem(gradient_cost._RATES, "cpu", 1e4)
     short = checked(build("llama"), longest=2000)
     assert short.compared[-1].tokens < 2000
     assert any("2000" in note for note in short.notes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_in_half_precision_rounding_is_no_error_and_an_error_is_no_rounding(kind: str) -> None:
+    """As on a GPU: in the model's own type, whose rounding is measured beside float32."""
+    metal = replace(detect(), kind="metal", eager=False)
+    model = build(kind, head_dim=16, num_hidden_layers=6)
+    model.set_dtype(mx.bfloat16)
+    make_trainable(model, TrainConfig.model_validate({"train": True}))
+    check = GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
+    again = GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
+    assert check.compare(model, kernels=Choices(), eager=False, dropout=None).is_right
+    kind_of = type(model.layers[0].mlp)
+    for layer in model.layers:
+        layer.mlp.__class__ = type("Off", (kind_of,), {"__call__": lambda self, x: -kind_of.__call__(self, x)})
+    assert not again.compare(model, kernels=Choices(), eager=False, dropout=None).is_right
+
+
+def test_a_body_that_counts_on_all_of_its_blocks_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's looks up its sixth block, whatever it has."""
+    monkeypatch.setitem(gradient_cost._RATES, "cpu", 4e7)
+    verdict = checked(build("gemma3_text", head_dim=16, num_hidden_layers=6), longest=60)
+    assert verdict.is_right
+    assert {row.blocks for row in verdict.compared} == {6}
 
 
 class Fails(nn.Module):

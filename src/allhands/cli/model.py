@@ -97,14 +97,21 @@ def _vocabulary(loaded: LoadedModel) -> int:
 
 def _print_verdict(console: Console, verdict: Verdict) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "most in"):
+    for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in"):
         table.add_column(heading, justify="left" if heading == "most in" else "right")
     for row in verdict.compared:
         worst, share = row.worst
         losses = f"{row.loss:.5f}", f"{row.expected_loss:.5f}"
-        table.add_row(str(row.tokens), str(row.blocks), *losses, f"{row.difference:.1e}", f"{worst} ({share:.1e})")
+        table.add_row(
+            str(row.tokens),
+            str(row.blocks),
+            *losses,
+            f"{row.difference:.1e}",
+            f"{row.limit:.1g}",
+            f"{worst} ({share:.1e})",
+        )
     console.print(table)
     for note in verdict.notes:
         console.print(f"note: {note}", markup=False)
     if verdict.compared:
-        console.print(f"differences are shares of the gradient's norm; up to {verdict.limit:g} is rounding here")
+        console.print("differences are shares of the gradient's norm")
