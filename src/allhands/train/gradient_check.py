@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -402,7 +402,13 @@ class StartCheck:
 
     @classmethod
     def begun(
-        cls, config: TrainConfig, loaded: LoadedModel, accelerator: Accelerator, kernels: Settlement, data: Datasets
+        cls,
+        config: TrainConfig,
+        loaded: LoadedModel,
+        accelerator: Accelerator,
+        kernels: Settlement,
+        data: Datasets,
+        say: Callable[[str], None],
     ) -> StartCheck | None:
         """Compute mlx_lm's part while ``loaded`` is as mlx_lm made it; ``None`` where no check is wanted or needed."""
         windows = data.train
@@ -412,6 +418,8 @@ class StartCheck:
         memory = memory_of(config, loaded.config, kernels.recorded(), longest)
         if config.gradient_check == "auto" and memory.is_file():
             return None
+        if accelerator.kind != "cpu":  # where kernels may have to be built for it
+            say("comparing the first gradient with that of mlx_lm's own model, once for each kind of step")
         check = GradientCheck(
             loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
         )

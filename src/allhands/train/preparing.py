@@ -192,9 +192,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += _padding_told(model, data)
     with _busy(surroundings):
-        dropout = _put_in_and_checked(
-            config, loaded, accelerator, kernels, data if mesh.local_rank == 0 else None, notes
-        )
+        dropout = _put_in_and_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
     if start is not None:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     if config.isolate_documents:
@@ -231,11 +229,18 @@ def _put_in_and_checked(
     loaded: LoadedModel,
     accelerator: Accelerator,
     kernels: Settlement,
-    data: Datasets | None,
+    data: Datasets,
+    surroundings: Surroundings,
     notes: list[str],
 ) -> DropoutKeys | None:
-    """:func:`put_forms_in`, with the check of the gradient around it where there are ``data``; adds to ``notes``."""
-    check = None if data is None else StartCheck.begun(config, loaded, accelerator, kernels, data)
+    """:func:`put_forms_in`, with the check of the gradient around it on one rank of a host; adds to ``notes``."""
+
+    def say(line: str) -> None:
+        if surroundings.console is not None:
+            surroundings.console.print(line, highlight=False, markup=False)
+
+    leads = surroundings.mesh.local_rank == 0
+    check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
     dropout = put_forms_in(loaded.model, config, accelerator)
     if check is not None:
         notes += check.finish(loaded.model, dropout)
