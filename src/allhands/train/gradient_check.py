@@ -173,7 +173,6 @@ class GradientCheck:
         self._accelerator = accelerator
         self._rows: list[tuple[_Row, _Pass, tuple[float, float]]] = []
         self.notes: list[str] = []
-        self._error = ""
         self._dtype = "float32" if accelerator.kind == "cpu" else _computed_in(model)
         sizes = PassCost.of(model, config, accelerator, bounded=bounded)
         lengths = [SHORT_TOKENS, longest] if longest > SHORT_TOKENS else [max(longest, 3)]
@@ -188,26 +187,26 @@ class GradientCheck:
                 )
             row = _Row(_random_tokens(tokens, largest_token), blocks)
             started = time.perf_counter()
-            if not self._computed(model, row, sizes) and blocks < sizes.blocks:
+            problem = self._problem(model, row, sizes)
+            if problem and blocks < sizes.blocks:
                 # Some bodies count on all of their blocks; then a short row must do.
                 row = _Row(_random_tokens(min(tokens, SHORT_TOKENS), largest_token), sizes.blocks)
-                self._computed(model, row, sizes)
-            if self._error:
+                problem = self._problem(model, row, sizes)
+            if problem:
                 self.notes.append(
-                    f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {self._error}"
+                    f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
                 )
                 break
             speed = min(1.0, _SECONDS[kind] / max(time.perf_counter() - started, 1e-3))
 
-    def _computed(self, model: nn.Module, row: _Row, sizes: PassCost) -> bool:
-        """Add mlx_lm's part of a row; whether it can be computed."""
-        self._error = ""
+    def _problem(self, model: nn.Module, row: _Row, sizes: PassCost) -> str | None:
+        """Add mlx_lm's part of a row; why it cannot be computed, if so."""
         try:
             theirs = self._theirs(model, row, exact=self._accelerator.kind == "cpu")
             self._rows.append((row, theirs, self._limits(model, row, theirs, sizes)))
         except Exception as error:  # whatever an architecture may raise in MLX's or its own code
-            self._error = _in_short(error)
-        return not self._error
+            return _in_short(error)
+        return None
 
     def _limits(self, model: nn.Module, row: _Row, theirs: _Pass, sizes: PassCost) -> tuple[float, float]:
         """Up to which differences of gradient and loss are rounding."""
@@ -230,12 +229,8 @@ class GradientCheck:
 
         floats = moments.in_float32(model) if exact else nullcontext()
         with moments.one_pass(model, row.blocks), floats, moments.last_places(model, row.places, row.trained):
-            weights = model.trainable_parameters()
-            try:
-                value, gradient = nn.value_and_grad(model, loss)(model)
-                return _passed(value / row.trained, gradient)
-            finally:
-                model.update(weights)
+            value, gradient = nn.value_and_grad(model, loss)(model)
+            return _passed(value / row.trained, gradient)
 
     def compare(self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None) -> Verdict:
         """Ours, by the model with its forms in place and by the choices of ``kernels``, beside mlx_lm's.
@@ -358,7 +353,7 @@ def memory_of(config: TrainConfig, model: Mapping[str, Any], kernels: Mapping[st
     """The file that remembers that a step of this kind was right on this device, for rows of up to ``longest``."""
     facts = {
         "format": _FORMAT,
-        "settings": {name: config.model_dump(mode="json")[name] for name in _SETTINGS},
+        "settings": config.model_dump(mode="json", include=set(_SETTINGS)),
         "model": {name: value for name, value in model.items() if not name.startswith("_")},
         "kernels": {name: value for name, value in kernels.items() if name != "measured"},
         "measured": hashlib.sha256(json.dumps(kernels.get("measured"), default=str).encode()).hexdigest(),
