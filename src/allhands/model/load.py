@@ -29,7 +29,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.files import write_error
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, worth_threads
-from allhands.model.sources import Report, first_line, quantising, resolve, silent
+from allhands.model.sources import Report, first_line, importing, quantising, resolve, silent
 from allhands.model.tokenizer import (
     BEST_MODEL,
     MODEL,
@@ -126,11 +126,8 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple
     files = _check_weights(path)
     made: Json = {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
     try:
-        with quantising(path):
+        with importing(path), quantising(path):
             return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
-    except SystemExit as error:  # how mlx_lm's OLMo ends where a package is missing, after saying which
-        message = "mlx_lm ends the program instead of building this architecture: a package that it needs is missing"
-        raise ModelError(message, where=str(path), hint="install what mlx_lm names above") from error
     except Exception as error:  # a config that no class can be built from fails in any of its lines
         if isinstance(error, ModelError):
             raise

@@ -123,6 +123,20 @@ def first_line(error: Exception) -> str:
 
 
 @contextmanager
+def importing(path: Path) -> Generator[None]:
+    """Let mlx_lm import the class of a model, which ends the program where OLMo's package is missing.
+
+    Raises:
+        ModelError: it does; what is missing has been printed by mlx_lm.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        message = "mlx_lm ends the program instead of building this architecture: a package that it needs is missing"
+        raise ModelError(message, where=str(path), hint="install what mlx_lm names above") from error
+
+
+@contextmanager
 def quantising(path: Path) -> Generator[None]:
     """Tell (ModelError) of a layer that mlx_lm takes for one that can be quantised, and that cannot."""
     try:

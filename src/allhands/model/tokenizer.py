@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
 from allhands.errors import ModelError
-from allhands.model.sources import first_line, is_path, resolve
+from allhands.model.sources import first_line, importing, is_path, resolve
 
 Json = dict[str, Any]
 
@@ -170,11 +170,14 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
             hint="copy tokenizer.json and tokenizer_config.json of the same model there",
         )
     try:
-        return mlx_lm.load_tokenizer(
-            path,
-            {"trust_remote_code": trust_remote_code, **({} if template is None else {"chat_template": template})},
-            eos_token_ids=eos_ids(path, config) or None,
-        )
+        with importing(path):  # mlx_lm looks for settings of the tokenizer in the model's module
+            return mlx_lm.load_tokenizer(
+                path,
+                {"trust_remote_code": trust_remote_code, **({} if template is None else {"chat_template": template})},
+                eos_token_ids=eos_ids(path, config) or None,
+            )
+    except ModelError:
+        raise
     except Exception as error:  # a broken file fails anywhere in three libraries
         if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
             raise ModelError(
