@@ -204,6 +204,27 @@ def test_a_kind_of_step_is_checked_once_unless_asked_for(run: Any, counted: list
     assert (len(counted), len(list(cache.iterdir()))) == (3, 2)
 
 
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_check_that_could_not_compare_every_row_is_made_again(
+    run: Any, counted: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """Memory may have been short for a moment."""
+    usual, calls = GradientCheck._theirs, list[int]()
+
+    def failing(self: GradientCheck, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == fails:
+            raise RuntimeError("[malloc] Unable to allocate")
+        return usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(GradientCheck, "_theirs", failing)
+    run()
+    assert not cache.exists()
+    run()
+    run()
+    assert (len(counted), len(list(cache.iterdir()))) == (2, 1)
+
+
 def test_a_training_that_would_be_wrong_is_refused_and_not_remembered(
     run: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,10 +89,12 @@ class Verdict:
     Attributes:
         compared: each row.
         notes: what could not be compared, and why.
+        is_complete: whether every row that was to be compared is; if not, the reason may be gone the next time.
     """
 
     compared: tuple[Compared, ...]
     notes: tuple[str, ...] = ()
+    is_complete: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -173,6 +175,7 @@ class GradientCheck:
         self._accelerator = accelerator
         self._rows: list[tuple[_Row, _Pass, tuple[float, float]]] = []
         self.notes: list[str] = []
+        self._is_complete = True
         self._dtype = "float32" if accelerator.kind == "cpu" else _computed_in(model)
         sizes = PassCost.of(model, config, accelerator, bounded=bounded)
         lengths = [SHORT_TOKENS, longest] if longest > SHORT_TOKENS else [max(longest, 3)]
@@ -193,6 +196,7 @@ class GradientCheck:
                 row = _Row(_random_tokens(min(tokens, SHORT_TOKENS), largest_token), sizes.blocks)
                 problem = self._problem(model, row, sizes)
             if problem:
+                self._is_complete = False
                 self.notes.append(
                     f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
                 )
@@ -248,7 +252,7 @@ class GradientCheck:
         # What a step will need is told from what the process holds before.
         mx.clear_cache()
         give_back_freed_pages()
-        return Verdict(tuple(compared), tuple(self.notes))
+        return Verdict(tuple(compared), tuple(self.notes), self._is_complete)
 
     def _compared(
         self,
@@ -429,5 +433,6 @@ class StartCheck:
         """
         verdict = self._check.compare(model, kernels=self._kernels, eager=self._eager, dropout=dropout)
         verdict.raise_if_wrong(self._name)
-        remember(self._memory, verdict)
+        if verdict.is_complete:
+            remember(self._memory, verdict)
         return list(verdict.notes)
