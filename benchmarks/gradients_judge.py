@@ -74,7 +74,7 @@ def judge(
     if "traceback" in ours:
         return Verdict(name, run, "traceback", text=ours["traceback"], batches=ours)
     if "refused" in ours:
-        expected = refused.get(run.way) or (refused.get("+") if run.recompute else None)
+        expected = refused.get(run.way) or refused.get(run.form) or (refused.get("+") if run.recompute else None)
         if expected is not None and ours["refused"].startswith(expected):
             return Verdict(name, run, REFUSED, text=ours["refused"], batches=ours)
         return Verdict(name, run, "refused", text=ours["refused"], batches=ours)

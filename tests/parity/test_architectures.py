@@ -5,13 +5,18 @@ The comparison itself is ``benchmarks/gradients.py``: what runs here on a CPU ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import architectures
+import mlx.core as mx
+import numpy as np
 import pytest
 from benchmark_scripts import scripts_on_the_path
+from mlx_lm.utils import _get_classes
+
+from allhands.model.known import sees_ahead
 
 with scripts_on_the_path():
     from gradients_judge import BEYOND, grouped
@@ -79,6 +84,31 @@ def test_every_architecture_has_mlx_lms_gradients(compare: Compare, chunk: int) 
 def known_beyond(verdict: Any) -> bool:
     beyond = architectures.architecture(verdict.name).beyond
     return any(beyond[way] in verdict.text for way in ("", verdict.run.way) if way in beyond)
+
+
+@pytest.mark.long
+def test_architectures_whose_tokens_see_later_ones_are_known(uncompiled: None) -> None:
+    """Told by mlx_lm's own models: what comes last in a row is changed."""
+    row = mx.random.randint(1, 250, (1, 60), key=mx.random.key(3))
+    other = mx.concatenate([row[:, :40], (row[:, 40:] + 7) % 250], axis=1)
+    for name in architectures.every():
+        described = architectures.architecture(name)
+        if any(way in described.beyond for way in ("", "lora", "full")):
+            continue
+        model_class, arguments = _get_classes(described.config)
+        model = model_class(arguments.from_dict(described.config))
+        model.eval()
+        before, after = (np.array(model(tokens).astype(mx.float32))[0, :40] for tokens in (row, other))
+        # A score of minus infinity is of no token.
+        apart = np.abs(np.where(np.isfinite(before), before, 0.0) - np.where(np.isfinite(after), after, 0.0)).max()
+        assert (apart > 1e-4) == (sees_ahead(model) is not None), name
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ to what all have in common, the others are added to that. Beside a model's own s
   depend on the length, and by phi3small, whose attention is not causal in mlx_lm);
 - ``$keys``: the layers that get adapters, where not all can;
 - ``$beyond``: the ways of training that mlx_lm itself cannot compute, ``""`` for all, with the beginning of its error;
-- ``$refused``: what allhands refuses, a way or ``+`` for recomputation, with the beginning of its message;
+- ``$refused``: what allhands refuses, a way, a form, or ``+`` for recomputation, with the beginning of its message;
 - ``$kinks``: where a gradient jumps, so that rounding alone can change it much: there weights may be drawn again.
 """
 
@@ -59,7 +59,8 @@ class Architecture:
         keys: of the layers that get adapters; ``None``: all.
         kinks: where its gradient jumps, if anywhere.
         beyond: ways of training that mlx_lm cannot compute, with the beginning of its error; all of them at ``""``.
-        refused: ways of training, or ``+`` for recomputation, that allhands refuses, with the beginning of its message.
+        refused: ways of training, forms, or ``+`` for recomputation, that allhands refuses, with the beginning of its
+            message.
     """
 
     name: str

@@ -15,13 +15,14 @@ import pytest
 from command_line import call_allhands
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
-from tiny import write_adapter, write_model, write_tokenizer
+from tiny import run_allhands, write_adapter, write_model, write_tokenizer
 
 from allhands.config import build_config
 from allhands.errors import ConfigError, ModelError
 from allhands.eval_config import EvalConfig
+from allhands.model.load import load_model
 from allhands.train.evaluating import run_evaluation
-from allhands.train.preparing import Surroundings
+from allhands.train.preparing import Surroundings, compiles
 from allhands.train.recipes import run_finetune
 
 COMMON = {
@@ -165,6 +166,27 @@ def test_layers_that_mlx_lm_cannot_quantise(train: Callable[..., Any], tmp_path:
         train(model)
 
 
+def test_a_pass_that_cannot_be_compiled(tiny_data: Path, tmp_path: Path, train: Callable[..., Any]) -> None:
+    """dbrx chooses its experts in Python; what other models do is seen in the first step."""
+    experts = {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}}
+    heads = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 500000.0}}
+    dbrx = {"model_type": "dbrx", "d_model": 32, "n_layers": 2, "n_heads": 4, **experts, **heads}
+    model = write(tmp_path / "dbrx", dbrx)
+    with pytest.raises(ConfigError) as told:
+        train(model, compile="on")
+    assert told.value.where == "--compile"
+    train(model)
+    long = build_config({"train": True})
+    assert not compiles(long, 1000, load_model(str(model)).model)
+    assert compiles(long, 1000, load_model(str(write_model(tmp_path / "llama"))).model)
+    looking = own(tmp_path / "own", "logits = logits * mx.array(inputs.tolist()).shape[0]")
+    asked = ["train", "--model", looking, "--data", tiny_data, "--train", "--iters", "1", "--trust-remote-code"]
+    for compiled, code in (("on", 4), ("off", 0)):  # in processes: what is half compiled stays so
+        done = run_allhands(*asked, "--compile", compiled, "--adapter-path", tmp_path / compiled, "--val-batches", "0")
+        assert done.returncode == code, done.stderr
+        assert ("--compile off" in done.stderr) == (code != 0)
+
+
 # --- what is no limit of mlx_lm -------------------------------------------------------------------------
 
 
@@ -226,5 +248,13 @@ def test_a_model_without_a_layer_that_could_have_an_adapter(train: Callable[...,
     model = own(tmp_path / "model", "")
     with (model / "own.py").open("a") as file:
         file.write(f"\n    @property\n    def layers(self):\n        return {layers}\n")
-    with pytest.raises(ModelError, match="no layer in this model that could have an adapter"):
+    with pytest.raises(ModelError, match="no layer in this model that could have an adapter") as told:
         train(model, trust_remote_code=True)
+    # What is advised works.
+    assert "--fine-tune-type full" in (told.value.hint or "")
+    train(model, trust_remote_code=True, fine_tune_type="full")
+    # It is not where it would not.
+    bitnet = write(tmp_path / "bitnet", {"model_type": "bitnet", "tie_word_embeddings": True, "rope_theta": 10000.0})
+    with pytest.raises(ModelError) as refused:
+        train(bitnet)
+    assert "full" not in (refused.value.hint or "")

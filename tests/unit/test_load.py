@@ -21,7 +21,7 @@ from tiny_gguf import dense_parameters, tiny_model
 
 from allhands.errors import ConfigError, ModelError, StorageError
 from allhands.model import sources
-from allhands.model.load import get_model, load_bare_tokenizer, load_model
+from allhands.model.load import get_model, load_bare_tokenizer, load_model, load_tokenizer
 from allhands.model.sources import resolve
 from allhands.staging import publish, staging
 
@@ -186,6 +186,10 @@ def test_broken_directories(copy: Path) -> None:
     ):
         (copy / "config.json").write_text(content)
         fails(says)
+    (copy / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": "two"'))
+    with pytest.raises(ModelError, match="num_hidden_layers") as caught:
+        load_tokenizer(str(copy))
+    assert caught.value.where == str(copy / "config.json")
     (copy / "config.json").unlink()
     fails("no config.json")
     (copy / "config.json").write_text(config)

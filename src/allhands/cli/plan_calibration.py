@@ -231,6 +231,7 @@ def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: b
     """The options of a short run: what is computed in a step is that of ``config``."""
     steps = steps_of(config, on_gpu=on_gpu)
     long = (config.iters or (0 if config.epochs else 1000)) >= COMPILE_FROM_BATCHES
+    compiled = on_gpu and long and config.compile == "auto" and _can_be_compiled(config.model)
     values = {name: value for name, value in config.model_dump(mode="json").items() if name not in _DROPPED}
     changed = {
         "train": True,
@@ -245,9 +246,20 @@ def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: b
         "keep_best": False,
         "sample_prompts": [],
         "lr_schedule": None,
-        "compile": "on" if on_gpu and long and config.compile == "auto" else config.compile,
+        "compile": "on" if compiled else config.compile,
     }
     return {name: value for name, value in {**values, **changed}.items() if value is not None}
+
+
+def _can_be_compiled(model: str) -> bool:
+    from allhands.model.known import can_be_compiled
+    from allhands.model.load import read_config
+    from allhands.model.sources import resolve
+
+    try:
+        return can_be_compiled(read_config(resolve(model)).get("model_type"))
+    except AllhandsError:  # a model that is made anew is named otherwise
+        return True
 
 
 def _failure(told: str, code: int) -> AllhandsError:

@@ -18,6 +18,7 @@ from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.files import write_whole
+from allhands.model.beyond import fails, use_of
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
 from allhands.trees import flatten
 
@@ -88,7 +89,8 @@ def no_such_keys(config: TrainConfig, names: Iterable[str], unmatched: Sequence[
     """What to raise where ``unmatched`` adapter keys are none of ``names``, the linear layers of blocks."""
     if not config.lora_parameters.keys:
         problem = "mlx_lm finds no layer in this model that could have an adapter"
-        hint = "take another model; --fine-tune-type full needs no such layers"
+        full = use_of(config.model_copy(update={"fine_tune_type": "full"}))
+        hint = "take another model" if full is None or fails(full) else "train it in full: --fine-tune-type full"
         return ModelError(problem, where=config.model, hint=hint)
     blocks = "any block" if config.num_layers in (None, -1) else f"the last {config.num_layers} blocks"
     return ConfigError(

@@ -27,6 +27,7 @@ from allhands.pretrain_config import pretraining
 from allhands.versions import version_of
 
 _LENGTHS = (8, 512)  # tokens of the rows that are tried; their operations are only put together, not computed
+_TRACED = "during function transformations"  # how MLX ends where a compiled function asks for a value
 _MOST_KEYS = 32  # layers of a block that are tried one by one
 _NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's: they say themselves what they are
 
@@ -104,6 +105,9 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
         path = resolve(use.model)
     except AllhandsError:
         return None
+    if _TRACED in str(error):  # tried again in this process, any model would fail so
+        message = "a pass of this model cannot be compiled: it looks at numbers while it computes"
+        return ModelError(message, where=use.model, hint="add --compile off")
     found = _failure(use, path, error)
     if found is None:
         return None
@@ -114,6 +118,11 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
         where=use.model,
         hint=_remedy(use, path, found),
     )
+
+
+def fails(use: Use) -> bool:
+    """Whether mlx_lm's unmodified model fails in this use, before anything is computed."""
+    return _failure(use, resolve(use.model)) is not None
 
 
 def _remedy(use: Use, path: Path, found: Exception) -> str:

@@ -278,6 +278,20 @@ def length_that_counts(model: nn.Module) -> int | None:
     return min((int(module.max_position_embeddings) for module in found), default=None)
 
 
+def sees_ahead(model: nn.Module) -> int | None:
+    """Within blocks of how many tokens a place attends to later ones; ``None`` if it never does.
+
+    phi3small's sparse layers add the causal mask, which is true or false, to the scores as a number.
+    """
+    found = [m for m in model.modules() if name_of(m) == "phi3small.Attention" and m.block_sparse]
+    return max((int(module.blocksparse_block_size) for module in found), default=None)
+
+
+def can_be_compiled(model_type: str | None) -> bool:
+    """Whether a pass can be compiled: dbrx chooses its experts in Python, by numbers."""
+    return model_type != "dbrx"
+
+
 def calls_blocks(model: Any) -> bool:
     """Whether a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
     return name_of(model) != "iquestloopcoder.Model"

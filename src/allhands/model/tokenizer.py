@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx_lm.utils as mlx_lm
+from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.data.render import ChatTemplate, has_chat_template
@@ -191,6 +192,12 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
                 "tokenizer.json is missing, which says how texts are cut",
                 where=str(path),
                 hint="copy tokenizer.json of the same model there",
+            ) from error
+        if isinstance(error, StrictDataclassError):
+            raise ModelError(
+                f"Transformers, which reads the tokenizer, does not accept the config: {' '.join(str(error).split())}",
+                where=str(path / "config.json"),
+                hint="correct that value, or fetch config.json of a conversion that Transformers can read",
             ) from error
         raise ModelError(
             f"the tokenizer cannot be loaded: {first_line(error)}",

@@ -22,7 +22,7 @@ from rich.console import Console
 from allhands.accelerator import Accelerator, detect
 from allhands.arrays import hand_out_json
 from allhands.checkpoints import Checkpoint, run_name
-from allhands.config import TrainConfig
+from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
@@ -47,7 +47,7 @@ from allhands.model.embedding import make_deterministic
 from allhands.model.fresh import fitted, new_model
 from allhands.model.fused.blocks import fuse, keep_dense
 from allhands.model.fused.linear import use_dense
-from allhands.model.known import calls_blocks, length_that_counts
+from allhands.model.known import calls_blocks, can_be_compiled, length_that_counts, sees_ahead
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
@@ -249,6 +249,12 @@ def _put_in_and_checked(
 
 def _padding_told(model: Any, data: Datasets) -> list[str]:
     """That results depend on how rows are padded, where they do: on which rows are in a micro-batch together."""
+    if (block := sees_ahead(model)) is not None:
+        return [
+            "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "
+            f"{block}: losses are lower than a causal model's, and other ranks or micro-batches give slightly other "
+            "numbers"
+        ]
     limit, windows = length_that_counts(model), data.train
     if limit is None or windows is None or int(windows.work.max()) <= limit:
         return []
@@ -258,12 +264,22 @@ def _padding_told(model: Any, data: Datasets) -> list[str]:
     ]
 
 
+def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
+    """Whether the step of a run of so many batches is compiled, where it is a graph."""
+    if config.compile == "auto":
+        return batches >= COMPILE_FROM_BATCHES and can_be_compiled(getattr(model, "model_type", None))
+    return config.compile == "on"
+
+
 def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> DropoutKeys | None:
     """Let ``model``, of which it is settled what is trained, compute as its training on this device does.
 
     Returns:
         What a training step must set for each micro-batch; ``None`` if nothing is ever dropped.
     """
+    if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
+        message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
+        raise ConfigError(message, where="--compile", hint="leave it out; the step is then computed, not compiled")
     if not accelerator.eager:
         make_deterministic(model)
     dropout = install_dropout(model, config.seed)

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import mlx.core as mx
 from rich.console import Console
 
-from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
+from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
@@ -53,7 +53,7 @@ from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer, num_batches
-from allhands.train.preparing import Prepared, Surroundings, prepare, starting_weights, versions
+from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
 from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.train.samples import Sampler
 from allhands.train.saving import SaveKind, SavePlan, Saver
@@ -185,7 +185,7 @@ class _Run:
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
         config = self.config
         optimizer, state = self._optimizer(total)
-        compiled = config.compile == "on" or (config.compile == "auto" and total >= COMPILE_FROM_BATCHES)
+        compiled = compiles(config, total, self.ready.loaded.model)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(largest := loader.largest())
