@@ -78,6 +78,10 @@ def judge(
         if expected is not None and ours["refused"].startswith(expected):
             return Verdict(name, run, REFUSED, text=ours["refused"], batches=ours)
         return Verdict(name, run, "refused", text=ours["refused"], batches=ours)
+    if any("mlx_lm's" in one.get("not finite", []) for one in ours.values()):
+        also = any("ours" in one.get("not finite", []) for one in ours.values())
+        text = f"its own gradient is not finite, ours {'neither' if also else 'is'}"
+        return Verdict(name, run, BEYOND, text=text, batches=ours)
     problems = [
         f"{batch}: {text}" for batch, one in ours.items() for text in complaints(one, theirs[batch.split()[0]], dtype)
     ]

@@ -104,7 +104,8 @@ def compared(want: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> dict[st
     left = sorted(name for name in want if name not in shared and norm([want[name]]) > 0)
     added = sorted(got.keys() - want.keys())
     if not all(np.isfinite(each) for each in apart.values()) or not np.isfinite(whole):
-        return {"whole": None, "worst": None, "array": "", "left": left, "added": added}
+        whose = [who for who, each in (("mlx_lm's", want), ("ours", got)) if not np.isfinite(norm(each.values()))]
+        return {"whole": None, "worst": None, "array": "", "left": left, "added": added, "not finite": whose}
     shares = {name: each / max(norm([want[name]]), 0.01 * whole, 1e-30) for name, each in apart.items()}
     worst = max(shares, key=shares.__getitem__, default="")
     return {

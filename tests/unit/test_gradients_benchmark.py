@@ -52,6 +52,19 @@ def test_each_batch_counts_as_a_whole_and_in_each_array(changed: dict[str, Any],
     assert text in found.text
 
 
+@pytest.mark.parametrize(
+    ("whose", "kind"), [(["ours"], "wrong"), (["mlx_lm's"], BEYOND), (["mlx_lm's", "ours"], BEYOND), ([], "wrong")]
+)
+def test_it_is_told_whose_gradient_is_not_finite(whose: list[str], kind: str) -> None:
+    assert verdict(ours(long=batch(6.0, whole=None, **{"not finite": whose}))).kind == kind
+
+
+def test_what_is_refused_in_one_form_is_known() -> None:
+    told = {"refused": {"graph": "--compile"}, "run": Run("lora", False, "graph")}
+    assert verdict({"refused": "--compile: cannot be"}, **told).kind == REFUSED
+    assert verdict({"refused": "--compile: cannot be"}, **{**told, "run": LORA}).kind == "refused"
+
+
 def test_a_batch_that_was_not_computed_is_missed() -> None:
     found = ours()
     del found["short again"]
