@@ -149,5 +149,5 @@ def test_a_chat_template_that_was_given_is_asked_for_again(flags: dict[str, Any]
     train(flags, iters=4, resume="auto", chat_template=str(kept))
     train(flags, iters=6, resume="auto", chat_template="zephyr")
     with pytest.raises(DataError):
-        train(flags, iters=8, resume="auto", chat_template="gemma")
+        train(flags, iters=8, resume="auto", chat_template="chatml")
     assert [report.step for report in read_metrics(directory).train][-1] == 6
