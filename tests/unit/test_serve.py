@@ -48,7 +48,7 @@ def ask(address: str, body: dict[str, Any] | None = None) -> Any:
 def test_a_request_is_answered_and_the_server_ends_cleanly(tiny_model: Path, end: signal.Signals) -> None:
     with served("--model", tiny_model, "--max-tokens", "8") as (address, process):
         assert address.startswith("http://127.0.0.1:")
-        chat = {"messages": [{"role": "user", "content": "What is dew?"}], "model": "whatever-they-say"}
+        chat = {"messages": [{"role": "user", "content": "What is dew?"}], "model": str(tiny_model)}
         answer = ask(f"{address}/chat/completions", chat)
         conversation = Conversation(load_for_generation(str(tiny_model), None), Sampling(), max_tokens=8)
         assert answer["choices"][0]["message"]["content"] == "".join(conversation.ask("What is dew?"))
@@ -88,7 +88,6 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
     done = call_allhands("serve", "--model", tiny_model, "--host", "192.0.2.7", "--port", "0")
     assert done.returncode == 2
     assert "no address of this computer" in done.stderr
-    assert "there is no password" in done.stderr
     for wrong in (["--model", tiny_model.parent], ["--model", tiny_model, "--adapter-path", tiny_model]):
         done = call_allhands("serve", "--port", "0", *wrong)
         assert done.returncode == 4
@@ -130,7 +129,7 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
             "messages[0].content has a part of type image_url: only text is read here",
         ),
         ("chat/completions", {}, "Request did not contain messages"),
-        ("chat/completions", {"messages": [], "max_tokens": "many"}, "max_tokens must be of type int"),
+        ("chat/completions", {"messages": [], "max_tokens": "many"}, "max_tokens must be a valid integer"),
         ("completions", {"prompt": 3}, "prompt must be a text"),
     ],
 )

@@ -36,8 +36,9 @@ def dashboard(
     from allhands.dashboard.app import Settings, make_app
     from allhands.dashboard.serving import run
 
-    known = listening.guard.token
-    print(f"dashboard: {listening.address}/{f'?token={quote(known, safe="")}' if known else ''}", flush=True)
+    token = listening.guard.token
+    known = f"?token={quote(token, safe='')}" if token else ""
+    print(f"dashboard: {listening.address}/{known}", flush=True)
     if listening.is_open:
         print("allhands: note: it is not encrypted: whoever listens on the way can read along", file=sys.stderr)
     signal.signal(signal.SIGTERM, _stop)
