@@ -34,7 +34,7 @@ class Served:
         return self.errors.read()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return connect(self.port)
 
     def send(self, data: bytes) -> bytes:
         """Everything that comes back for these bytes, until the server closes."""
@@ -57,6 +57,10 @@ class Served:
         sent |= headers or {}
         head = "".join(f"{name}: {value}\r\n" for name, value in sent.items() if value is not None)
         return parsed(self.send(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + data))
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
 def received(client: socket.socket) -> bytes:
