@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import struct
@@ -20,7 +21,8 @@ from command_line import call_allhands
 from tiny import write_adapter
 
 from allhands.conversation import Conversation
-from allhands.generate import Sampling, load_for_generation
+from allhands.data.templates import ChatChoice
+from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
 
 
 @contextmanager
@@ -170,3 +172,60 @@ def test_a_client_that_leaves_costs_one_line_at_the_most(tiny_model: Path, strea
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
     assert said.count("left before the answer was complete") == 1
+
+
+@pytest.fixture(scope="module")
+def without_place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template refuses system messages, as Gemma's."""
+    model = tmp_path_factory.mktemp("model") / "no-system"
+    shutil.copytree(tiny_model, model)
+    file = model / "chat_template.jinja"
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    file.write_text(refusal + file.read_text())
+    return model
+
+
+def test_system_messages_where_the_template_has_no_place_for_them(without_place: Path) -> None:
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is dew?"}
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in (system, user)]
+    loaded = load_for_generation(str(without_place), None, chat=ChatChoice(system="merge"))
+    tokens = prompt_tokens(loaded, "What is dew?", system_prompt="Be brief.")
+    assert tokens == prompt_tokens(loaded, "Be brief.\n\nWhat is dew?")
+    expected = "".join(text for text, _ in stream_answer(loaded, tokens, 8, Sampling()))
+    turns = [user, {"role": "assistant", "content": "Water."}, system, user]
+    with served("--model", without_place, "--system", "merge", "--max-tokens", "8") as (address, process):
+        for messages in ([system, user], parts, [{**system, "role": "developer"}, user]):
+            answer = ask(f"{address}/chat/completions", {"messages": messages})
+            assert answer["choices"][0]["message"]["content"] == expected
+            assert answer["usage"]["prompt_tokens"] == len(tokens)
+        for messages in (turns, [system], [system, system, user]):
+            assert ask(f"{address}/chat/completions", {"messages": messages})["usage"]["completion_tokens"] == 8
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        assert process.stderr is not None
+        assert "no place" not in process.stderr.read()
+
+
+def test_a_system_message_that_is_refused_names_the_way_out(without_place: Path, served_for_all: str) -> None:
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is dew?"}]}
+    assert ask(f"{served_for_all}/chat/completions", chat)["choices"]
+    with served("--model", without_place) as (address, process):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            ask(f"{address}/chat/completions", chat)
+        assert caught.value.code == 400
+        assert "--system merge" in json.load(caught.value)["error"]["message"]
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        assert process.stderr is not None
+        assert "no place for system messages" in process.stderr.read()
+
+
+def test_a_model_without_a_template_reads_parts_as_their_words(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    with served("--model", tmp_path / "base", "--max-tokens", "2") as (address, _):
+        counts = []
+        for content in ("What is dew?", [{"type": "text", "text": "What is "}, {"type": "text", "text": "dew?"}]):
+            answer = ask(f"{address}/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            counts.append(answer["usage"]["prompt_tokens"])
+        assert counts[0] == counts[1]

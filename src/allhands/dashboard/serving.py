@@ -48,7 +48,8 @@ class _Connection(H11Protocol):
 
     def _late(self, seconds: float) -> None:
         # Whose request is here gets its answer, if it takes it.
-        if seconds == _HEAD_S and self.cycle is not None and not self.cycle.response_complete:
+        cycle: Any = self.cycle
+        if seconds == _HEAD_S and cycle is not None and not cycle.response_complete:
             self._wait(_ANSWER_S)
         else:
             self.transport.abort()

@@ -196,6 +196,9 @@ def _check_messages(given: dict[str, Any]) -> None:
     for place, message in enumerate(cast("list[Any]", messages)):
         if wrong := _wrong_message(message):
             raise Refused(f"messages[{place}]{wrong}")
+        # What mlx_lm makes of it for chat templates, and would not where there is none.
+        content: Any = message.get("content")
+        message["content"] = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
 def _wrong_message(message: Any) -> str | None:

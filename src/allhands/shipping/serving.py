@@ -22,7 +22,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import CompletionRequest, ModelProvider, ResponseGenerator, get_system_fingerprint
 
-from allhands.data.templates import ChatChoice
+from allhands.data.messages import INSTRUCTION_ROLES
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import MERGE, ChatChoice
 from allhands.generate import check_adapter, load_for_generation
 from allhands.http_guard import Guard, Listening
 from allhands.model.load import LoadedModel
@@ -81,7 +83,10 @@ class _Generator(ResponseGenerator):
         try:
             found = super()._tokenize(tokenizer, request, args)
         except Exception as error:
-            raise ValueError(f"the model's chat template cannot write this: {error}") from None
+            roles = {message["role"] for message in request.messages}
+            lost = roles & set(INSTRUCTION_ROLES) and not ChatTemplate(tokenizer).takes_system
+            way_out = f" (it has no place for system messages: start the server with {MERGE})" if lost else ""
+            raise ValueError(f"the model's chat template cannot write this: {error}{way_out}") from None
         if not found[0]:
             raise ValueError("the prompt is empty")
         return found
@@ -185,6 +190,10 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
         loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
         for note in loaded.notes:
             print(f"allhands: note: {note}", file=sys.stderr)
+        tokenizer: Any = loaded.tokenizer
+        if has_chat_template(tokenizer) and not ChatTemplate(tokenizer).takes_system:
+            told = f"the chat template has no place for system messages: {MERGE} puts them before questions"
+            print(f"allhands: note: {told}", file=sys.stderr)
         settings = _settings(options)
         model: Any = loaded.model
         vocabulary = model(mx.array([[0]])).shape[-1]  # known without being computed
