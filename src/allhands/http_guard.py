@@ -191,10 +191,10 @@ def listen(
     listener = _bound(host, port)
     bound, number = listener.getsockname()[:2]
     is_open = not _is_loopback(bound)
-    own = [bound, host]
+    own, shown = [bound, host], host
     if ipaddress.ip_address(bound.partition("%")[0]).is_unspecified:
         own = _addresses()
-    shown = own[0] if is_open else host
+        shown = own[0]
     hosts = {_normal(name) for name in (*own, *names, *([socket.gethostname()] if is_open else []))}
     made = token is None and is_open
     guard = Guard(frozenset(hosts), allowed, secrets.token_urlsafe(18) if made else token)
@@ -215,7 +215,8 @@ def _addresses() -> list[str]:
 def _bound(host: str, port: int) -> socket.socket:
     listener: socket.socket | None = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        every = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = min(every, key=lambda one: one[0] != socket.AF_INET)  # a name may have both kinds
         listener = socket.socket(found[0], socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found[4])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from command_line import call_allhands
 from serving import Served, parsed, received, served
@@ -110,7 +111,13 @@ def test_the_token_is_told_once_and_stands_nowhere_else(opened: Served) -> None:
     assert len(opened.token) > 20
     opened.ask("GET", f"/v1/models?token={opened.token}")
     assert opened.token not in opened.said()
-    assert opened.token not in Path(f"/proc/{opened.process.pid}/cmdline").read_text()
+    assert opened.token not in " ".join(psutil.Process(opened.process.pid).cmdline())
+
+
+def test_the_model_by_its_name(closed: Served, tiny_model: Path) -> None:
+    for name in (str(tiny_model), str(tiny_model).replace("/", "%2F")):
+        assert closed.ask("GET", f"/v1/models/{name}")[2]["id"] == str(tiny_model)
+    assert closed.ask("GET", "/v1/models/other")[0] == 404
 
 
 def test_a_token_of_ones_own(tiny_model: Path) -> None:
@@ -245,6 +252,22 @@ def test_however_many_wait_one_that_asks_is_answered(impatient: Served) -> None:
     assert time.monotonic() - begun < 1
     for client in idle:
         client.close()
+
+
+def test_where_all_wait_for_answers_another_is_told_so(impatient: Served) -> None:
+    never = {"logit_bias": {"2": -100}}  # the token at which it would end
+    endless = json.dumps({**CHAT, **never, "max_tokens": 10**6, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(endless)}\r\n\r\n"
+    busy: list[socket.socket] = []
+    for _ in range(8):
+        busy.append(impatient.connect())
+        busy[-1].sendall(head.encode() + endless)
+        assert busy[-1].recv(12) == b"HTTP/1.0 200"
+    assert parsed(impatient.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 503
+    for client in busy:
+        client.close()
+    time.sleep(1)
+    assert impatient.ask("GET", "/health")[0] == 200
 
 
 def test_a_model_that_failed_begins_anew(impatient: Served, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from http.client import HTTPMessage
 from typing import Any
+from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler
 
@@ -127,7 +128,7 @@ class Handler(APIHandler):
             super().handle_health_check()
         elif self.path in ("/v1/models", "/v1/models/"):
             self._answer(200, {"object": "list", "data": [model]})
-        elif self.path == f"/v1/models/{self.server.served.model}":
+        elif unquote(self.path) == f"/v1/models/{self.server.served.model}":
             self._answer(200, model)
         else:
             raise Refused(f"there is no {self.path[:100]!r} here", 404)

@@ -32,6 +32,10 @@ from allhands.shipping.completions import Served
 from allhands.shipping.handler import Handler
 
 _MOST_CONNECTIONS = 128
+_BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
+    b'{"error": {"message": "too many requests wait for an answer", "type": "server_error"}}'
+)
 _LINGER_S = 2.0  # for what a refused client still sends; closed before that, it may not see the answer
 
 
@@ -137,6 +141,8 @@ class _Server(ThreadingHTTPServer):
                 slowest = next((one for one, reading in self._reading.items() if reading), request)
                 self._reading.pop(slowest, None)
                 with suppress(OSError):
+                    if slowest is request:
+                        request.sendall(_BUSY)
                     slowest.shutdown(socket.SHUT_RDWR)
             self._reading[request] = True
         super().process_request(request, client_address)
