@@ -249,7 +249,7 @@ def test_however_many_wait_one_that_asks_is_answered(impatient: Served) -> None:
         idle[-1].sendall(b"GET /")
     begun = time.monotonic()
     assert impatient.ask("POST", ROUTES[0][1], CHAT)[0] == 200
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 5
     for client in idle:
         client.close()
 
