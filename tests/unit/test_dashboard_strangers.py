@@ -304,7 +304,7 @@ def test_files_of_any_content_are_shown_or_refused(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid:RuntimeWarning")
 def test_many_files_of_any_content_are_shown_or_refused(tmp_path: Path) -> None:
-    check_files(tmp_path, 600, 2)
+    check_files(tmp_path, 300, 2)
 
 
 def test_a_run_that_cannot_be_shown_hides_no_other(
