@@ -53,6 +53,27 @@ def test_a_hundred_thousand_bodies_are_read_or_refused() -> None:
     assert check_bodies(100_000, 2) > 10_000
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "taken"),
+    [
+        ({"role": "user", "content": "Hello"}, True),
+        ({"role": "user", "content": ""}, True),
+        ({"role": "developer", "content": "Be short."}, True),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, True),
+        ({"role": "user"}, False),
+        ({"role": "user", "content": None}, False),
+        ({"role": "assistant"}, False),
+        ({"role": "alien", "content": "Hello"}, False),
+    ],
+)
+def test_messages_without_words_or_of_unknown_roles_are_refused(message: dict[str, Any], taken: bool) -> None:
+    body = json.dumps({"messages": [message, {"role": "user", "content": "And?"}]}).encode()
+    assert (read(body) is not None) == taken
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda of: st.lists(of) | st.dictionaries(st.text(), of),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from allhands.data.messages import ROLES
 from allhands.data.render import rendering_options
 from allhands.errors import in_our_words
 
@@ -208,6 +209,10 @@ def _wrong_message(message: Any) -> str | None:
     content = known.get("content")
     if not isinstance(known.get("role"), str):
         return " has no role: give user, assistant or system"
+    if known["role"] not in ROLES:
+        return f".role {str(known['role'])[:100]!r} is unknown: give one of {', '.join(ROLES)}"
+    if content is None and not (known["role"] == "assistant" and known.get("tool_calls")):
+        return " has no content"
     if not isinstance(content, str | list | None):
         return ".content must be a text or a list of parts"
     # Of an image mlx_lm fetches the address, whichever it is, in this computer's own network, too.
