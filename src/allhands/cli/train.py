@@ -254,8 +254,9 @@ def leave(launch: Launch) -> None:
     """
     publish(os.environ)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk with its log is full: what was to be done is done
+            stream.flush()
     if launch.backend != "mpi" or launch.launcher == "allhands":
         os._exit(0)
 

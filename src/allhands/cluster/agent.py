@@ -9,6 +9,7 @@ is silent, or gone, or this process is killed, everything that it has started is
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import shutil
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from allhands.cluster.frames import Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
-from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
-from allhands.files import make_directory, storage_error_of
+from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted, StorageError
+from allhands.files import make_directory, private_opener, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
 from allhands.versions import versions_of
 
@@ -78,10 +79,7 @@ class Agent:
         Raises:
             AllhandsError: they cannot be started.
         """
-        spec = self._spec()
-        make_directory(spec.log_dir, private=True)
-        for rank in self._own():
-            set_aside(spec.log_dir, rank)
+        spec = self._with_logs(self._spec())
         self._observe(spec.log_dir)
         if spec.backend != "ring" or sys.platform != "linux":
             self._release_ports()
@@ -91,6 +89,26 @@ class Agent:
         if output and not self._hello["descriptors"]:
             for descriptor in output:
                 os.close(descriptor)
+
+    def _with_logs(self, spec: LaunchSpec) -> LaunchSpec:
+        """The same with a place for logs that can be written, where rank 0 is not: what matters of them is told on.
+
+        Raises:
+            StorageError: rank 0 is here, whose files are the run's.
+        """
+        try:
+            make_directory(spec.log_dir, private=True)
+            for rank in self._own():
+                set_aside(spec.log_dir, rank)
+                with open(spec.log_dir / f"rank-{rank}.log", "ab", opener=private_opener):
+                    pass
+        except (StorageError, OSError) as error:
+            if self._first == 0:
+                raise
+            own = make_directory(self._run_dir / "logs", private=True)
+            _say(f"no logs are kept in {spec.log_dir}: {getattr(error, 'message', error)}")
+            return replace(spec, log_dir=own)
+        return spec
 
     def _observe(self, log_dir: Path) -> None:
         """Sample this process, and from now on tell the samples of all processes here to a supervisor elsewhere."""
@@ -198,10 +216,13 @@ class Agent:
         try:
             self._ports, numbers = reserve_ports(count, ring, address)
         except OSError as error:
-            raise DistributedError(
-                f"{address} is not an address of this computer: {error.strerror}",
-                hint='give the address that the other computers reach it by as "ips" in the hostfile',
-            ) from None
+            if error.errno in (errno.EADDRNOTAVAIL, None):  # None: it is no address at all
+                raise DistributedError(
+                    f"{address} is not an address of this computer: {error.strerror or error}",
+                    hint='give the address that the other computers reach it by as "ips" in the hostfile',
+                ) from None
+            hint = "see what is the matter there: too many open files or ports (ulimit -n; ss -s), or not allowed to"
+            raise DistributedError(f"no port of {address} can be had: {error.strerror}", hint=hint) from None
         return numbers
 
     def _release_ports(self) -> None:
@@ -364,7 +385,8 @@ def _aged(marks: Marks, now: float) -> dict[str, Any]:
         beat = asdict(marks.beat)
         beat["age"] = now - beat.pop("time")
     busy_age = None if marks.busy_time is None else now - marks.busy_time
-    return {"ready": marks.ready, "started": marks.started, "busy_age": busy_age, "beat": beat}
+    told = {"ready": marks.ready, "started": marks.started, "listening": marks.listening}
+    return {**told, "busy_age": busy_age, "beat": beat}
 
 
 def _say(text: str) -> None:

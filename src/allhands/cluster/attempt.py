@@ -6,6 +6,7 @@ the first rank that fails, or stops making progress, is the cause, the others ar
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from allhands.cluster import processes
-from allhands.cluster.outcome import REGROUP_CODE, Fault, FaultKind, Outcome
+from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.watch import Limits, ProgressWatch, Stall
@@ -32,7 +33,8 @@ _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is 
 _LOOK_S = 0.5  # between two looks at whether a process is stopped
 _STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
-_PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
+# What those say whose port another program has: not who cannot connect, and not who asks for an address of nobody.
+_PORT_TAKEN = re.compile(r"Couldn't bind socket \(error: (48|98)\)|bind\(\) failed")
 # How ranks end that were told to stop: having saved, or before they could.
 _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
@@ -118,6 +120,7 @@ class Attempt:
         self._told: set[int] = set()
         self._regroup = False
         self._all_started = False
+        self._all_listen = False
         self._ended_at = float("inf")  # later exits are our doing
 
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
@@ -160,6 +163,9 @@ class Attempt:
             now = time.monotonic()
             self._watch.pauses.look(now)
             marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
+            if not self._all_listen and all(mark.listening for mark in marks.values()):
+                self._all_listen = True
+                self._ranks.tell(ALL_LISTEN)
             if not self._pass_on_signals(now, marks) or self._failed_for_long(now):
                 return None
             if fault := self._check_started(now, marks) or self._check_progress(now, marks):
@@ -322,7 +328,7 @@ class Attempt:
         """Whether the failure is worth another start with other ports."""
         texts = [fault.error or "", *fault.log_tail]
         ours = self._spec.backend != "mpi" and not self._all_started and not self._stop_signal
-        return ours and any(mark in text for mark in _PORT_MARKS for text in texts)
+        return ours and any(_PORT_TAKEN.search(text) for text in texts)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -346,8 +352,11 @@ class Attempt:
         since = min(self._ended_at, time.monotonic()) - end.time
         lost = self._ranks.lost_hosts()
         host = self._ranks.host(end.rank)
-        if lost and (host in lost or end.code == PeerLostError.exit_code):
+        peer = (self._ranks.error(end.rank) or {}).get("peer") if end.code == DistributedError.exit_code else None
+        if lost and (host in lost or end.code == PeerLostError.exit_code or peer is not None):
             return self._lost_host(host if host in lost else lost[0], since)
+        if isinstance(peer, int):
+            return self._blocked(end, peer, since)
         if end.code > 0:
             return self._fault("error", end.rank, end.code, describe_exit(end.code), since)
         memory = end.code == -signal.SIGKILL and self._ranks.out_of_memory(end.rank)
@@ -359,6 +368,17 @@ class Attempt:
         fault = self._fault("lost host", ranks[0], DistributedError.exit_code, "", since)
         text = f"{host} (rank {', '.join(map(str, ranks))}) does not answer any more"
         return replace(fault, message=text, error=None, explanation=None)
+
+    def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
+        """Rank ``peer`` listens and the one that has ended cannot connect to it: mostly the former's firewall."""
+        fault = self._fault("blocked", end.rank, end.code, "", since)
+        content = self._ranks.error(end.rank) or {}
+        ends = [
+            f"rank {rank}" + (f" on {self._ranks.host(rank)}" if self._spec.places else "") for rank in (peer, end.rank)
+        ]
+        text = f"{ends[0]} listens, but connections from {ends[1]} to {content.get('problem')}"
+        message = str(DistributedError(text, hint=content.get("hint")))
+        return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=message, error=None)
 
     def _early_end(self, early: RankExit, since: float) -> Fault:
         what = f"had finished {since:.1f} s before the others, which were still at work"

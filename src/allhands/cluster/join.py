@@ -7,19 +7,23 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allhands.cluster.environment import Launch, launch_here, rendezvous
+from allhands.cluster.guard import write_whole
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
+from allhands.cluster.outcome import ALL_LISTEN
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DistributedError
 
@@ -87,6 +91,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
         moment=_began(os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        computer=os.environ.get("ALLHANDS_HOST") or socket.gethostname(),
     )
 
 
@@ -142,7 +147,24 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
         # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first asked for.
         from allhands.distributed.backend import connect
 
-        return connect(launch.backend, launch.size, launch.rank, timeout_s)
+        run_dir = os.environ.get("ALLHANDS_RUN_DIR")
+        watch = _Supervisor(Path(run_dir), launch.rank) if run_dir and launch.launcher == "allhands" else None
+        return connect(launch.backend, launch.size, launch.rank, timeout_s, watch)
+
+
+@dataclass(frozen=True)
+class _Supervisor:
+    """Our supervisor as a rank's :class:`allhands.distributed.ring.Watch`."""
+
+    run_dir: Path
+    rank: int
+
+    def listening(self) -> None:
+        with suppress(OSError):
+            write_whole(self.run_dir / f"rank-{self.rank}.listening", "")
+
+    def all_listen(self) -> bool:
+        return (self.run_dir / ALL_LISTEN).exists()
 
 
 @cache

@@ -8,10 +8,13 @@ from typing import Literal
 
 # Ranks end with this code after a checkpoint when they were told "regroup": sysexits' EX_TEMPFAIL.
 REGROUP_CODE = 75
+# What ranks of a ring are told when all of them can be called.
+ALL_LISTEN = "listening"
 
 # "error": an exception; "killed": a signal; "memory": killed by the kernel for want of memory; "hang": no progress;
-# "lost host": its computer does not answer; "not started": not in time; "ended early": left its peers.
-FaultKind = Literal["error", "killed", "memory", "hang", "lost host", "not started", "ended early"]
+# "lost host": its computer does not answer; "blocked": another rank cannot connect to it, though it listens; "not
+# started": not in time; "ended early": left its peers.
+FaultKind = Literal["error", "killed", "memory", "hang", "lost host", "blocked", "not started", "ended early"]
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
 
 def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveUp | Restart:
     code = history[-1].outcome.code
+    if fault.kind == "blocked" and not any(past.outcome.started for past in history):
+        return _around(history, limits, code)
     foreseen = _LASTING.get(fault.exit_code) if fault.explanation else None
     if same := foreseen or _COMMAND.get(fault.exit_code):
         return GiveUp(f"{same} would be the same after a restart", code)
@@ -159,6 +161,16 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     pause = min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless and not exclude else 0.0
     slack = min(4.0**hangs, MOST_SLACK)
     return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
+
+
+def _around(history: Sequence[Past], limits: Limits, code: int) -> GiveUp | Restart:
+    """What follows where ranks have never met because one cannot be connected to: without its computer, if allowed."""
+    last = history[-1]
+    seat = last.culprit
+    left = sum(other != seat for other in last.seats)
+    if last.apart and seat is not None and limits.min_ranks is not None and left >= limits.min_ranks:
+        return Restart(0.0, f"without {seat}", frozenset({seat}))
+    return GiveUp("what is in the way would be there after a restart", code)
 
 
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
@@ -249,7 +261,7 @@ def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
 
 def _patience(fault: Fault) -> int | None:
     """How often in a row the same fault may happen before it is believed to last; ``None``: for ever."""
-    if fault.kind == "lost host" or fault.exit_code == PeerLostError.exit_code:
+    if fault.kind in ("lost host", "blocked") or fault.exit_code == PeerLostError.exit_code:
         return None  # a computer, or the network, that may come back
     outside = fault.kind in ("hang", "memory", "not started") or fault.exit_code in _FROM_OUTSIDE
     unconnected = fault.kind == "error" and fault.exit_code == DistributedError.exit_code

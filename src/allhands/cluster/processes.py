@@ -7,6 +7,7 @@ for :mod:`allhands.cluster.supervisor`, which holds all the judgement.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -31,8 +32,8 @@ from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
-from allhands.errors import DistributedError
-from allhands.files import private_opener
+from allhands.errors import AllhandsError, DistributedError
+from allhands.files import private_opener, storage_error_of
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -50,7 +51,7 @@ _FOREIGN = (
         "MPI_LOCALNRANKS",
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
-    *("ALLHANDS_HOST_CORES", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
+    *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
 )
 _SHARED_MEMORY = "/dev/shm"
 _MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -85,6 +86,7 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
 
     Raises:
         DistributedError: there is no usable Open MPI, or the system refuses another process.
+        StorageError: a log cannot be written.
     """
     if spec.places:
         from allhands.cluster.remote import start_remote
@@ -94,7 +96,7 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
         kind = _MpirunsChildren if spec.backend == "mpi" else _OwnChildren
         return kind(spec, run_dir, reaper)
     except OSError as error:
-        raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
+        raise _unstarted(error) from error
 
 
 def start_share(spec: LaunchSpec, run_dir: Path, share: Share, reaper: Reaper) -> RankProcesses:
@@ -102,11 +104,21 @@ def start_share(spec: LaunchSpec, run_dir: Path, share: Share, reaper: Reaper) -
 
     Raises:
         DistributedError: the system refuses another process.
+        StorageError: a log cannot be written.
     """
     try:
         return _OwnChildren(spec, run_dir, reaper, share)
     except OSError as error:
-        raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
+        raise _unstarted(error) from error
+
+
+def _unstarted(error: OSError) -> AllhandsError:
+    """Why there are no processes: the system has none left, or it is a file that cannot be had."""
+    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return DistributedError(f"the processes could not be started: {error.strerror}", hint="start fewer with -n")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        return storage_error_of(error, "a file")
+    return DistributedError(f"the processes could not be started: {error}")
 
 
 def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tuple[list[socket.socket], list[int]]:
@@ -429,6 +441,7 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
         "ALLHANDS_RANK": str(rank),
         "ALLHANDS_LOCAL_RANK": str(rank - share.first),
         "ALLHANDS_LOCAL_SIZE": str(share.count),
+        "ALLHANDS_HOST": share.name,
     }
     if spec.num_processes > 1:
         env["MLX_RANK"] = str(rank)

@@ -91,12 +91,16 @@ class Beat:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time."""
+    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time.
+
+    ``listening``: other ranks can connect to it.
+    """
 
     ready: bool = False
     started: bool = False
     busy_time: float | None = None
     beat: Beat | None = None
+    listening: bool = False
 
 
 class RankProcesses(Protocol):

@@ -252,7 +252,8 @@ class RemoteRanks:
         if frame["kind"] == "marks":
             busy, beat = frame["busy_age"], frame["beat"]
             last = Beat(time=now - beat.pop("age"), **beat) if beat else None
-            self._marks[rank] = Marks(frame["ready"], frame["started"], None if busy is None else now - busy, last)
+            busy_time = None if busy is None else now - busy
+            self._marks[rank] = Marks(frame["ready"], frame["started"], busy_time, last, frame["listening"])
         elif frame["kind"] in ("exit", "report"):
             self._reports[rank] = frame["report"]
         if frame["kind"] == "exit":

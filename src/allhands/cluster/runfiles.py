@@ -36,8 +36,8 @@ class RunFiles:
 
     def marks(self, rank: int) -> Marks:
         """Return what the rank has said of itself so far; beat and work are timed by when they are seen here first."""
-        ready, started = (self._path(rank, name).exists() for name in ("ready", "started"))
-        return Marks(ready, started, self._busy_time(rank), self._beat(rank))
+        ready, started, listening = (self._path(rank, name).exists() for name in ("ready", "started", "listening"))
+        return Marks(ready, started, self._busy_time(rank), self._beat(rank), listening)
 
     def tell(self, word: str) -> None:
         """Tell all ranks ``word``."""

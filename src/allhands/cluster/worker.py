@@ -101,7 +101,8 @@ class WorkerContext:
     def mark_busy(self) -> None:
         """Tell the supervisor that this rank is at work on something that may take longer than a start should."""
         if self._run_dir:
-            (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+            with suppress(OSError):
+                (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
         """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
@@ -302,6 +303,8 @@ class WorkerContext:
             "where": known.where if known else None,
             "hint": known.hint if known else None,
             "text": str(known) if known else None,
+            "peer": getattr(error, "peer", None),
+            "problem": getattr(error, "problem", None),
             "exit_code": code,
             "time": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
@@ -429,9 +432,10 @@ def _meaning(number: int) -> int:
 
 def _trace_on_signal(log: Path) -> None:
     """Have the stacks written even while the main thread is in a call that never returns."""
-    # Not closed: the handler, which is no Python code, writes to its descriptor.
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+    with suppress(OSError):  # without a log there is no place for them
+        # Not closed: the handler, which is no Python code, writes to its descriptor.
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
 
 
 def _supervisor(environ: Mapping[str, str]) -> psutil.Process | None:

@@ -2,18 +2,22 @@
 
 The last rank calls the first, which then calls the second, and so on; who is not listening yet is called again after
 one second, then after two more, for half a minute in all. So the word goes round before: every rank tells the next
-one, at the address that MLX is going to call, that it and all before it are there. The last rank goes when it has
-heard. Only neighbours talk to each other, as in the ring itself: others may have no cable between them.
+one, at the address that MLX is going to call, that it and all before it are there; the last rank begins, with the
+first, and goes when it has heard. Only neighbours talk to each other, as in the ring itself: others may have no cable
+between them. So every way that MLX will take has been tried, and who cannot be called though it listens is known.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from allhands.errors import DistributedError
 
@@ -22,35 +26,104 @@ _HINT = "check that every host of the hostfile answers at its address and that t
 _HEAD_START_S = 0.02
 _PAUSES_S = (0.005, 0.1)  # between two calls: the first, and the longest of those that double
 _TALK_S = 2.0  # for a line of somebody who has called, whoever it is
-_CALL_S = 5.0
+_CALL_S = 5.0  # in which the first packet of a call is sent again and again
+_BRIEF_CALL_S = 2.0  # while nobody may be there
+_REFUSED_S = 2.0  # for a neighbour that is known to listen to be refused all the time
 _AGREED = b"agreed\n"
 
 
-def take_turns(hostfile: Path, rank: int, timeout_s: float) -> None:
+class BlockedError(DistributedError):
+    """Rank ``peer`` listens, and this one cannot connect to it: something between their computers is in the way."""
+
+    def __init__(self, peer: int, host: str, rank: int, problem: str) -> None:
+        message = f"rank {peer} listens at {host}, but connections from rank {rank} {problem}"
+        hint = "run `allhands cluster check` with the same --hostfile or --hosts: it finds what is in the way"
+        super().__init__(message, where=f"rank {rank}", hint=hint)
+        self.peer = peer
+        self.problem = f"{host} {problem}"
+
+
+class Watch(Protocol):
+    """Somebody who sees all ranks, as a supervisor does."""
+
+    def listening(self) -> None:
+        """Be told that this rank can be called."""
+        ...
+
+    def all_listen(self) -> bool:
+        """Whether all ranks can be called."""
+        ...
+
+
+class Unwatched:
+    """Nobody sees all ranks: who cannot be called may only be late."""
+
+    def listening(self) -> None:
+        """Nobody is told."""
+
+    def all_listen(self) -> bool:
+        """Not known."""
+        return False
+
+
+def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None = None) -> None:
     """Return when this rank may join the ring of ``hostfile``.
 
     At once if the file cannot be read or this rank's address cannot be had: then it is MLX that fails, and says why.
 
     Raises:
+        BlockedError: a neighbour that listens, as ``watch`` says, cannot be connected to.
         DistributedError: a neighbour was not there within ``timeout_s``.
     """
-    hosts = _hosts(hostfile)
+    hosts, proof = _hosts(hostfile), _Proof(watch or Unwatched())
     if not 0 <= rank < len(hosts):
         return
     word = b"allhands ring " + hashlib.sha256(json.dumps(hosts).encode()).hexdigest().encode()
     deadline = time.monotonic() + timeout_s
+    before, after, last = (rank - 1) % len(hosts), (rank + 1) % len(hosts), rank + 1 == len(hosts)
+
+    def call() -> None:
+        if problem := _tell(hosts[after], word + b" %d\n" % rank, deadline, proof):
+            blocked = BlockedError(after, hosts[after], rank, problem)
+            raise blocked if proof.given else _missing(after, hosts[after], timeout_s, problem)
+
     try:
         listener = _listen(hosts[rank])
     except (OSError, ValueError):
         return
     with listener:
-        heard = rank == 0 or _hear(listener, word + b" %d\n" % (rank - 1), deadline)
+        proof.watch.listening()
+        if last and rank > 0:
+            call()
+        heard = len(hosts) == 1 or _hear(listener, word + b" %d\n" % before, deadline)
     if not heard:
-        raise _missing(rank - 1, hosts[rank - 1], timeout_s, f"said nothing to rank {rank} at {hosts[rank]}")
-    if rank + 1 == len(hosts):
+        raise _missing(before, hosts[before], timeout_s, f"said nothing to rank {rank} at {hosts[rank]}")
+    if last:
         time.sleep(_HEAD_START_S)
-    elif problem := _tell(hosts[rank + 1], word + b" %d\n" % rank, deadline):
-        raise _missing(rank + 1, hosts[rank + 1], timeout_s, problem)
+    else:
+        call()
+
+
+@dataclass
+class _Proof:
+    """Whether a neighbour cannot be called though it listens: then it is not only late.
+
+    Attributes:
+        given: whether that is so.
+        since: since when it has been known here that all listen.
+    """
+
+    watch: Watch
+    given: bool = False
+    since: float | None = None
+
+    def look(self, began: float, error: OSError) -> None:
+        """Take in how a call that began then has failed."""
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now if self.watch.all_listen() else None
+        elif began >= self.since:
+            self.given = now - self.since >= (_CALL_S if isinstance(error, TimeoutError) else _REFUSED_S)
 
 
 def _hosts(hostfile: Path) -> list[str]:
@@ -83,25 +156,44 @@ def _hear(listener: socket.socket, word: bytes, deadline: float) -> bool:
     return False
 
 
-def _tell(host: str, word: bytes, deadline: float) -> str | None:
-    """Say ``word`` to who listens at ``host``; what is wrong with that, if it was not to be done in time."""
+def _tell(host: str, word: bytes, deadline: float, proof: _Proof) -> str | None:
+    """Say ``word`` to who listens at ``host``; what is wrong with that, if it is not to be done in time, or at all."""
     pause, problem = _PAUSES_S[0], "no time was left"
     while (left := deadline - time.monotonic()) > 0:
+        began = time.monotonic()
         try:
-            with socket.create_connection(_address(host), timeout=min(left, _CALL_S)) as call:
+            call = socket.create_connection(
+                _address(host), min(left, _BRIEF_CALL_S if proof.since is None else _CALL_S)
+            )
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            problem = _words(error)
+            proof.look(began, error)
+            if proof.given:
+                return problem
+        else:
+            with call, suppress(OSError):
                 # As long as it takes: who has agreed listens no more.
                 call.settimeout(left)
                 call.sendall(word)
                 if _line(call, len(_AGREED)) == _AGREED:
                     return None
-                problem = "somebody else listens there"
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            problem = str(error)
+            problem = "somebody else listens there"
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])
     return problem
+
+
+def _words(error: OSError) -> str:
+    """What becomes of connections that fail like this."""
+    if isinstance(error, TimeoutError):
+        return "get no answer (timed out): a firewall drops them, or that address leads elsewhere"
+    if error.errno == errno.ECONNREFUSED:
+        return f"are refused ({error.strerror})"
+    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN):
+        return f"do not get there ({error.strerror}): a firewall rejects them, or there is no way to that address"
+    return f"fail ({error.strerror or error})"
 
 
 def _listen(host: str) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -220,7 +221,7 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
         make_directory(directory, private=True)
         probe.touch()
     barrier(communicator)
-    blind = mesh.local_rank == 0 and not mesh.is_main and not probe.exists()
+    blind = mesh.local_rank == 0 and not mesh.is_main and not os.path.exists(probe)
     flags = numbers(communicator.all_gather(mx.array([float(blind)])))
     if mesh.is_main:
         probe.unlink(missing_ok=True)
