@@ -79,12 +79,21 @@ def test_all_is_well() -> None:
         ("good1", "good2", "ok"),
         ("good2", "good1", "ok"),
     }
-    assert [login.trouble for login in cluster.logins] == [None, None]
+    assert cluster.logins == ()  # nothing needs them
     for host in cluster.hosts:
         assert host.clock_offset_s == pytest.approx(0.0, abs=1.0)
         assert host.noise == ""
     # One computer under two names is seen, too.
     assert [f.hosts for f in findings if f.check == "same-computer"] == [("good2", "good1")]
+
+
+@pytest.mark.usefixtures("remote")
+def test_ssh_from_the_first_to_the_others_is_for_mpirun() -> None:
+    cluster, _ = asked("good1", "good2", "good3", backend="mpi")
+    assert [(one.source, one.target, one.trouble) for one in cluster.logins] == [
+        ("good1", "good2", None),
+        ("good1", "good3", None),
+    ]
 
 
 @pytest.mark.usefixtures("remote")

@@ -373,12 +373,15 @@ class Attempt:
         """Rank ``peer`` listens and the one that has ended cannot connect to it: mostly the former's firewall."""
         fault = self._fault("blocked", end.rank, end.code, "", since)
         content = self._ranks.error(end.rank) or {}
-        ends = [
-            f"rank {rank}" + (f" on {self._ranks.host(rank)}" if self._spec.places else "") for rank in (peer, end.rank)
-        ]
-        text = f"{ends[0]} listens, but connections from {ends[1]} to {content.get('problem')}"
-        message = str(DistributedError(text, hint=content.get("hint")))
-        return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=message, error=None)
+        names = [f"rank {rank}{self._place(rank)}" for rank in (peer, end.rank)]
+        text = f"{names[0]} listens, but connections from {names[1]} to {content.get('problem')}"
+        told = str(DistributedError(text, hint=content.get("hint")))
+        # Neither's log says more.
+        fault = replace(fault, log_path=None, log_tail=(), error=None)
+        return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told)
+
+    def _place(self, rank: int) -> str:
+        return f" on {self._ranks.host(rank)}" if self._spec.places else ""
 
     def _early_end(self, early: RankExit, since: float) -> Fault:
         what = f"had finished {since:.1f} s before the others, which were still at work"
@@ -416,7 +419,7 @@ class Attempt:
         content, beat = self._ranks.error(rank) or {}, self._ranks.marks(rank).beat
         error = f"{content['type']}: {content['message']}" if content else None
         host = self._ranks.host(rank)
-        place = f" on {host}" if self._spec.places and kind != "hang" else ""
+        place = self._place(rank) if kind != "hang" else ""
         when = f" at step {beat.step}, {beat.phase}" if beat else ""
         return Fault(
             kind,

@@ -323,8 +323,9 @@ class _Job:
             self._tell(_report("fault", replace(fault, log_path=log_path)))
         if restart.exclude:
             self.members.leave_out(restart.exclude)
+        why = "others cannot connect to it" if fault and fault.kind == "blocked" else "it has failed again and again"
         for seat in sorted(restart.exclude):
-            text = f"{seat} is left out from now on: it has failed again and again"
+            text = f"{seat} is left out from now on: {why}"
             self._tell(SupervisorEvent("left out", text, host=seat))
         if restart.pause_s >= 1:
             text = f"the next start is in {restart.pause_s:g} s"

@@ -162,9 +162,8 @@ def _tell(host: str, word: bytes, deadline: float, proof: _Proof) -> str | None:
     while (left := deadline - time.monotonic()) > 0:
         began = time.monotonic()
         try:
-            call = socket.create_connection(
-                _address(host), min(left, _BRIEF_CALL_S if proof.since is None else _CALL_S)
-            )
+            most = _BRIEF_CALL_S if proof.since is None else _CALL_S
+            call = socket.create_connection(_address(host), timeout=min(left, most))
         except ValueError as error:
             return str(error)
         except OSError as error:

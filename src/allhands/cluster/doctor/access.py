@@ -163,7 +163,7 @@ def check_shell(cluster: Cluster) -> list[Finding]:
 
 
 def check_ssh_between(cluster: Cluster) -> list[Finding]:
-    """Every computer can reach every other over ssh: for mpirun on one of them, and for copying along a chain."""
+    """The first computer reaches the others over ssh, if ``mpirun`` is to be started there: nothing else needs that."""
     # Where no connection passes at all that is told with the ports, and where large packets get lost, with those.
     cut = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome not in ("ok", "stalls")}
     stalled = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome == "stalls"}
@@ -181,7 +181,7 @@ def check_ssh_between(cluster: Cluster) -> list[Finding]:
 
 def _login_finding(cluster: Cluster, login: Login, trouble: Trouble) -> Finding:
     source, target = cluster.host(login.source), cluster.host(login.target)
-    # Nobody logs in to the computer at which the person sits, unless mpirun is started elsewhere.
+    # The person may mean to start mpirun here.
     severity: Severity = "note" if target.ssh is None else "warn"
     said = f": {trouble.reason}" if trouble.reason else ""
     words = _WORDS[trouble.kind].format(python="")
@@ -389,5 +389,5 @@ CHECKS = (
     Check("names", "names of their own", check_names),
     Check("directory", "working directory", check_directory),
     Check("variables", "environment", check_variables),
-    Check("ssh-between", "ssh between them", check_ssh_between, lambda cluster: bool(cluster.logins), _all_logins),
+    Check("ssh-between", "ssh for mpirun", check_ssh_between, lambda cluster: bool(cluster.logins), _all_logins),
 )

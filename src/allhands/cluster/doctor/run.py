@@ -261,7 +261,7 @@ def _listen(patient: Patient, secret: str) -> None:
 
 
 def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: CheckOptions) -> None:
-    """Connect to all others, and log in to them."""
+    """Connect to all others; and log in to them where ``mpirun`` would."""
     if not patient.well or patient.session is None:
         return
     others = [other for other in patients if other is not patient and other.well]
@@ -278,7 +278,8 @@ def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: 
             Reach(source=patient.host.name, target=name, own=answer.pop("source", None), **answer)
             for (name, *_), answer in zip(targets, answers, strict=True)
         ]
-        if patient.host.ssh is not None:
+        # Whoever starts mpirun there needs it. Everything else comes from this computer, which reaches all of them.
+        if options.backend == "mpi" and patient is patients[0] and patient.host.ssh is not None:
             _log_in(patient, others, options)
     except Untold as untold:
         patient.lose("connecting to the others", untold.reason)
