@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,7 +44,7 @@ class Hosts:
         """Where this process sees what that computer has at ``shown``."""
         return self.cluster.directory / f"files-{name}-0"
 
-    def mpirun(self, names: Sequence[str], arguments: Sequence[str], timeout: float) -> Done:
+    def mpirun(self, names: Sequence[str], arguments: Sequence[str], timeout: float, path: str | None = None) -> Done:
         """As a person calls it on the first computer, whose ssh knows the others."""
         hostfile = self.files("node0") / "hostfile"
         hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
@@ -62,7 +64,7 @@ class Hosts:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **root, **temporary},
+            env={**os.environ, **root, **temporary, **({"PATH": path} if path else {})},
             timeout=timeout,
             check=False,
         )
@@ -140,6 +142,29 @@ def test_the_demo_on_three_computers_computes_what_one_process_does(
     np.testing.assert_allclose(found.losses, expected.losses, rtol=2e-5)
     np.testing.assert_allclose(found.valid_losses, expected.valid_losses, rtol=2e-5)
     assert not (hosts.shown / "out" / "adapters.safetensors").exists(), "files are shared"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "several-processes.md"
+
+
+@_needs_mpi
+@pytest.mark.long
+def test_the_pages_lines_find_the_command_on_the_other_computer(hosts: Hosts) -> None:
+    """Its ssh sessions do not have the environment's directory in their PATH."""
+    lines = re.findall(r"^mpirun --hostfile hosts -np 2 (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == 2
+    own = Path(sys.executable).parent
+    assert str(own) not in hosts.cluster.run("node0", [*shlex.split(hosts.cluster.ssh_command), "node1", "env"]).stdout
+    for line in [*lines, lines[0].replace("-x PATH ", "")]:
+        words = shlex.split(line.replace('"$(command -v allhands)"', str(own / "allhands")).replace("--iters 20", ""))
+        values = [str(hosts.shown / {"--model": "tiny", "--data": "chats"}[flag]) for flag in ("--model", "--data")]
+        for flag, value in zip(("--model", "--data"), values, strict=True):
+            words[words.index(flag) + 1] = value
+        out = ["--adapter-path", str(hosts.shown / "lines"), "--iters", "2"]
+        path = f"{own}:{os.environ['PATH']}"
+        done = hosts.mpirun(["node0", "node1"], [*words, *out], timeout=100, path=path)
+        assert (done.returncode == 0) == (line in lines), done.stdout + done.stderr
+    assert "unable to find the specified executable file" in done.stderr
 
 
 # --- equal host names ---------------------------------------------------------------------------------------

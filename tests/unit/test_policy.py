@@ -133,6 +133,24 @@ def test_taken_ports_are_tried_three_times_more() -> None:
     assert judge([unknown] * 4, Limits()) == GiveUp("other programs have taken its ports 4 times in a row", 7)
 
 
+# --- in the way -----------------------------------------------------------------------------------------
+
+
+_CUT_OFF = replace(_ERROR, kind="blocked", exit_code=7, rank=2, error=None, step=None)
+
+
+def test_who_has_never_been_connected_to_is_not_started_again() -> None:
+    history = [Past(Outcome(_CUT_OFF), ("a", "b", "c"), apart=True)]
+    assert judge(history, _TEN) == GiveUp("what is in the way would be there after a restart", 7)
+    without = judge(history, Limits(10, min_ranks=2))
+    assert isinstance(without, Restart)
+    assert without.exclude == {"c"}
+    assert isinstance(judge(history, Limits(10, min_ranks=3)), GiveUp)
+    # Where the ranks have met before, the network may come back.
+    before = Past(Outcome(_KILLED, started=True, step=5), ("a", "b", "c"), apart=True)
+    assert isinstance(judge([before, *history], _TEN), Restart)
+
+
 # --- the same again -------------------------------------------------------------------------------------
 
 
