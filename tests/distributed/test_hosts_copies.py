@@ -147,3 +147,25 @@ def test_copies_that_are_kept_are_not_told_of(hosts: Hosts, trial: Trial, tmp_pa
     assert job.finish() == 0, (job.out, job.err)
     assert "copy" not in job.out + job.err
     assert warnings(of_rank_0(hosts, trial)) == []
+
+
+def test_what_a_computer_without_power_left_is_removed_at_the_next_start(
+    hosts: Hosts, trial: Trial, tmp_path: Path
+) -> None:
+    trial.plan({"rank": 1, "step": 8, "kind": "slow", "seconds": 30})
+    job = start(hosts, trial, tmp_path, "--max-restarts", "0")
+    trial.wait_for_fired()
+    temporary = hosts.cluster.nodes["node1"].temporary
+    hosts.power_off("node1", keeps_files=True)
+    assert job.finish() == 7, (job.out, job.err)
+    assert files_left(temporary) != []
+    half = hosts.out("node1", trial) / "checkpoints" / ".step-0000099.partial-0123456789"
+    half.mkdir()
+    (half / "adapters.safetensors").write_bytes(b"half")
+    hosts.cluster.heal("node1")
+    trial.schedule.unlink()
+    again = start(hosts, trial, tmp_path, "--resume")
+    assert again.finish() == 0, (again.out, again.err)
+    assert "from step 5" in again.out
+    assert files_left(temporary) == []
+    assert not half.exists()

@@ -43,20 +43,21 @@ class Hosts:
         """Run a shell's command on that computer, as root."""
         return self.cluster.run(name, ["sh", "-ec", command]).stdout
 
-    def power_off(self, name: str) -> None:
-        """Nothing runs there any more, and nobody is told."""
+    def power_off(self, name: str, *, keeps_files: bool = False) -> None:
+        """Nothing runs there any more, and nobody is told; ``keeps_files``: temporary ones are not in memory there."""
         self.cluster.cut(name)
         sshd = self.cluster.nodes[name].sshd
         assert sshd is not None
         killed = [*self.cluster.processes(name), *psutil.Process(sshd.pid).children(recursive=True)]
         assert any("allhands.cluster.agent" in process.cmdline() for process in self.cluster.processes(name))
-        for process in killed:
+        # First who would clear up after the others.
+        for process in sorted(killed, key=lambda one: not any("reaper.py" in word for word in _words(one))):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         until(lambda: not self.cluster.processes(name), 5.0, f"{name} is still at work")
         # A computer that starts again finds these empty.
         temporary = self.cluster.nodes[name].temporary
-        for file in files_left(temporary):
+        for file in [] if keeps_files else files_left(temporary):
             shutil.rmtree(temporary / file)
 
     def ports(self, name: str) -> list[int]:
@@ -64,3 +65,9 @@ class Hosts:
         lines = self.cluster.run(name, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
         listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
         return [port for word in listening if (port := int(word.rpartition(":")[2], 16)) != 22]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []

@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from allhands.cluster.reaper import Reaper
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted, StorageError
 from allhands.files import make_directory, private_opener, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
+from allhands.staging import Scratch
 from allhands.versions import versions_of
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
@@ -51,7 +51,8 @@ class Agent:
         self._reaper = reaper
         self._first: int = hello["first"]
         self._count: int = hello["count"]
-        self._run_dir = Path(tempfile.mkdtemp(prefix="allhands-"))  # mode 0700
+        self._scratch = Scratch()
+        self._run_dir = self._scratch.path
         reaper.directory(self._run_dir)
         self._ports: list[socket.socket] = []
         self._ranks: RankProcesses | None = None
@@ -173,7 +174,7 @@ class Agent:
         self._release_ports()
         for thread in self._outputs:
             thread.join(_FLUSH_S)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._scratch.close()
         if not self._hello.get("keep_logs", True):
             self._remove_logs()
 

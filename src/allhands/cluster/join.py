@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.cluster.outcome import ALL_LISTEN
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DistributedError
+from allhands.staging import Scratch
 
 if TYPE_CHECKING:
     from allhands.cluster.worker import WorkerContext
@@ -139,8 +139,8 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
     if launch.backend == "mpi":
         prepare_mpi_environment(os.environ)
     with (
-        tempfile.TemporaryDirectory(prefix="allhands-") as scratch,
-        rendezvous(launch, Path(scratch), patience_for(launch, timeout_s)) as variables,
+        Scratch() as scratch,
+        rendezvous(launch, scratch, patience_for(launch, timeout_s)) as variables,
         connect_deadline(launch, timeout_s),
     ):
         os.environ.update(variables)

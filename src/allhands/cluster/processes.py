@@ -10,12 +10,10 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +32,7 @@ from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.errors import AllhandsError, DistributedError
 from allhands.files import private_opener, storage_error_of
+from allhands.staging import Scratch
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -307,7 +306,7 @@ class _MpirunsChildren(_Local):
         self._memory = _shared_memory(reaper)
         env = _shared_environment(spec, run_dir) | mpi_variables(installation, run_dir)
         if self._memory is not None:
-            env[_MEMORY_VARIABLE] = str(self._memory)
+            env[_MEMORY_VARIABLE] = str(self._memory.path)
         ranks = mpirun_command(installation, spec.num_processes, _guarded("mpi-rank", spec.command))
         self._output = _offer_output(run_dir / "output.socket")
         self._show_all(range(spec.num_processes), to_screen)
@@ -371,19 +370,19 @@ class _MpirunsChildren(_Local):
         self._mpirun.wait()
         self._end_sessions([self._mpirun.pid])
         if self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
+            self._memory.close()
         with contextlib.suppress(OSError):
             self._output.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._output.close()
 
 
-def _shared_memory(reaper: Reaper) -> Path | None:
+def _shared_memory(reaper: Reaper) -> Scratch | None:
     """A directory for the memory that Open MPI's ranks share: one that is killed leaves its part there for ever."""
     if _MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
         return None  # a person's choice; no such place on macOS
-    directory = Path(tempfile.mkdtemp(prefix="allhands-", dir=_SHARED_MEMORY))
-    reaper.directory(directory)
-    return directory
+    scratch = Scratch(_SHARED_MEMORY)
+    reaper.directory(scratch.path)
+    return scratch
 
 
 def _guarded(mode: str, command: Sequence[str]) -> list[str]:

@@ -31,6 +31,7 @@ from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
 from allhands.files import make_directory
 from allhands.monitor import Identity, ProcessSampler, monitor_file
+from allhands.staging import Scratch
 
 __all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
 
@@ -114,10 +115,10 @@ def supervise(
     root = _temporary_root()
     with (
         _caught_signals() as signals,
-        tempfile.TemporaryDirectory(prefix="allhands-", dir=root, ignore_cleanup_errors=True) as private,
+        Scratch(root) as private,
         Reaper() as reaper,
     ):
-        reaper.directory(Path(private))
+        reaper.directory(private)
         return _Job(
             spec=spec,
             events=events,
@@ -127,7 +128,7 @@ def supervise(
             seams=seams or Seams(),
             signals=signals,
             reaper=reaper,
-            private=Path(private),
+            private=private,
         ).run()
 
 

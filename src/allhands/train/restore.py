@@ -27,6 +27,7 @@ from allhands.checkpoints import (
     survey,
 )
 from allhands.checkpoints.layout import run_of
+from allhands.checkpoints.writing import sweep
 from allhands.config import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.distributed.backend import Communicator
@@ -222,6 +223,12 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
         probe.touch()
     barrier(communicator)
     blind = mesh.local_rank == 0 and not mesh.is_main and not os.path.exists(probe)
+    if blind:
+        # What a computer that lost its power was writing; where nothing will be written nobody else looks.
+        with suppress(OSError):
+            sweep(directory / CHECKPOINTS)
+        with suppress(OSError):
+            sweep(directory)
     flags = numbers(communicator.all_gather(mx.array([float(blind)])))
     if mesh.is_main:
         probe.unlink(missing_ok=True)
