@@ -104,7 +104,8 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
             goes_on = event.step > 0 or event.attempt > 1
             history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
             history.starts = [*(history.starts if goes_on else []), event]
-            history.warned = history.warned if goes_on else []
+            # What is still wrong will be told again.
+            history.warned = [one for one in history.warned if not one.about] if goes_on else []
             history.name, history.started, history.ended = event.name or name, event, None
         elif isinstance(event, RunEnded):
             history.ended = replace(event, total_time_s=event.total_time_s + before_s)

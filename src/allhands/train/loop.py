@@ -147,15 +147,18 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
 def _regroup(parts: LoopParts, state: LoopState) -> None:
     """End here if the checkpoint is written; if it could not be, the training goes on to the next.
 
+    So it does if a copy of it could not, once: one that cannot be kept for long keeps nobody from regrouping.
+
     Raises:
         Regroup: it is.
     """
-    failed = False
+    failed, before = False, parts.copies.trouble
     try:
         _tell_saved(parts, state, wait=True)
     except StorageError as error:
         failed = True
         parts.sink.emit(Warned(state.iteration, _not_saved(error)))
+    failed = failed or bool(parts.copies.trouble and not before)
     if not _any_rank(parts, state, failed):
         raise Regroup(f"stopped after batch {state.iteration} to go on with other ranks")
 
