@@ -76,7 +76,7 @@ def test_a_blocked_port_is_told_at_once_and_once(hosts: Hosts, trial: Trial, tmp
     assert failed["host"] == target
     assert f"on {target} listens" in job.err
     assert f"connections from rank {source[-1]} on {source} to {address(hosts, target)}:" in job.err
-    assert "allhands cluster check" in job.err
+    assert f"allhands cluster check --hostfile {hostfile} " in job.err
     assert ("timed out" in job.err) == ("dropped" in rule or rule == "the way back")
     assert "port was taken" not in job.err
 

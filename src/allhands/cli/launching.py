@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -268,6 +269,7 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         tag_output=job.tagged,
         log_dir_there=_log_dir_there(job),
         keep_logs=job.keep_logs,
+        examine=job.hostfile and shlex.join(["allhands", "cluster", "check", "--hostfile", job.hostfile]),
     )
 
 

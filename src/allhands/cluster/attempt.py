@@ -375,7 +375,8 @@ class Attempt:
         content = self._ranks.error(end.rank) or {}
         names = [f"rank {rank}{self._place(rank)}" for rank in (peer, end.rank)]
         text = f"{names[0]} listens, but connections from {names[1]} to {content.get('problem')}"
-        told = str(DistributedError(text, hint=content.get("hint")))
+        hint = f"{self._spec.examine}   # finds what is in the way" if self._spec.examine else content.get("hint")
+        told = str(DistributedError(text, hint=hint))
         # Neither's log says more.
         fault = replace(fault, log_path=None, log_tail=(), error=None)
         return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told)
