@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ def copies_of(directory: Path, surroundings: Surroundings, ready: Prepared) -> C
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
-        computer=surroundings.computer,
+        computer=surroundings.computer or socket.gethostname(),
         newest=lambda: quick_step(directory, ready.run_id) or 0,
     )
 

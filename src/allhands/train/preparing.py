@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -95,7 +94,7 @@ class Surroundings:
         cores_per_rank: processor cores of each local process, if limited.
         log_file: where this rank's own lines go besides the console.
         short_lines: whether something will stand before each line, which should fit on a screen nevertheless.
-        computer: this one's name, for people.
+        computer: the name of this computer, as the launcher has it; empty: not known.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -113,7 +112,7 @@ class Surroundings:
     cores_per_rank: int | None = None
     log_file: Path | None = None
     short_lines: bool = False
-    computer: str = field(default_factory=socket.gethostname)
+    computer: str = ""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from allhands.train.state import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.trees import numbers
 
 AUTO = "auto"
+_SEEN = ".seen-"
 
 
 @dataclass(frozen=True)
@@ -216,10 +217,12 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
     """
     if copies < 2 or mesh.local_size == mesh.size:
         return mesh.is_main
-    mark: str = hand_out_json(communicator, f".seen-{secrets.token_hex(8)}")
+    mark: str = hand_out_json(communicator, f"{_SEEN}{secrets.token_hex(8)}")
     probe = directory / mark
     if mesh.is_main:
         make_directory(directory, private=True)
+        for old in directory.glob(f"{_SEEN}*"):  # of a start that was killed here
+            old.unlink(missing_ok=True)
         probe.touch()
     barrier(communicator)
     blind = mesh.local_rank == 0 and not mesh.is_main and not os.path.exists(probe)
