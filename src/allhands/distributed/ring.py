@@ -172,16 +172,25 @@ def _tell(host: str, word: bytes, deadline: float, proof: _Proof) -> str | None:
             if proof.given:
                 return problem
         else:
-            with call, suppress(OSError):
-                # As long as it takes: who has agreed listens no more.
-                call.settimeout(left)
-                call.sendall(word)
-                if _line(call, len(_AGREED)) == _AGREED:
-                    return None
-            problem = "somebody else listens there"
+            problem = _say(call, word, left)
+            if problem is None:
+                return None
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])
     return problem
+
+
+def _say(call: socket.socket, word: bytes, left_s: float) -> str | None:
+    """Say ``word``; what is wrong, if that is not agreed to."""
+    try:
+        with call:
+            # As long as it takes: who has agreed listens no more.
+            call.settimeout(left_s)
+            call.sendall(word)
+            agreed = _line(call, len(_AGREED)) == _AGREED
+    except OSError as error:
+        return str(error)
+    return None if agreed else "somebody else listens there"
 
 
 def _words(error: OSError) -> str:
