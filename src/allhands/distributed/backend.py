@@ -18,6 +18,7 @@ from allhands.distributed.ring import Watch, take_turns
 from allhands.errors import ConfigError, DistributedError
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
+_LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
 
 # Operations that each of MLX 0.32's back-ends really has (the others throw when called).
 CAPABILITIES: dict[str, frozenset[str]] = {
@@ -126,7 +127,7 @@ def connect(
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
-        take_turns(Path(hostfile), rank, min(timeout_s, _NEIGHBOURS_S), watch)
+        take_turns(Path(hostfile), rank, min(timeout_s + _LATER_S, _NEIGHBOURS_S), watch)
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.

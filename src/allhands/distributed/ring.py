@@ -13,7 +13,9 @@ import errno
 import hashlib
 import json
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ _TALK_S = 2.0  # for a line of somebody who has called, whoever it is
 _CALL_S = 5.0  # in which the first packet of a call is sent again and again
 _BRIEF_CALL_S = 2.0  # while nobody may be there
 _REFUSED_S = 2.0  # for a neighbour that is known to listen to be refused all the time
+_TICK_S = 0.2
 _AGREED = b"agreed\n"
 
 
@@ -91,17 +94,37 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
         listener = _listen(hosts[rank])
     except (OSError, ValueError):
         return
+    # The last one calls while it listens: whoever else comes there is seen off meanwhile.
+    beside = _Beside(call if last and rank > 0 else lambda: None)
     with listener:
         proof.watch.listening()
-        if last and rank > 0:
-            call()
-        heard = len(hosts) == 1 or _hear(listener, word + b" %d\n" % before, deadline)
+        heard = len(hosts) == 1 or _hear(listener, word + b" %d\n" % before, deadline, beside)
+    if not heard:
+        beside.join(_TICK_S)
+    if beside.error is not None:
+        raise beside.error
     if not heard:
         raise _missing(before, hosts[before], timeout_s, f"said nothing to rank {rank} at {hosts[rank]}")
     if last:
         time.sleep(_HEAD_START_S)
     else:
         call()
+
+
+class _Beside(threading.Thread):
+    """Something that is done by another thread from now on, and the error with which it ended, if it did."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="call-first-rank", daemon=True)
+        self.error: DistributedError | None = None
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except DistributedError as error:
+            self.error = error
 
 
 @dataclass
@@ -138,10 +161,10 @@ def _missing(rank: int, host: str, timeout_s: float, problem: str) -> Distribute
     return DistributedError(f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=_HINT)
 
 
-def _hear(listener: socket.socket, word: bytes, deadline: float) -> bool:
-    """Whether ``word`` came in time."""
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
+def _hear(listener: socket.socket, word: bytes, deadline: float, beside: _Beside) -> bool:
+    """Whether ``word`` came in time, and before what is done ``beside`` has failed."""
+    while (left := deadline - time.monotonic()) > 0 and beside.error is None:
+        listener.settimeout(min(left, _TICK_S))
         # Whoever talks nonsense or nothing at all is left standing.
         with suppress(OSError):
             caller, _ = listener.accept()
