@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from allhands.callers import CALLER, LISTENER, Call, Caller, Conversation, key_for
 from allhands.cluster import meeting
 from allhands.cluster.environment import recognise, rendezvous
 from allhands.cluster.meeting import Patience, meet
@@ -101,6 +102,16 @@ def _connect(port: int) -> socket.socket:
     raise AssertionError("rank 0 does not listen")
 
 
+def _everything(connection: socket.socket) -> bytes:
+    """What the other side says until it hangs up."""
+    connection.settimeout(5.0)
+    said = b""
+    with suppress(ConnectionResetError):
+        while heard := connection.recv(4096):
+            said += heard
+    return said
+
+
 def test_eight_ranks_get_the_same_list() -> None:
     ranks, point = Ranks(), _point()
     for rank in (3, 1, 7, 0, 2, 6, 5, 4):
@@ -130,13 +141,12 @@ def test_strangers_are_dropped_and_stop_nothing() -> None:
         garbage.sendall(os.urandom(20000))
         forged.sendall(b'{"body": "{\\"rank\\": 1}", "mac": "00"}\n{"body": 1}\n')
         ranks.start(MeetingPoint(point.host, point.ports, "another job"), 1, 3, SHORT, name="other job")
-        assert web.recv(100) == b""  # nothing is told, not even that this is a meeting
-        assert forged.recv(100) == b""
+        for one in (web, forged):  # a random number is told, and not even that this is a meeting
+            assert len(_everything(one)) == 65
         for rank in (1, 2):
             ranks.start(point, rank, 3)
         ranks.end()
-        silent.settimeout(5.0)
-        assert silent.recv(100) == b""
+        assert len(_everything(silent)) == 65
     assert set(ranks.got) == {"0", "1", "2"}
     assert len(set(ranks.got.values())) == 1
     told = ranks.errors["other job"].message  # it has not got in, during the meeting or after it
@@ -251,24 +261,63 @@ def test_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, point = Ranks(), _point()
     ranks.start(point, 0, 2)
     _connect(point.ports[0]).close()  # rank 0 has taken its version
+    old = meeting._VERSION
     monkeypatch.setattr(meeting, "_VERSION", 99)
-    old = meeting._Hello(1, 1, 2, "", 5001, "n")
-    key = meeting.hashlib.sha256(b"allhands meeting\njob 1\n").digest()
+    hello = meeting._Hello(old, 1, 2, "", 5001, "n")
     with pytest.raises(DistributedError, match="another version of allhands"):
-        meeting._Guest(point, old, key, meeting._Waiting(QUICK)).run()
-    assert "its meeting is of version 1, rank 0's of 99" in ranks.end().errors["0"].message
+        meeting._Guest(point, hello, _key(), meeting._Waiting(QUICK)).run()
+    assert f"its meeting is of version {old}, rank 0's of 99" in ranks.end().errors["0"].message
+
+
+def _key(secret: str = "") -> bytes:
+    return key_for("meeting of job 1", {"ALLHANDS_MEETING_KEY": secret})
+
+
+def _say_hello(call: Call, key: bytes, **changes: object) -> Conversation:
+    """What rank 1 of 3 says, or what it should not."""
+    until = time.monotonic() + 5.0
+    conversation = call.begin(key, until)
+    hello = {"version": 2, "rank": 1, "size": 3, "address": "127.0.0.1", "port": 5001, "nonce": "its nonce"} | changes
+    call.say(conversation.sealed(CALLER, json.dumps(hello).encode()), until)
+    return conversation
 
 
 def test_a_rank_that_lost_its_connection_may_come_again() -> None:
     ranks, point = Ranks(), _point()
     ranks.start(point, 0, 3)
-    key = meeting.hashlib.sha256(b"allhands meeting\njob 1\n").digest()
-    hello = meeting._Hello(1, 1, 3, "127.0.0.1", 5001, "its nonce")
-    with _connect(point.ports[0]) as first:
-        first.sendall(meeting._sealed(key, vars(hello)))
-        assert json.loads(first.makefile("rb").readline())
+    _connect(point.ports[0]).close()
+    with Call(("127.0.0.1", point.ports[0]), 5.0) as call:
+        conversation = _say_hello(call, _key())
+        words = conversation.opened(LISTENER, call.line(4096, time.monotonic() + 5.0))
+        assert words is not None
+        assert json.loads(words) == {"kind": "welcome"}
     ranks.start(point, 1, 3)
     ranks.start(point, 2, 3)
+    assert ranks.end().errors == {}
+    assert len(ranks.got) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"rank": value} for value in (True, -1, 3, 1.0, "1", None, float("nan"), 10**30, [1], {})),
+        *({"size": value} for value in (0, True, "3", 1 << 40)),
+        *({"port": value} for value in (0, 65536, -1, True, "5001", float("inf"))),
+        *({"address": value} for value in ("", "node1", "::1", "1.2.3", "127.0.0.1:5", 7, None, "\ud800")),
+        *({"version": value} for value in (True, "2", None, 2.0, -1)),
+        *({"nonce": value} for value in (None, 1, [])),
+    ],
+)
+def test_a_hello_of_other_types_is_a_strangers(changes: dict[str, object]) -> None:
+    """Even where its HMAC is right: without a key it is of what everybody may know."""
+    ranks, point = Ranks(), _point()
+    ranks.start(point, 0, 3)
+    _connect(point.ports[0]).close()
+    with Call(("127.0.0.1", point.ports[0]), 5.0) as call:
+        _say_hello(call, _key(), **changes)
+        assert call.line(100, time.monotonic() + 5.0) == b""
+    for rank in (1, 2):
+        ranks.start(point, rank, 3)
     assert ranks.end().errors == {}
     assert len(ranks.got) == 3
 
@@ -310,15 +359,12 @@ def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loopback_addresses_are_not_told_to_other_computers() -> None:
     """Ranks beside rank 0 are where rank 0 is, as the others see it."""
-    call = meeting._RollCall(_point(), meeting._Hello(1, 0, 4, "", 5000, "n"), b"", meeting._Waiting(QUICK))
-
-    class Seen(meeting._Visitor):
-        here = "10.0.0.1"
-
+    call = meeting._RollCall(_point(), meeting._Hello(2, 0, 4, "", 5000, "n"), b"", meeting._Waiting(QUICK))
     for rank, address in ((1, "127.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.2")):
-        seen = Seen(socket.socket(), hello=meeting._Hello(1, rank, 4, address, 5000 + rank, "n"))
-        seen.connection.close()
-        call._present[rank] = seen
+        with socket.socket() as connection:
+            caller = Caller(connection, address, "10.0.0.1", 0.0)
+        hello = meeting._Hello(2, rank, 4, address, 5000 + rank, "n")
+        call._present[rank] = meeting._Visitor(caller, hello, caller.conversation(b""))
     assert call._peers() == ("10.0.0.1:5000", "10.0.0.1:5001", "10.0.0.2:5002", "10.0.0.2:5003")
 
 
