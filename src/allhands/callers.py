@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, cast
 
-SECRETS = ("ALLHANDS_MEETING_KEY", "ALLHANDS_RING_KEY")  # of the person, for all of a job; of one start, made for it
+MEETING_KEY = "ALLHANDS_MEETING_KEY"  # a secret of the person's, for all ranks of a job
+RING_KEY = "ALLHANDS_RING_KEY"  # a secret of one start, which its supervisor has made for its ranks
 LISTENER, CALLER = b"listener", b"caller"  # the roles
 _NUMBER_BYTES = 32
 _NUMBER = re.compile(rb"[0-9a-f]{64}")
@@ -40,7 +41,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
     """The key for one purpose, of the secrets that the environment holds; they may be none."""
-    parts = [purpose, *(environ.get(name, "") for name in SECRETS)]
+    parts = [purpose, *(environ.get(name, "") for name in (MEETING_KEY, RING_KEY))]
     return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in map(_bytes, parts))).digest()
 
 
@@ -274,7 +275,7 @@ class Callers:
 
 def _taken(said: bytearray) -> bytes | None:
     """Take the number from the front of what was said, if it is there and whole."""
-    number, end = bytes(said[: _NUMBER_LINE - 1]), said[_NUMBER_LINE - 1 : _NUMBER_LINE]
+    number, end = bytes(said[: _NUMBER_LINE - 1]), bytes(said[_NUMBER_LINE - 1 : _NUMBER_LINE])
     if end != b"\n" or not _NUMBER.fullmatch(number):
         return None
     del said[:_NUMBER_LINE]

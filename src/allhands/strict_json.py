@@ -19,12 +19,13 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*+"?|[\[\]{}]', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_object(content: bytes, most_depth: int = _MOST_DEPTH) -> dict[str, Any] | None:
+def read_object(content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = False) -> dict[str, Any] | None:
     """The object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound one.
 
     Args:
         content: of a bounded length: that is for who reads it to see to.
         most_depth: of lists and objects in each other.
+        halves: whether strings may hold halves of letters, by which Python writes the bytes of odd file names.
     """
     try:
         text = content.decode("utf-8")
@@ -33,7 +34,7 @@ def read_object(content: bytes, most_depth: int = _MOST_DEPTH) -> dict[str, Any]
         found = json.loads(
             text, parse_constant=_refuse, parse_int=_integer, parse_float=_number, object_pairs_hook=_without_repeats
         )
-        if _HALF.search(text):
+        if not halves and _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError):
         return None
