@@ -1,8 +1,8 @@
 """Ports that anybody may call: many callers at once, each with a deadline, believed once it has proved a key.
 
-Both ends of a connection send a random number first. Everything else is a line with an HMAC over both numbers, the
-role of who says it, and the words. So what was recorded is worthless at any other time, in the other direction, and
-to any other end; a stranger learns a random number and nothing else. Nothing is parsed whose HMAC is wrong.
+Who calls sends a random number, and gets one. Everything else is a line with an HMAC over both numbers, the role of
+who says it, and the words. So what was recorded is worthless at any other time, in the other direction, and to any
+other end; a stranger learns a random number at most. Nothing is parsed whose HMAC is wrong.
 
 The key proves who has spoken. It hides nothing: the words are in clear.
 """
@@ -28,6 +28,7 @@ RING_KEY = "ALLHANDS_RING_KEY"  # a secret of one start, which its supervisor ha
 LISTENER, CALLER = b"listener", b"caller"  # the roles
 _NUMBER_BYTES = 32
 _NUMBER = re.compile(rb"[0-9a-f]{64}")
+_LETTERS = b"0123456789abcdef"
 _NUMBER_LINE = 2 * _NUMBER_BYTES + 1
 _MAC = 64  # letters
 _TALK_S = 10.0
@@ -217,7 +218,6 @@ class Callers:
             until = time.monotonic() + self._talk_s
             try:
                 caller = Caller(connection, str(address[0]), str(connection.getsockname()[0]), until)
-                connection.send(caller.ours + b"\n")  # there is room for it in a connection that is new
             except OSError:
                 connection.close()
                 continue
@@ -236,13 +236,9 @@ class Callers:
         if caller.proved or not heard or len(caller.said) > self._most_bytes:
             self.drop(caller)
             return (None,) if caller.proved else None
-        if not caller.theirs and (number := _taken(caller.said)) is not None:
-            caller.theirs = number
-        first = caller.said[: _NUMBER_LINE - 1]
-        if not caller.theirs and (len(caller.said) >= _NUMBER_LINE or not _could_be_number(first)):
-            self.drop(caller)
+        if not caller.theirs and not self._answer_number(caller):
             return None
-        if not caller.theirs or b"\n" not in caller.said:
+        if b"\n" not in caller.said:
             return None
         line, _, more = bytes(caller.said).partition(b"\n")
         if more:
@@ -250,6 +246,23 @@ class Callers:
             return None
         caller.said.clear()
         return (line,)
+
+    def _answer_number(self, caller: Caller) -> bool:
+        """Give ours for the caller's, once it is whole; whether that has been done."""
+        number, end = bytes(caller.said[: _NUMBER_LINE - 1]), bytes(caller.said[_NUMBER_LINE - 1 : _NUMBER_LINE])
+        if number.strip(_LETTERS) or end not in (b"", b"\n"):
+            self.drop(caller)
+            return False
+        if not end:
+            return False
+        del caller.said[:_NUMBER_LINE]
+        caller.theirs = number
+        try:
+            caller.connection.send(caller.ours + b"\n")  # nothing has been sent before: there is room
+        except OSError:
+            self.drop(caller)
+            return False
+        return True
 
     def _turn_out(self) -> None:
         """Drop who is late, and of too many those without a number first, of the address that has most of them."""
@@ -271,19 +284,6 @@ class Callers:
         for caller in [one for one in unproved if not one.theirs] or unproved:
             self.drop(caller)
         time.sleep(_FULL_S)
-
-
-def _taken(said: bytearray) -> bytes | None:
-    """Take the number from the front of what was said, if it is there and whole."""
-    number, end = bytes(said[: _NUMBER_LINE - 1]), bytes(said[_NUMBER_LINE - 1 : _NUMBER_LINE])
-    if end != b"\n" or not _NUMBER.fullmatch(number):
-        return None
-    del said[:_NUMBER_LINE]
-    return number
-
-
-def _could_be_number(start: bytes | bytearray) -> bool:
-    return all(letter in b"0123456789abcdef" for letter in start)
 
 
 # --- who calls ---------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class Call:
         self._connection.close()
 
     def begin(self, key: bytes, deadline: float) -> Conversation:
-        """Exchange numbers; both ends send theirs at once, so a server of something else is known by its answer.
+        """Exchange numbers.
 
         Raises:
             Unproved: it sends no number.

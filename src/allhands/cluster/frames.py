@@ -14,12 +14,22 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
-from allhands.strict_json import is_integer, read_object
+from allhands.strict_json import (
+    Check,
+    integer,
+    is_flag,
+    is_number,
+    is_text,
+    list_of,
+    mapping_of,
+    maybe,
+    object_of,
+    read_object,
+)
 
 Frame = dict[str, Any]
-Check = Callable[[Any], bool]
 GARBLED = "garbled"  # received in place of a frame that has the secret, but not what it must hold
 
 _LONGEST = 8 << 20  # bytes of a frame; what is longer is noise
@@ -28,44 +38,6 @@ _LEAST_SECRET = 32
 
 
 # --- what frames hold --------------------------------------------------------------------------------
-
-
-def _integer(least: int, most: int) -> Check:
-    return lambda value: is_integer(value, least, most)
-
-
-def _maybe(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-def _list(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, cast("list[Any]", value)))
-
-
-def _mapping(check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(check, cast("dict[str, Any]", value).values()))
-
-
-def _object(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    def check(value: Any) -> bool:
-        if not isinstance(value, dict):
-            return False
-        known = {name: one for name, one in (optional or {}).items() if name in value}
-        return all(name in value and one(value[name]) for name, one in {**needed, **known}.items())
-
-    return check
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, float) or is_integer(value, -(1 << 53), 1 << 53)
 
 
 def _bytes(value: Any) -> bool:
@@ -78,85 +50,86 @@ def _word(value: Any) -> bool:
     return isinstance(value, str) and value.isascii() and value.replace("-", "").isalnum()
 
 
-_RANK = _COUNT = _integer(0, 1 << 32)
-_CODE = _integer(-(1 << 31), 1 << 31)
-_PORT = _integer(1, 65535)
-_ANY_TEXT = _maybe(_text)
+_RANK = _COUNT = integer(0, 1 << 32)
+_CODE = integer(-(1 << 31), 1 << 31)
+_PORT = integer(1, 65535)
+_ANY_TEXT = maybe(is_text)
 # What a rank writes about itself.
-ERROR = _object({"type": _text, "message": _text}, {"where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT})
-_REPORT = _object(
-    {"error": _maybe(ERROR), "log_path": _text, "log_tail": _list(_text), "out_of_memory": _flag}, {"stopped": _flag}
+ERROR = object_of({"type": is_text, "message": is_text}, {"where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT})
+_REPORT = object_of(
+    {"error": maybe(ERROR), "log_path": is_text, "log_tail": list_of(is_text), "out_of_memory": is_flag},
+    {"stopped": is_flag},
 )
-BEAT = _object({"step": _COUNT, "phase": _text, "count": _COUNT}, {"waited_s": _number})
-_AGED_BEAT = _object({"step": _COUNT, "phase": _text, "count": _COUNT, "age": _number}, {"waited_s": _number})
-_HELLO = _object(
+BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT}, {"waited_s": is_number})
+_AGED_BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT, "age": is_number}, {"waited_s": is_number})
+_HELLO = object_of(
     {
-        "name": _text,
-        "python": _text,
-        "cwd": _text,
-        "cwd_required": _flag,
+        "name": is_text,
+        "python": is_text,
+        "cwd": is_text,
+        "cwd_required": is_flag,
         "below_home": _ANY_TEXT,
-        "forwarded": _mapping(_text),
-        "descriptors": _list(_COUNT),
+        "forwarded": mapping_of(is_text),
+        "descriptors": list_of(_COUNT),
         "adapter_path": _ANY_TEXT,
         "run_id": _ANY_TEXT,
         "first": _COUNT,
         "count": _COUNT,
-        "backend": _text,
-        "address": _text,
+        "backend": is_text,
+        "address": is_text,
     },
     {
         "resume": _ANY_TEXT,
-        "command": lambda value: _list(_text)(value) and bool(value),
+        "command": lambda value: list_of(is_text)(value) and bool(value),
         "num_processes": _COUNT,
-        "log_dir": _text,
-        "cores_per_rank": _maybe(_COUNT),
-        "env": _mapping(_text),
-        "stop_grace_s": _number,
-        "weights": _maybe(_list(_number)),
-        "tag_output": _flag,
-        "keep_logs": _flag,
-        "relay": _flag,
-        "rdma": _maybe(_list(lambda row: isinstance(row, list))),
+        "log_dir": is_text,
+        "cores_per_rank": maybe(_COUNT),
+        "env": mapping_of(is_text),
+        "stop_grace_s": is_number,
+        "weights": maybe(list_of(is_number)),
+        "tag_output": is_flag,
+        "keep_logs": is_flag,
+        "relay": is_flag,
+        "rdma": maybe(list_of(lambda row: isinstance(row, list))),
     },
 )
 FROM_SUPERVISOR: Mapping[str, Check] = {
     "hello": _HELLO,
-    "start": _object({"peers": _list(_text)}),
-    "ping": _object({"number": _COUNT}),
-    "signal": _object({"rank": _RANK, "number": _integer(1, 64)}),
-    "tell": _object({"word": _word}),
-    "report": _object({"rank": _RANK}),
-    "end": _object({}),
+    "start": object_of({"peers": list_of(is_text)}),
+    "ping": object_of({"number": _COUNT}),
+    "signal": object_of({"rank": _RANK, "number": integer(1, 64)}),
+    "tell": object_of({"word": _word}),
+    "report": object_of({"rank": _RANK}),
+    "end": object_of({}),
 }
 FROM_AGENT: Mapping[str, Check] = {
-    "ready": _object(
+    "ready": object_of(
         {
-            "ports": _list(_PORT),
-            "step": _maybe(_COUNT),
-            "own": _flag,
-            "hostname": _text,
+            "ports": list_of(_PORT),
+            "step": maybe(_COUNT),
+            "own": is_flag,
+            "hostname": is_text,
             "cores": _COUNT,
-            "versions": _mapping(_ANY_TEXT),
+            "versions": mapping_of(_ANY_TEXT),
         }
     ),
-    "refused": _object({"type": _text, "message": _text, "where": _ANY_TEXT, "hint": _ANY_TEXT}),
-    "pong": _object({}),
-    "output": _object({"stream": _integer(1, 2), "data": _bytes}),
-    "line": _object({"rank": _RANK, "data": _bytes}),
-    "sample": _object({"line": _text}),
-    "marks": _object(
+    "refused": object_of({"type": is_text, "message": is_text, "where": _ANY_TEXT, "hint": _ANY_TEXT}),
+    "pong": object_of({}),
+    "output": object_of({"stream": integer(1, 2), "data": _bytes}),
+    "line": object_of({"rank": _RANK, "data": _bytes}),
+    "sample": object_of({"line": is_text}),
+    "marks": object_of(
         {
             "rank": _RANK,
-            "ready": _flag,
-            "started": _flag,
-            "busy_age": _maybe(_number),
-            "beat": _maybe(_AGED_BEAT),
+            "ready": is_flag,
+            "started": is_flag,
+            "busy_age": maybe(is_number),
+            "beat": maybe(_AGED_BEAT),
         }
     ),
-    "exit": _object({"rank": _RANK, "code": _CODE, "age": _number, "report": _REPORT}),
-    "report": _object({"rank": _RANK, "report": _REPORT}),
-    "ended": _object({}),
+    "exit": object_of({"rank": _RANK, "code": _CODE, "age": is_number, "report": _REPORT}),
+    "report": object_of({"rank": _RANK, "report": _REPORT}),
+    "ended": object_of({}),
 }
 
 
