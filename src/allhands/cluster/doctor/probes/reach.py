@@ -78,10 +78,9 @@ class Listeners:
                 continue
             with self._lock:
                 self._strangers.append(connection)
-                late = self._strangers[:-_MOST_STRANGERS]
-            for one in late:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                for late in self._strangers[:-_MOST_STRANGERS]:
+                    with contextlib.suppress(OSError):
+                        late.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
