@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ring_ranks import allhands_command
 from runs import distance, read_run, read_weights
-from strangers import HANDED, inputs, loopback_sources, pestering, say, say_all, wait_for
+from strangers import HANDED, in_between, inputs, loopback_sources, pestering, say, say_all, wait_for
 
 from allhands.cluster.processes import reserve_ports
 
@@ -180,43 +180,13 @@ def test_a_hundred_thousand_inputs_twice(
     assert_the_same(tmp_path, undisturbed)
 
 
-@contextmanager
-def in_between(port: int, own: str) -> Iterator[dict[str, bytearray]]:
-    """Somebody at the address ``own`` who passes all on to the true address, and keeps what both sides say."""
-    said = {"there": bytearray(), "back": bytearray()}
-
-    def pass_on(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
-        with suppress(OSError):
-            while heard := source.recv(1 << 16):
-                kept += heard
-                target.sendall(heard)
-            target.shutdown(socket.SHUT_WR)
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                caller, _ = server.accept()
-                with caller, suppress(OSError), socket.create_connection(("127.0.0.1", port)) as called:
-                    back = threading.Thread(target=pass_on, args=(called, caller, said["back"]))
-                    back.start()
-                    pass_on(caller, called, said["there"])
-                    back.join()
-
-    with socket.create_server((own, port)) as server:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield said
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
 @pytest.mark.parametrize("key", [None, "our secret"])
 def test_a_recorded_hello_is_no_key(jobs: list[Job], key: str | None) -> None:
     """What rank 1 has said once gets nobody in at the next start with the same key, and keeps rank 1 not out."""
     first = Job(key=key)
     again = Job(key=key, port=first.port)
     jobs += [first, again]
-    with in_between(first.port, "127.0.0.7") as said:
+    with in_between(("127.0.0.7", first.port), first.address) as said:
         first.start(0)
         first.start(1, master="127.0.0.7")
         first.finish()
@@ -242,7 +212,7 @@ def test_a_false_rank_0_with_recorded_answers_is_left(jobs: list[Job]) -> None:
     first = Job(key="our secret")
     again = Job(key="our secret", port=first.port)
     jobs += [first, again]
-    with in_between(first.port, "127.0.0.7") as said:
+    with in_between(("127.0.0.7", first.port), first.address) as said:
         first.start(0)
         first.start(1, master="127.0.0.7")
         first.finish()

@@ -1,4 +1,4 @@
-"""What strangers say to a port, and a program that says it: ``python strangers.py ADDRESS PORT COUNT [SEED]``.
+"""What strangers say to a port, and a program that says it on another computer, see :func:`main`.
 
 The standard library only, so that it runs on every computer of a test.
 """
@@ -166,9 +166,52 @@ def wait_for(address: tuple[str, int], seconds: float = 60.0) -> None:
     one.close()
 
 
-if __name__ == "__main__":
-    host, port, number, *rest = sys.argv[1:]
+@contextmanager
+def in_between(own: tuple[str, int], target: tuple[str, int]) -> Iterator[dict[str, bytearray]]:
+    """Somebody at the address ``own`` who passes all on to the target and back, and keeps what both sides say."""
+    said = {"there": bytearray(), "back": bytearray()}
+
+    def pass_on(source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
+        with suppress(OSError):
+            while heard := source.recv(1 << 16):
+                kept += heard
+                sink.sendall(heard)
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = server.accept()
+                with caller, suppress(OSError), socket.create_connection(target) as called:
+                    back = threading.Thread(target=pass_on, args=(called, caller, said["back"]))
+                    back.start()
+                    pass_on(caller, called, said["there"])
+                    back.join()
+
+    with socket.create_server(own) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield said
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def main(way: str, host: str, port: str, *rest: str) -> None:
+    """``pester HOST PORT COUNT`` or ``record HOST PORT OWN`` until the input ends, or ``replay HOST PORT`` of it."""
     target = (host, int(port))
-    wait_for(target)
-    with pestering(target, idle=300, trickling=20):
-        print(say_all(target, inputs(int(number), int(rest[0]) if rest else 0)))
+    if way == "pester":
+        wait_for(target)
+        with pestering(target, idle=300, trickling=20):
+            print(say_all(target, inputs(int(rest[0]))), flush=True)
+            sys.stdin.read()
+    elif way == "record":
+        with in_between((rest[0], int(port)), target) as said:
+            sys.stdin.read()
+        print(json.dumps({name: words.hex() for name, words in said.items()}))
+    else:
+        recorded = json.loads(sys.stdin.read())
+        print(json.dumps([len(say(target, bytes.fromhex(words))) for words in recorded.values()]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from allhands.callers import CALLER, LISTENER, Call, Caller, Conversation, key_for
@@ -332,6 +333,50 @@ def test_no_port_at_all_is_told() -> None:
     with _listener(lambda connection: None) as (taken, _), pytest.raises(DistributedError) as caught:
         meet(MeetingPoint("127.0.0.1", (taken,), "job 1"), 0, 2, 5000, SHORT)
     assert f"{taken}: Address already in use" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "bound", "why"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1", None),
+        ("localhost", "127.0.0.1", "127.0.0.1", None),
+        ("127.0.0.9", "127.0.0.9", "127.0.0.9", None),
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0", None),
+        ("head", "127.0.1.1", "0.0.0.0", "head is 127.0.1.1 here, which no other computer can reach"),
+        ("head", "192.0.2.7", "0.0.0.0", "192.0.2.7, which is no address of this computer"),
+        ("head", None, "0.0.0.0", "the name head has no address here"),
+    ],
+)
+def test_rank_0_listens_where_the_launcher_says(host: str, address: str | None, bound: str, why: str | None) -> None:
+    """And on all addresses only where that cannot be had, which is said at once."""
+
+    def resolve(name: str) -> str:
+        assert name == host
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return address
+
+    ranks, point, told = Ranks(), _point(host), list[str]()
+    ranks.start(point, 0, 2, Patience(20.0, told.append, 1000.0, resolve=resolve))
+    own = psutil.Process()
+    deadline = time.monotonic() + 10.0
+    while not (found := [one.laddr.ip for one in own.net_connections("tcp") if one.laddr.port == point.ports[0]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found == [bound]
+    reached = address if address and bound != "0.0.0.0" else "127.0.0.1"
+    ranks.start(point, 1, 2, replace(QUICK, resolve=lambda name: reached))
+    assert ranks.end().errors == {}
+    assert [why in line for line in told] == [True] if why else told == []
+
+
+def test_an_ipv6_address_is_refused_at_once() -> None:
+    """MLX's ring and its NCCL read no such addresses."""
+    for rank in range(2):
+        began = time.monotonic()
+        with pytest.raises(DistributedError, match="IPv6 address ::1"):
+            meet(_point("::1"), rank, 2, 5000, QUICK)
+        assert time.monotonic() - began < 1.0
 
 
 def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from allhands.cluster.sync.shelf import Destination, Place, Shelf, WrongBlock
 from allhands.cluster.sync.wire import BEAT, BLOCK, Broken, Channel, Security, of_block, of_json
 
 _BEAT_S = 1.0
+_BACKLOG = 1024
 _PAUSE_S = 0.02
 _MOST_STRANGERS = 32  # connections that have not proved yet who they are
 _AHEAD = 2  # blocks that may have come and are not written yet
@@ -107,7 +108,7 @@ class Listener:
     def listen(self, address: str) -> int | None:
         """Listen on one of this host's addresses; the port, or ``None`` if that cannot be."""
         try:
-            listening = socket.create_server((address, 0), family=_family(address), backlog=16)
+            listening = socket.create_server((address, 0), family=_family(address), backlog=_BACKLOG)
         except OSError:
             return None
         self._sockets.append(listening)

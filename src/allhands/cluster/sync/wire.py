@@ -216,6 +216,7 @@ class Security:
         connection.settimeout(SILENCE_S)
         try:
             if self._contexts:
+                connection.getpeername()  # of one that has left already a socket would stay
                 return _over_socket(self._contexts[0].wrap_socket(connection, server_side=True))
             return self._prove(connection, b"parent", b"child")
         except (OSError, ValueError, Broken) as error:

@@ -22,6 +22,7 @@ LONG_MS = 2.0  # there and back; what takes longer is asked again
 _ROUNDS = 5
 _MOST_LINE = 200
 _MOST_STRANGERS = 32  # callers that have not proved that they know the secret
+_CALLS = 1024  # that wait to be taken
 _PROVE_S = 10.0
 _SEND_S = 30.0
 _LARGE_TIMES = 3  # the time of an answer, for all that is large
@@ -51,7 +52,7 @@ class Listeners:
             listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
             try:
                 listening.bind((address, 0))
-                listening.listen(64)
+                listening.listen(_CALLS)
             except OSError as error:
                 errors[address] = error.strerror or str(error)
                 listening.close()
