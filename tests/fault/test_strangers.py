@@ -20,6 +20,7 @@ from ring_ranks import allhands_command
 from runs import distance, read_run, read_weights
 from strangers import HANDED, in_between, inputs, loopback_sources, pestering, say, say_all, wait_for
 
+from allhands.cluster import processes
 from allhands.cluster.processes import reserve_ports
 
 ITERS = 2
@@ -251,3 +252,22 @@ def test_a_rank_without_the_key_takes_nobodys_place(jobs: list[Job]) -> None:
     false.start(1)
     job.start(1)
     job.finish()
+
+
+def test_whoever_asks_first_does_not_keep_the_output_from_rank_0(tmp_path: Path) -> None:
+    """Under mpirun rank 0 fetches our own output at a socket: others may call there before it, and say nothing."""
+    server = processes._offer_output(tmp_path / "output.socket")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+            silent.connect(str(tmp_path / "output.socket"))
+            for _ in range(3):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                    connection.settimeout(5.0)
+                    connection.connect(str(tmp_path / "output.socket"))
+                    _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+                assert len(descriptors) == 2
+                for descriptor in descriptors:
+                    os.close(descriptor)
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()

@@ -204,6 +204,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     ranks.start(point, 2, 4, Patience(3.0, first_pause_s=0.02))
     ranks.end()
     assert "ranks 1, 3 of 4 did not come within 1.0 s" in ranks.errors["0"].message
+    assert "ALLHANDS_MEETING_KEY" not in ranks.errors["0"].message
     assert ranks.errors["2"].message == ranks.errors["0"].message  # who is there is told why, at once
     assert any(line.startswith("waiting for ranks 1, 3 of 4 (") for line in told)
 
@@ -391,6 +392,9 @@ def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLHANDS_MEETING_KEY", "something else")
     ranks.start(point, 0, 2, SHORT)
     assert set(ranks.end().errors) == {"0", "1"}
+    # Who has forgotten it on one computer is told where to look; where nobody has called there is nothing to say.
+    assert "from 127.0.0.1 did not prove" in ranks.errors["0"].message
+    assert "ALLHANDS_MEETING_KEY" in ranks.errors["0"].message
 
 
 def test_loopback_addresses_are_not_told_to_other_computers() -> None:

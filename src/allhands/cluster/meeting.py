@@ -17,12 +17,24 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Conversation, Unproved, key_for, listen_at
+from allhands.callers import (
+    CALLER,
+    LISTENER,
+    MEETING_KEY,
+    Call,
+    Caller,
+    Callers,
+    Conversation,
+    Unproved,
+    key_for,
+    listen_at,
+)
 from allhands.cluster.place import LOOPBACK, MeetingPoint
 from allhands.errors import DistributedError
 from allhands.formatting import format_duration
@@ -31,6 +43,7 @@ from allhands.strict_json import is_integer, read_object
 _VERSION = 2
 _MOST_BYTES = 4096  # of what a guest may say
 _MOST_LIST_BYTES = 1 << 22
+_MOST_STRANGERS = 1000  # addresses of others that are remembered
 _MOST_RANKS = 1 << 20
 _MOST_LETTERS = 500  # of rank 0's reason, as a guest shows it
 _REACH_S = 5.0
@@ -179,6 +192,7 @@ class _RollCall:
         self._waiting = waiting
         self._present: dict[int, _Visitor] = {}
         self._unfit: list[_Visitor] = []
+        self._strangers = Counter[str]()  # by address, those who have spoken as a rank does
 
     def run(self) -> tuple[str, ...]:
         """Raises DistributedError."""
@@ -231,7 +245,8 @@ class _RollCall:
     def _wait(self) -> tuple[str, ...]:
         while len(self._present) < self._me.size - 1:
             if self._waiting.left_s <= 0:
-                raise _Bad(f"{self._missing()} did not come within {format_duration(self._waiting.patience.total_s)}")
+                limit = format_duration(self._waiting.patience.total_s)
+                raise _Bad(f"{self._missing()} did not come within {limit}{self._who_else()}")
             self._waiting.tell(f"waiting for {self._missing()}")
             for caller, line in self._callers.wait(_TICK_S):
                 self._hear(caller, line)
@@ -253,6 +268,8 @@ class _RollCall:
         words = conversation.opened(CALLER, line)
         hello = None if words is None else _Hello.read(words)
         if hello is None:
+            if len(self._strangers) < _MOST_STRANGERS:
+                self._strangers[caller.there] += 1
             self._callers.drop(caller)
         else:
             self._greet(_Visitor(caller, hello, conversation))
@@ -289,6 +306,13 @@ class _RollCall:
         absent = [rank for rank in range(1, self._me.size) if rank not in self._present]
         shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         return f"rank{'s' * (len(absent) > 1)} {shown} of {self._me.size}"
+
+    def _who_else(self) -> str:
+        """Ranks of another start, or without the key, or strangers."""
+        if not self._strangers:
+            return ""
+        shown = ", ".join(address for address, _ in self._strangers.most_common(3))
+        return f"; who called from {shown} did not prove to be of this job: compare {MEETING_KEY} and the port there"
 
     def _peers(self) -> tuple[str, ...]:
         """Where everybody is. Ranks beside rank 0 may have come over the loopback: other computers need its address."""
