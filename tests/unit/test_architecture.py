@@ -44,6 +44,8 @@ LAYERS: dict[str, int] = {
     "allhands.gpus": 0,
     "allhands.faults": 0,
     "allhands.versions": 0,
+    "allhands.callers": 0,
+    "allhands.strict_json": 0,
     "allhands.kernels": 0,
     "allhands.native": 0,
     "allhands.checkpoints": 1,

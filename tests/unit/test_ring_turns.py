@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from strangers import inputs, loopback_sources, pestering, say, say_all, wait_for
 
 from allhands.cluster.processes import reserve_ports
 from allhands.distributed import ring
@@ -98,6 +99,89 @@ def test_who_says_nothing_holds_nobody_up_for_long(tmp_path: Path, monkeypatch: 
     with silent:
         thread.join(20)
     assert all(isinstance(each, float) and each < 2.0 for each in results[0].values()), results
+
+
+_TURN = """
+import sys
+from pathlib import Path
+from allhands.distributed.ring import take_turns
+take_turns(Path(sys.argv[1]), int(sys.argv[2]), 600.0)
+"""
+
+
+@contextmanager
+def turn_of(path: Path, rank: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real process that waits for its turn."""
+    with subprocess.Popen([sys.executable, "-c", _TURN, str(path), str(rank)]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_strangers_end_nothing(tmp_path: Path, count: int) -> None:
+    path = hostfile(tmp_path, 2)
+    where = port_of(path, 1)
+    with turn_of(path, 1) as last:
+        wait_for(where)
+        with pestering(where, idle=1000, trickling=10):
+            assert say_all(where, inputs(count, seed=6), loopback_sources(20)) <= 65
+            assert last.poll() is None
+            with turn_of(path, 0) as first:
+                assert first.wait(20.0) == 0
+            assert last.wait(20.0) == 0
+
+
+def test_a_byte_now_and_then_holds_nobody_up(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 2)
+    where = port_of(path, 1)
+    with turn_of(path, 1) as last:
+        wait_for(where)
+        with pestering(where, idle=1, trickling=3):
+            time.sleep(1.0)
+            began = time.monotonic()
+            take_turns(path, 0, 20.0)
+            assert last.wait(20.0) == 0
+            assert time.monotonic() - began < 1.5
+
+
+def test_a_recorded_word_is_not_believed_again(tmp_path: Path) -> None:
+    """What one start's rank 0 has said to rank 1 is a stranger's word at the next start with the same addresses."""
+    path = hostfile(tmp_path, 2)
+    where, heard = port_of(path, 1), bytearray()
+    called_at = socket.socket.sendall
+
+    def recorded(one: socket.socket, words: bytes) -> None:
+        heard.extend(words)
+        called_at(one, words)
+
+    for start in range(2):
+        with turn_of(path, 1) as last, pytest.MonkeyPatch.context() as patch:
+            wait_for(where)
+            if start == 0:
+                patch.setattr(socket.socket, "sendall", recorded)
+            else:
+                assert len(heard) > 100
+                assert len(say(where, bytes(heard))) <= 65
+                assert last.poll() is None
+            take_turns(path, 0, 20.0)
+            assert last.wait(20.0) == 0
+
+
+def test_a_start_with_another_secret_is_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even at the same addresses: each start of a supervisor has one of its own."""
+    path = hostfile(tmp_path, 2)
+    monkeypatch.setenv("ALLHANDS_RING_KEY", "this start's")
+    with turn_of(path, 1) as last:
+        wait_for(port_of(path, 1))
+        monkeypatch.setenv("ALLHANDS_RING_KEY", "another start's")
+        with pytest.raises(DistributedError, match="said nothing to rank 0"):
+            take_turns(path, 0, 0.5)
+        assert last.poll() is None
+        monkeypatch.setenv("ALLHANDS_RING_KEY", "this start's")
+        take_turns(path, 0, 20.0)
+        assert last.wait(20.0) == 0
 
 
 def test_a_neighbour_that_does_not_come_is_named(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from strangers import in_between, inputs, pestering, say, say_all
 
 from allhands.cluster.sync import relay, wire
 from allhands.cluster.sync.blocks import BLOCK_BYTES, Entry, HashCache, sha256
@@ -169,6 +171,58 @@ def test_noise_does_not_stop_the_service(
             break
 
 
+@pytest.mark.parametrize("transport", ["tls", "tcp"])
+def test_strangers_who_take_their_time_hold_up_nobody(
+    transport: str,
+    certificates: tuple[str, str],
+    source: Shelf,
+    serving: Callable[[Security], Served],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "SILENCE_S", 2.0)
+    security = Security(transport, "secret", certificates[0])
+    served = serving(security)
+    served.listener.open(source)
+    with pestering(served.address, idle=300, trickling=5):
+        assert say_all(served.address, inputs(60)) < 200
+        found = Destination([str(tmp_path / "there")], source.entries, HashCache(None))
+        found.look(lambda count: None)
+        found.begin()
+        began = time.monotonic()
+        assert sum(take(security.connect([served.address]), found)) == len(CONTENT)
+        assert time.monotonic() - began < 2.0
+    # A byte now and then does not make it longer.
+    with socket.create_connection(served.address) as slow:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() < began + 6.0:
+                slow.sendall(b"\0")
+                time.sleep(0.1)
+        assert time.monotonic() - began < 4.0
+
+
+def test_a_recorded_proof_is_worth_nothing(
+    source: Shelf, serving: Callable[[Security], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    security = Security("tcp", "secret", "")
+    served = serving(security)
+    served.listener.open(source)
+    with in_between(("127.0.0.7", served.address[1]), served.address) as said:
+        security.connect([("127.0.0.7", served.address[1])]).close()
+        deadline = time.monotonic() + 5.0
+        while len(said["there"]) < 74:  # a number and a proof
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    answered = say(served.address, bytes(said["there"]) + b"\0\0\0\x1c\x01" + b'{"kind":"want","rows":[[0,0,0]]}')
+    assert len(answered) <= 74
+    assert answered[-32:] not in said["back"]
+    assert served.sent == []
+    # Nor what has been said to its sayer.
+    assert len(say(served.address, bytes(said["back"]))) <= 74
+    assert served.sent == []
+
+
 def test_what_cannot_be_connected_to_is_named_and_the_next_address_is_tried(
     certificates: tuple[str, str], serving: Callable[[Security], Served]
 ) -> None:
@@ -283,7 +337,11 @@ def test_a_parent_that_talks_nonsense_is_left(
 
 
 @pytest.mark.parametrize(
-    "rows", [None, {}, [1], [[0, 0]], [[0, 0, 3]], [[1, 0, 0]], [[-1, 0, 0]], [[0, 2, 1]], [[0, -1, 0]], [["0", 0, 0]]]
+    "rows",
+    [
+        *(None, {}, [1], [[0, 0]], [[0, 0, 3]], [[1, 0, 0]], [[-1, 0, 0]], [[0, 2, 1]], [[0, -1, 0]], [["0", 0, 0]]),
+        *([[False, 0, 0]], [[0, 0.0, 0]], [[0, 0, 1], [0, 0, 2]], [[0, 0, 10**30]], [[0, 0, 0, 0]]),
+    ],
 )
 def test_requests_that_make_no_sense_are_refused(rows: object) -> None:
     with pytest.raises(Broken):

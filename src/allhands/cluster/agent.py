@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.blas import allowed_cores
-from allhands.cluster.frames import Frame, Link
+from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
@@ -152,6 +152,9 @@ class Agent:
         kind = frame["kind"]
         if kind == "end":
             return False
+        if kind == GARBLED:
+            hint = "install the same version of allhands everywhere"
+            raise DistributedError(f"the supervisor says what is not understood ({frame['what']!a})", hint=hint)
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
         elif kind == "start":
@@ -409,7 +412,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda number, frame: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: frames.put(None))
-    link = Link(reader, writer, None, frames.put, lambda line: _say("a line without the secret is ignored"))
+    link = Link(
+        reader, writer, FROM_SUPERVISOR, None, frames.put, lambda line: _say("a line without the secret is ignored")
+    )
     return serve(link, frames)
 
 

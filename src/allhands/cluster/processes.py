@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from allhands.callers import RING_KEY
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
@@ -50,10 +52,11 @@ _FOREIGN = (
         "MPI_LOCALNRANKS",
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
-    *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
+    *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT", RING_KEY),
 )
 _SHARED_MEMORY = "/dev/shm"
 _MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
+_OFFER_S = 5.0
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -222,6 +225,8 @@ class _OwnChildren(_Local):
         self._share = share or self._everything(spec)
         self._name = self._share.name
         shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, self._share.peers)
+        if share is None:  # otherwise whoever starts the other computers' ranks has made one for all
+            shared[RING_KEY] = secrets.token_hex(32)
         environments = [shared | _rank_environment(spec, self._share, rank) for rank in self._own()]
         self._show_all(self._own(), self._share.tell)
         try:
@@ -460,13 +465,16 @@ def _offer_output(path: Path) -> socket.socket:
     """Serve our own standard output and error to rank 0, so that a terminal stays one under mpirun."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(str(path))
-    server.listen(1)
+    server.listen(16)
 
     def serve() -> None:
+        """Until the socket is shut: whoever came first need not be the rank."""
         with contextlib.suppress(OSError):
-            connection, _ = server.accept()
-            with connection:
-                socket.send_fds(connection, [b"o"], [1, 2])
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(_OFFER_S)
+                    socket.send_fds(connection, [b"o"], [1, 2])
 
     threading.Thread(target=serve, name="offer-output", daemon=True).start()
     return server
@@ -490,5 +498,5 @@ def _exists(process: int | None) -> bool | None:
 def _read_json(path: Path) -> dict[str, float] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None

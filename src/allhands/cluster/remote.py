@@ -6,16 +6,19 @@ import logging
 import os
 import queue
 import re
+import secrets
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from allhands.callers import RING_KEY
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
 from allhands.cluster.connection import Connection, HostError
@@ -32,6 +35,7 @@ _QUERY_S = 10.0
 _CHECK_S = 0.2
 _REPORT_S = 2.0
 _KILL_S = 5.0
+_LONGEST_GRACE_S = 1e9  # infinity is no number in a frame
 _LOST_CODE = -9
 # Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left out there.
 _FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
@@ -51,6 +55,7 @@ def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     """
     _check(spec)
     make_directory(spec.log_dir, private=True)
+    spec = replace(spec, env={**spec.env, RING_KEY: secrets.token_hex(32)})
     ranks = RemoteRanks(spec, addresses(spec.places))
     try:
         ranks.start()
@@ -251,7 +256,10 @@ class RemoteRanks:
     def _take(self, frame: Frame, rank: int, now: float) -> None:
         if frame["kind"] == "marks":
             busy, beat = frame["busy_age"], frame["beat"]
-            last = Beat(time=now - beat.pop("age"), **beat) if beat else None
+            last = None
+            if beat is not None:
+                waited_s = beat.get("waited_s", 0.0)
+                last = Beat(beat["step"], beat["phase"], beat["count"], now - beat["age"], waited_s)
             busy_time = None if busy is None else now - busy
             self._marks[rank] = Marks(frame["ready"], frame["started"], busy_time, last, frame["listening"])
         elif frame["kind"] in ("exit", "report"):
@@ -371,7 +379,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "cores_per_rank": spec.cores_per_rank,
         # What the supervisor sets is for it to set.
         "env": {**(host.envs if host else {}), **spec.env},
-        "stop_grace_s": spec.stop_grace_s,
+        "stop_grace_s": min(spec.stop_grace_s, _LONGEST_GRACE_S),
         "weights": spec.weights,
         "tag_output": spec.tag_output,
         "keep_logs": spec.keep_logs or _is_here(host),
