@@ -2,8 +2,8 @@
 
 Every command that compares computers asks here: ``cluster init``, ``cluster check``, and ``train`` before it starts.
 What changes the numbers must be equal (:data:`MUST_BE_EQUAL`): Python by major and minor version, allhands by the
-content of its files whatever its metadata say, MLX with its back-end, and mlx_lm. What else may differ
-(:data:`MAY_DIFFER`) is worth a note at most: the libraries that make tokens are judged by the tokens they make.
+content of its files whatever its metadata say, MLX with its back-end, and mlx_lm. What else may differ is worth a note
+at most (:data:`MAY_DIFFER`): the libraries that make tokens are judged by the tokens they make.
 
 The text of this module is also sent to computers that lack allhands: the standard library of Python 3.8 and nothing
 else, in ASCII.
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 MUST_BE_EQUAL = ("python", "allhands", "mlx", "mlx-lm")
 TOKEN_MAKERS = ("tokenizers", "transformers", "jinja2")
-MAY_DIFFER = ("python", "numpy", *TOKEN_MAKERS)
+MAY_DIFFER = ("python", *TOKEN_MAKERS)
 # The packages that hold what MLX computes with; which of them is there depends on the device.
 MLX_BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
 PACKAGES = ("allhands", "mlx", "mlx-lm", "numpy", *TOKEN_MAKERS, *MLX_BACKENDS)

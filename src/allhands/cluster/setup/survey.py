@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from allhands import versions
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
-from allhands import versions
 from allhands.cluster.setup import look
 from allhands.cluster.setup.plan import environment_python
 from allhands.cluster.setup.shell import Done, Shell
