@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, cast
 
+from allhands.errors import DistributedError
 from allhands.versions import MUST_BE_EQUAL, TOKEN_MAKERS, described
 
 # The part of the facts that is compared by the rule for versions, and those that are made of files.
@@ -22,7 +23,23 @@ SOFTWARE, TOKENS = "software", "tokens"
 _MADE_OF = {"data": ("data", "tokenizer"), "model": ("model",), "resume_adapter_file": ("adapter",)}
 _GENERIC = "give every rank the same command, configuration, model, data and versions"
 _MOST_TOLD = 3
+# Facts whose values say nothing to people.
+_SUMS = {
+    "model.weights": "the weights (model*.safetensors)",
+    "resume_adapter_file.weights": "the weights to start from (--resume-adapter-file)",
+    **{f"data.{split}": f"the tokens of {split}" for split in ("train", "valid", "test")},
+}
 _MISSING = "missing"
+
+
+class MisfitError(DistributedError):
+    """Computers that differ from the others in what must be equal; ``misfits`` are their ranks, if that is certain."""
+
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, misfits: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.misfits = misfits
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,8 @@ class Circumstances:
     Attributes:
         launcher: the computer at which the person sits, as statements call it.
         option: how the person named the computers, such as ``--hostfile hosts.json``; empty: not by us.
-        model: as given with ``--model``; ``data`` likewise.
+        model: as given with ``--model``; ``data`` likewise, if it is a path.
+        adapter: as given with ``--resume-adapter-file``.
         trusted: computers that have trained together already: what they have is right.
     """
 
@@ -59,7 +77,25 @@ class Circumstances:
     option: str = ""
     model: str = ""
     data: str = ""
+    adapter: str = ""
     trusted: frozenset[str] = frozenset()
+
+
+# Variables by which a supervisor tells its ranks of all that.
+COMPUTER_VARIABLE = "ALLHANDS_HOST"
+LAUNCHER_VARIABLE = "ALLHANDS_LAUNCHER_HOST"
+OPTION_VARIABLE = "ALLHANDS_HOSTS_OPTION"
+TRUSTED_VARIABLE = "ALLHANDS_TRUSTED_HOSTS"
+
+
+def circumstances_in(environ: Mapping[str, str], launcher: str = "") -> Circumstances:
+    """What a supervisor has told in the environment."""
+    trusted = environ.get(TRUSTED_VARIABLE, "")
+    return Circumstances(
+        launcher or environ.get(LAUNCHER_VARIABLE, ""),
+        environ.get(OPTION_VARIABLE, ""),
+        trusted=frozenset(trusted.split(",")) if trusted else frozenset(),
+    )
 
 
 @dataclass(frozen=True)
@@ -216,6 +252,8 @@ def _told(part: _Part, names: Sequence[str], given: Circumstances) -> str:
         if part.shown[first] == _MISSING:
             return f"{who} has {part.key}, which {first} does not have"
         return f"{part.key} is missing on {who}" if lacks else f"{who}'s {part.key} differs from {first}'s"
+    if part.style == "value" and right is not None and not _are_ranks(names) and (words := _SUMS.get(part.key)):
+        return f"{words} of {_listed([name for group in others.values() for name in group])} differ from {first}'s"
     if _are_ranks(names):  # of many only one each
         groups = [(part.shown[group[0]], group[0]) for group in others.values()][:1]
     return f"{part.key} is {part.shown[first]} on {first}" + "".join(f" and {what} on {who}" for what, who in groups)
@@ -237,7 +275,7 @@ class _Remedy:
         if not _are_ranks(names):
             steps += [self._init(names)] if SOFTWARE in kinds else []
             steps += self._packages() if TOKENS in kinds else []
-            steps += self._files(kinds & {"model", "data", "tokenizer", "adapter"})
+            steps += self._files(kinds & {"model", "data", "tokenizer", "adapter", "resume_adapter_file"})
         if "config" in kinds:
             steps.append("give every rank the same command and configuration")
         return "; ".join(steps) or _GENERIC
@@ -271,11 +309,10 @@ class _Remedy:
             return self._copies()
         option = self.given.option or "--hosts " + ",".join(one.name for one in self.statements)
         words = ["allhands", "cluster", "sync", *shlex.split(option)]
-        words += ["--model", self.given.model] if roles & {"model", "tokenizer"} else []
-        words += ["--data", self.given.data] if "data" in roles else []
-        launcher = next((one for one in self.statements if one.name == self.given.launcher), self.statements[0])
-        words += [launcher.places["adapter"]] if "adapter" in roles and "adapter" in launcher.places else []
-        return [shlex.join(words)]
+        paths = ["--model", self.given.model] if roles & {"model", "tokenizer"} and self.given.model else []
+        paths += ["--data", self.given.data] if "data" in roles and self.given.data else []
+        paths += [self.given.adapter] if roles & {"adapter", "resume_adapter_file"} and self.given.adapter else []
+        return [shlex.join([*words, *paths])] if paths else []
 
     def _copies(self) -> list[str]:
         """Files from a computer that is right to the one at which the person sits."""

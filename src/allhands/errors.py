@@ -67,16 +67,6 @@ class DistributedError(AllhandsError):
     exit_code = 7
 
 
-class MisfitError(DistributedError):
-    """Computers that differ from the others in what must be equal; ``misfits`` are their ranks, if that is certain."""
-
-    def __init__(
-        self, message: str, *, where: str | None = None, hint: str | None = None, misfits: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__(message, where=where, hint=hint)
-        self.misfits = misfits
-
-
 class PeerLostError(DistributedError):
     """Another rank of the group ended; this rank is the consequence, not the cause."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from allhands.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
 from allhands.blas import allowed_cores
 from allhands.cli.notices import Notices, say
 from allhands.cluster.addresses import require_distinct
@@ -259,7 +261,7 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         _choose_backend(job),
         job.log_dir,
         cores_per_rank=job.cores_per_rank,
-        env=job.env,
+        env={**_hosts_told(job), **job.env},
         start_deadline_s=job.start_deadline_s,
         stop_grace_s=job.stop_grace_s,
         finish_grace_s=job.finish_grace_s,
@@ -269,6 +271,14 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         log_dir_there=_log_dir_there(job),
         keep_logs=job.keep_logs,
     )
+
+
+def _hosts_told(job: Job) -> dict[str, str]:
+    """How the person named the computers, and which of them is this one, for the words of the ranks."""
+    if job.hostfile is None:
+        return {}
+    here = next((host.name for host in read_hostfile(job.hostfile) if host.ssh is None), "")
+    return {OPTION_VARIABLE: shlex.join(["--hostfile", job.hostfile]), **({LAUNCHER_VARIABLE: here} if here else {})}
 
 
 def _log_dir_there(job: Job) -> str | None:

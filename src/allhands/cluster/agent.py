@@ -31,7 +31,7 @@ from allhands.cluster.reaper import Reaper
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
 from allhands.files import make_directory, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
-from allhands.versions import versions_of
+from allhands.versions import software_here
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05
@@ -296,8 +296,7 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
 
 def self_description() -> dict[str, Any]:
     """Return what the supervisor compares among computers: name, cores and versions."""
-    versions = {"python": sys.version.split()[0], **versions_of("allhands", "mlx")}
-    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": versions}
+    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": software_here()}
 
 
 def serve(link: Link, frames: queue.SimpleQueue[Frame | None]) -> int:

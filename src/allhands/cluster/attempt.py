@@ -339,8 +339,16 @@ class Attempt:
         if not failed:
             return None
         first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
-        cause = min((end for end in failed if end.code == first.code), key=lambda end: end.rank)
-        return self._of_end(cause)
+        alike = sorted((end for end in failed if end.code == first.code), key=lambda end: end.rank)
+        fault = self._of_end(alike[0])
+        if fault.kind != "error" or self._all_started or not fault.explanation:
+            return fault
+        if (found := (self._ranks.error(fault.rank) or {}).get("misfits")) is None:
+            return replace(fault, misfits=tuple(end.rank for end in alike))
+        # All ranks have said the same, so it is no single one's.
+        message = (fault.error or "").partition(": ")[2]
+        misfits = tuple(int(rank) for rank in found)
+        return replace(fault, kind="misfit", rank=-1, host="", message=message, error=None, misfits=misfits)
 
     def _of_end(self, end: RankExit) -> Fault:
         since = min(self._ended_at, time.monotonic()) - end.time

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allhands.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
@@ -87,6 +89,8 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
         moment=_began(os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        computer=os.environ.get(COMPUTER_VARIABLE) or socket.gethostname(),
+        given=circumstances_in(os.environ),
     )
 
 

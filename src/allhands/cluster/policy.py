@@ -105,7 +105,7 @@ class Restart:
         reason: why, or what the pause is for.
         exclude: seats to leave out from now on.
         slack: factor on the deadlines for progress.
-        fault: whether a fault is the cause, which counts against the budget.
+        fault: whether a fault is the cause, which counts against the budget; a computer that does not fit is none.
     """
 
     pause_s: float
@@ -125,9 +125,27 @@ def judge(history: Sequence[Past], limits: Limits) -> Done | GiveUp | Restart:
         return Restart(0.0, "to go on with other ranks", fault=False)
     if fault is None:
         return Done(outcome.code)
-    if limits.max_restarts == 0 or outcome.stopped:
+    if unfit := _unfit(history, fault, limits):
+        return Restart(0.0, f"without {', '.join(sorted(unfit))}", unfit, fault=False)
+    if limits.max_restarts == 0 or outcome.stopped or fault.kind == "misfit":
         return GiveUp(None, outcome.code)
     return _after_fault(history, fault, limits)
+
+
+def _unfit(history: Sequence[Past], fault: Fault, limits: Limits) -> frozenset[str]:
+    """The seats that do not fit, if the others are enough: to start again with them would end the same way.
+
+    An error before the first step, such as a model that is missing, is a computer's own as long as no other one has it
+    too.
+    """
+    last = history[-1]
+    unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
+    before = history[-2].outcome.fault if len(history) > 1 else None
+    own = fault.kind == "misfit" or (last.apart and fault.exit_code in _LASTING)
+    everywhere = fault.kind != "misfit" and before is not None and _essence(before)[:2] == _essence(fault)[:2]
+    left = sum(seat not in unfit for seat in last.seats)
+    enough = limits.min_ranks is not None and left >= limits.min_ranks
+    return unfit if own and enough and not everywhere and not last.outcome.stopped else frozenset()
 
 
 def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
@@ -147,7 +165,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     exclude, unless = _leave_out(stalled, fault, limits)
     if reason := unless or (None if exclude else _repetition(stalled, fault)):
         return GiveUp(reason, code)
-    restarts = sum(past.outcome.fault is not None and not past.outcome.ports_taken for past in history[:-1])
+    restarts = sum(_counts(past) for past in history[:-1])
     if restarts >= limits.max_restarts:
         return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
     # The first hang at a place is believed; one that comes again may have been a step that takes long.
@@ -161,13 +179,18 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
 
 
+def _counts(past: Past) -> bool:
+    """Whether it ended by a fault that is tried again."""
+    return past.outcome.fault is not None and past.outcome.fault.kind != "misfit" and not past.outcome.ports_taken
+
+
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
     """The latest faults, newest first, back to the last attempt that got further than all before it.
 
     With each, whether it did. That one is included, for the next may fail where it did.
     """
     for past, gained in reversed(list(zip(history, _gains(history), strict=True))):
-        if past.outcome.ports_taken:
+        if past.outcome.ports_taken or (past.outcome.fault and past.outcome.fault.kind == "misfit"):
             continue
         if past.outcome.fault is None:
             return  # a checkpoint was reached, at which the ranks regrouped

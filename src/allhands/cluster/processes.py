@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from allhands.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
@@ -50,7 +51,8 @@ _FOREIGN = (
         "MPI_LOCALNRANKS",
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
-    *("ALLHANDS_HOST_CORES", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
+    *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
+    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE),
 )
 _SHARED_MEMORY = "/dev/shm"
 _MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -429,6 +431,7 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
         "ALLHANDS_RANK": str(rank),
         "ALLHANDS_LOCAL_RANK": str(rank - share.first),
         "ALLHANDS_LOCAL_SIZE": str(share.count),
+        COMPUTER_VARIABLE: share.name,
     }
     if spec.num_processes > 1:
         env["MLX_RANK"] = str(rank)

@@ -12,13 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from allhands.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
-from allhands.cluster.connection import Connection, HostError
+from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
@@ -26,6 +28,7 @@ from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, private_opener
 from allhands.monitor.samples import decode_sample, relayed_file
+from allhands.versions import described, required, unequal
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0
@@ -124,7 +127,7 @@ class RemoteRanks:
                 failed.append(error)
         if failed:
             raise _together(failed)
-        _compare_versions(self._spec.places, frames)
+        _compare_versions(self._spec, frames)
         peers = [
             f"{address}:{port}"
             for address, frame in zip(self._addresses, frames, strict=True)
@@ -430,18 +433,28 @@ def _is_here(host: Host | None) -> bool:
     return host is None or host.ssh is None
 
 
-def _compare_versions(places: Sequence[Place], frames: Sequence[Frame]) -> None:
-    """Refuse computers that would not understand each other, or would sum different things."""
+def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
+    """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here."""
+    places = spec.places
+    statements = [
+        Statement(place.name, {SOFTWARE: required(frame["versions"])}, software=frame["versions"])
+        for place, frame in zip(places, frames, strict=True)
+    ]
+    here = next((place.name for place in places if _is_here(place.host)), "")
+    given = circumstances_in(spec.env, here)
     own = self_description()["versions"]
-    for place, frame in zip(places, frames, strict=True):
-        for name in ("allhands", "mlx"):
-            here, there = own.get(name), frame["versions"].get(name)
-            if here != there:
-                raise HostError(
-                    [place.name],
-                    f"host {place.name} has {name} {there or 'not installed'}, this computer {here or 'none'}",
-                    hint="install the same versions everywhere",
-                )
+    if (verdict := judge(statements, given)) and not verdict.misfits and not here:
+        like = frozenset(one.name for one in statements if not unequal(own, one.software))
+        verdict = judge(statements, replace(given, trusted=like))
+    if verdict:
+        raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
+    for name in set(unequal(own, statements[0].software)) & {"allhands", "mlx"} if not here else ():
+        there, mine = described(name, statements[0].software), described(name, own).partition(" ")[2]
+        raise HostError(
+            [place.name for place in places],
+            f"host {places[0].name} has {there}, this computer {mine}",
+            hint=init_command([place.name for place in places], given.option),
+        )
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
@@ -453,4 +466,5 @@ def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
     names = [name for error in unreachable for name in error.hosts]
     first = unreachable[0]
     more = "".join(f"; {error.message}" for error in unreachable[1:])
-    return HostError(names, first.message + more, where=first.where, hint=first.hint)
+    kind = UnfitHosts if all(isinstance(error, UnfitHosts) for error in unreachable) else HostError
+    return kind(names, first.message + more, where=first.where, hint=first.hint)

@@ -20,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
+from allhands.blame import TRUSTED_VARIABLE
 from allhands.cluster.attempt import Attempt, SupervisorEvent
+from allhands.cluster.connection import UnfitHosts
 from allhands.cluster.journal import Journal
 from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.cluster.membership import LocalMembers, Members, Roster
@@ -277,6 +279,9 @@ class _Job:
 
     def _fit(self, roster: Roster) -> LaunchSpec:
         env = {**self.spec.env, "ALLHANDS_ATTEMPT": str(self.number)}
+        # Who has trained together is right about what must be equal, and not whoever comes later.
+        proven = [past.seats for past in self.history if past.outcome.started and past.apart]
+        env |= {TRUSTED_VARIABLE: ",".join(dict.fromkeys(proven[-1]))} if proven else {}
         weights = _weights(self.spec.weights, roster)
         spec = replace(self.spec, num_processes=len(roster.seats), places=roster.places, weights=weights, env=env)
         return self.options.resize(spec) if self.options.resize else spec
@@ -291,13 +296,17 @@ class _Job:
             attempt = self.seams.make_attempt(spec, run_dir, self.signals, self._tell, self.reaper, slack)
             outcome = attempt.run(partial(self._look_for_more, roster, attempt))
         except DistributedError as error:
-            if not self.history:
+            fault = _unstarted(error, roster)
+            if not self.history and not self._enough_without(fault, roster):
                 raise
             # What could be started before can be so again: a computer may have gone just now.
-            outcome = Outcome(_unstarted(error, roster))
+            outcome = Outcome(fault)
         finally:
             self.running = self.regrouping = False
         return Past(outcome, roster.seats, roster.apart, roster.edition, self.seams.now() - began)
+
+    def _enough_without(self, fault: Fault, roster: Roster) -> bool:
+        return bool(fault.misfits) and len(roster.seats) - len(fault.misfits) >= self._least(roster)
 
     def _look_for_more(self, roster: Roster, attempt: Runs) -> None:
         """Have the ranks regroup once more of them could take part."""
@@ -323,9 +332,8 @@ class _Job:
             self._tell(_report("fault", replace(fault, log_path=log_path)))
         if restart.exclude:
             self.members.leave_out(restart.exclude)
-        for seat in sorted(restart.exclude):
-            text = f"{seat} is left out from now on: it has failed again and again"
-            self._tell(SupervisorEvent("left out", text, host=seat))
+        for number, seat in enumerate(sorted(restart.exclude)):
+            self._tell(_left_out(seat, None if restart.fault else fault, first=number == 0))
         if restart.pause_s >= 1:
             text = f"the next start is in {restart.pause_s:g} s"
             self._tell(SupervisorEvent("waiting", text, pause_s=restart.pause_s))
@@ -409,9 +417,21 @@ def _hint(roster: Roster) -> str | None:
 
 def _unstarted(error: DistributedError, roster: Roster) -> Fault:
     """The fault of an attempt that could not be started: of the first rank on the computer that is named, if any."""
-    host = next((name for name in getattr(error, "hosts", ()) if name in roster.seats), "")
-    rank = roster.seats.index(host) if host else -1
-    return Fault("not started", rank, host, error.message, error.exit_code, explanation=str(error))
+    hosts = [name for name in getattr(error, "hosts", ()) if name in roster.seats]
+    if isinstance(error, UnfitHosts):
+        misfits = tuple(rank for rank, seat in enumerate(roster.seats) if seat in hosts)
+        return Fault("misfit", -1, "", error.message, error.exit_code, explanation=str(error), misfits=misfits)
+    rank = roster.seats.index(hosts[0]) if hosts else -1
+    return Fault("not started", rank, "".join(hosts[:1]), error.message, error.exit_code, explanation=str(error))
+
+
+def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
+    """That a seat is left out, because it does not fit (``fault``) or else because it fails again and again."""
+    if fault is None:
+        return SupervisorEvent("left out", f"{seat} is left out from now on: it has failed again and again", host=seat)
+    text = f"{seat} is left out: {fault.message}"
+    told = f": {fault.explanation}" if first else ", too"
+    return SupervisorEvent("left out", text, host=seat, explanation=f"{seat} is left out{told}")
 
 
 def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ...] | None:

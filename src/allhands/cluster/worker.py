@@ -31,6 +31,7 @@ from typing import NoReturn, Self
 
 import psutil
 
+from allhands.blame import MisfitError
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
@@ -301,6 +302,7 @@ class WorkerContext:
             "message": known.message if known else str(error),
             "where": known.where if known else None,
             "hint": known.hint if known else None,
+            "misfits": list(known.misfits) if isinstance(known, MisfitError) else None,
             "text": str(known) if known else None,
             "exit_code": code,
             "time": time.time(),

@@ -18,9 +18,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from allhands.blame import Circumstances, Statement, judge
+from allhands.blame import Circumstances, MisfitError, Statement, judge
 from allhands.distributed.backend import Communicator
-from allhands.errors import MisfitError
 from allhands.versions import software_here
 
 
@@ -68,7 +67,7 @@ def _misfit(
         "leads": witness.leads,
         "software": software_here(),
         **witness.details(sections),
-        "given": [witness.given.launcher, witness.given.option, witness.given.model, witness.given.data],
+        "given": [getattr(witness.given, name) for name in ("launcher", "option", "model", "data", "adapter")],
         "trusted": sorted(witness.given.trusted),
     }
     said = _exchange(communicator, json.dumps(own, default=str).encode())

@@ -1,0 +1,144 @@
+"""What a rank states of itself before the first gradient: what all must have in common, and the files behind it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.blame import SOFTWARE, Circumstances
+from allhands.config import TrainConfig
+from allhands.data.store import input_hash
+from allhands.data.tokenise import tokenizer_files_of
+from allhands.distributed.agree import Witness
+from allhands.distributed.mesh import Mesh
+from allhands.model.adapters import trained_weights
+from allhands.model.load import LoadedModel
+from allhands.paths import written
+from allhands.train.datasets import Datasets
+from allhands.versions import required, software_here
+
+# Compared by what is in them: their paths may be others on each computer.
+_BY_CONTENT = frozenset({"model", "data", "tokenizer", "resume_adapter_file"})
+# What nothing is computed from, where a model does not say what it reads.
+_IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"})
+_MOST_FILES = 200
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What one rank has loaded, to be compared with the others'.
+
+    Attributes:
+        start: the file of weights to start from, or ``None``.
+    """
+
+    config: TrainConfig
+    loaded: LoadedModel
+    data: Datasets
+    start: Path | None
+
+    def values(self) -> dict[str, Any]:
+        """What every rank must have in common, as JSON values.
+
+        Weights are compared as files, because ranks on other devices may hold them in other types.
+        """
+        trained = trained_weights(self.loaded.model) if self.config.train or self.start is not None else {}
+        return {
+            "config": {k: v for k, v in self.config.shared_values().items() if k not in _BY_CONTENT},
+            "parameters": {name: [list(a.shape), str(a.dtype)] for name, a in trained.items()},
+            "data": self.data.fingerprints(),
+            "model": {"weights": self.loaded.fingerprint, "config": _architecture(self.loaded)},
+            "resume_adapter_file": {"weights": _sha256(self.start) if self.start else None},
+            SOFTWARE: required(software_here()),
+        }
+
+    def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
+        """What is added where facts differ, with this run's options in the words."""
+        return Witness(computer, mesh.local_rank == 0, self.details, self._told(given))
+
+    def details(self, sections: set[str]) -> dict[str, Any]:
+        """The files behind those sections of :meth:`values`, read now, and where they are."""
+        files: dict[str, str] = {}
+        model = self.loaded.path
+        if "model" in sections:
+            weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
+            files |= _hashes("model", [model / "config.json", *weights])
+        if "data" in sections:
+            files |= self._behind_data()
+        if "resume_adapter_file" in sections and self.start is not None:
+            files |= _hashes("adapter", [self.start])
+        return {"files": files, "places": self._places()}
+
+    def attested(self) -> dict[str, Any]:
+        """All of it, for computers that may join later, without reading the weights again."""
+        model = self.loaded.path
+        weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
+        files = self._behind_data() | _hashes("model", [model / "config.json"])
+        if len(weights) == 1:
+            files[f"model/{weights[0].name}"] = self.loaded.fingerprint
+        dated = None if self.data.dated is None else self.data.dated.isoformat()
+        return {
+            "facts": self.values(),
+            "files": files,
+            "places": self._places(),
+            "software": software_here(),
+            "dated": dated,
+            "options": [written(self.config.model), self._data_option(), self.config.resume_adapter_file or ""],
+        }
+
+    def _behind_data(self) -> dict[str, str]:
+        model = self.loaded.path
+        return {
+            **_hashes("data", _data_files(Path(self.config.data))),
+            **(_hashes("tokenizer", tokenizer_files_of(model)) if model.is_dir() else {}),
+        }
+
+    def _places(self) -> dict[str, str]:
+        places = {"model": str(self.loaded.path.absolute()), "data": str(Path(self.config.data).absolute())}
+        return places | ({"adapter": str(self.start.parent.absolute())} if self.start is not None else {})
+
+    def _data_option(self) -> str:
+        return written(self.config.data) if Path(self.config.data).exists() else ""
+
+    def _told(self, given: Circumstances) -> Circumstances:
+        adapter = self.config.resume_adapter_file or ""
+        return Circumstances(
+            given.launcher, given.option, written(self.config.model), self._data_option(), adapter, given.trusted
+        )
+
+
+def _data_files(path: Path) -> list[Path]:
+    """The files of the data, unless there are very many."""
+    if path.is_file():
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    return found if len(found) <= _MOST_FILES else []
+
+
+def _hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in files:
+        try:
+            found[f"{role}/{file.name}"] = input_hash(file)
+        except OSError:
+            continue  # it is told as missing
+    return found
+
+
+def _architecture(loaded: LoadedModel) -> Any:
+    """What the model's class has read of its config, or else the config without what nobody computes with."""
+    args = getattr(loaded.model, "args", None)
+    if is_dataclass(args) and not isinstance(args, type):
+        read: Mapping[str, Any] = {**asdict(args), "quantization": loaded.config.get("quantization")}
+    else:
+        read = {key: value for key, value in loaded.config.items() if key not in _IDLE_KEYS}
+    return json.loads(json.dumps(read, default=lambda value: type(cast("object", value)).__name__))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
