@@ -28,6 +28,7 @@ from allhands.cluster.frames import Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
+from allhands.cluster.runfiles import read_attested
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
 from allhands.files import make_directory, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
@@ -56,6 +57,7 @@ class Agent:
         self._ranks: RankProcesses | None = None
         self._told: dict[int, Marks] = {}
         self._exited: set[int] = set()
+        self._attested = False
         self._outputs: list[threading.Thread] = []
         self._sampler = ProcessSampler(_identity(hello))
         self._samples: Follower | None = None
@@ -123,7 +125,11 @@ class Agent:
             if marks != self._told.get(rank, Marks()):
                 self._told[rank] = marks
                 self._link.send("marks", rank=rank, **_aged(marks, now))
-        for end in self._ranks.exits():
+        ends = self._ranks.exits()
+        if not self._attested and (content := read_attested(self._run_dir)) is not None:
+            self._attested = True
+            self._link.send("attested", content=content)
+        for end in ends:
             if end.rank not in self._exited:
                 self._exited.add(end.rank)
                 self._link.send("exit", rank=end.rank, code=end.code, age=now - end.time, report=self._report(end.rank))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from allhands.cluster import processes
 from allhands.cluster.outcome import REGROUP_CODE, Fault, FaultKind, Outcome
@@ -84,6 +84,13 @@ class _KnowsPlaces(Protocol):
     def places(self) -> str: ...
 
 
+@runtime_checkable
+class _Attests(Protocol):
+    """Processes that tell what they have agreed on."""
+
+    def attested(self) -> Mapping[str, Any] | None: ...
+
+
 class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
@@ -150,6 +157,10 @@ class Attempt:
         if not self._regroup:
             self._regroup = True
             self._ranks.tell("regroup")
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """What the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+        return self._ranks.attested() if isinstance(self._ranks, _Attests) else None
 
     # --- waiting ----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from allhands.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DistributedError
 
@@ -71,7 +72,13 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
     take_device(launch)
 
+    on_trial = os.environ.get(TRIAL_VARIABLE)
+
     def join() -> Communicator:
+        if on_trial:
+            from allhands.distributed.backend import Alone
+
+            return Alone()
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s)
 
@@ -88,9 +95,11 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         regroup_requested=worker.regroup_requested,
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
-        moment=_began(os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        moment=_began(on_trial if on_trial not in (None, "1") else os.environ.get("ALLHANDS_RUN_BEGAN", "")),
         computer=os.environ.get(COMPUTER_VARIABLE) or socket.gethostname(),
         given=circumstances_in(os.environ),
+        attest=worker.attest if ATTEST_VARIABLE in os.environ else None,
+        trial=on_trial is not None,
     )
 
 

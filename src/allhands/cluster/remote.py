@@ -103,6 +103,7 @@ class RemoteRanks:
         self._exits: dict[int, RankExit] = {}
         self._reports: dict[int, Mapping[str, Any]] = {}
         self._connections: list[Connection] = []
+        self._attested: Mapping[str, Any] | None = None
         self._homes = [index for index, place in enumerate(spec.places) for _ in range(place.num_ranks)]
         self._firsts = [sum(place.num_ranks for place in spec.places[:i]) for i in range(len(spec.places))]
         self._over = threading.Event()
@@ -168,6 +169,10 @@ class RemoteRanks:
             found.append(f"{ranks}{place.name} {address} ({way})")
         return ", ".join(found)
 
+    def attested(self) -> Mapping[str, Any] | None:
+        """Return what the ranks have agreed on, as rank 0 tells it; ``None``: they have not yet."""
+        return self._attested
+
     def host(self, rank: int) -> str:
         """Return the name of the rank's computer."""
         return self._spec.places[self._homes[rank]].name
@@ -219,7 +224,7 @@ class RemoteRanks:
         # Rank 0 on this computer writes where we do, so that a terminal stays one.
         own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
-        hello = _orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
+        hello = orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
         try:
             self._connections.append(Connection(place.host, place.name, hello, log, partial(self._listen, own)))
         finally:
@@ -236,6 +241,8 @@ class RemoteRanks:
             self._output.write(1, tagged(rank, frame["data"].encode("latin-1"), self.host(rank)))
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
+        elif frame["kind"] == "attested":
+            self._attested = frame["content"]
         elif frame["kind"] == "sample":
             self._keep_sample(self.host(own.start), str(frame["line"]))
         elif frame.get("rank") in own:
@@ -360,7 +367,8 @@ def check_devices(places: Sequence[Place]) -> None:
             )
 
 
-def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+    """What the agent of a computer is told: to start the ranks ``own`` of the job, and to listen on ``address``."""
     host = place.host
     return {
         **_who(place.name, host),

@@ -15,6 +15,7 @@ from typing import Any, cast
 from allhands.cluster.ranks import Beat, Marks
 
 BEAT_BYTES = 128  # of the file with the latest beat, which is written over in place
+ATTESTED_FILE = "attested.json"  # what the ranks have agreed on
 _LOG_LINES = 20
 _TAIL_BYTES = 65536
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -112,6 +113,11 @@ class RunFiles:
 
     def _count_oom_kills(self) -> int:
         return sum(_counter(path) for path in self._counters)
+
+
+def read_attested(run_dir: Path) -> dict[str, Any] | None:
+    """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+    return _read_object(run_dir / ATTESTED_FILE)
 
 
 def tail(log: Path) -> tuple[str, ...]:

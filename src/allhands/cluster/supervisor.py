@@ -13,12 +13,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from allhands.blame import TRUSTED_VARIABLE
 from allhands.cluster.attempt import Attempt, SupervisorEvent
@@ -26,6 +26,7 @@ from allhands.cluster.connection import UnfitHosts
 from allhands.cluster.journal import Journal
 from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.cluster.membership import LocalMembers, Members, Roster
+from allhands.cluster.newcomers import Newcomers, TryOut
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.policy import Done, GiveUp, Limits, Past, Restart, judge
 from allhands.cluster.ranks import LaunchSpec
@@ -39,6 +40,7 @@ __all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "superv
 Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
 _ASK_AGAIN_S = 2.0  # while computers are waited for
+_TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 _FIRST_WAIT_S = 30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
 # A warning that the time is up (Slurm's --signal=USR1) is a wish to end.
 _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -53,6 +55,7 @@ class SuperviseOptions:
         min_ranks: go on with no fewer; ``None``: all.
         run_id: one for all attempts (``ALLHANDS_RUN_ID``); made up if not given.
         wait_s: how long computers that are needed are waited for.
+        try_out: looks whether newcomers fit before the running ranks are stopped; ``None``: all are believed to.
         resize: adapts what depends on the number of ranks, such as ``cores_per_rank``.
     """
 
@@ -60,6 +63,7 @@ class SuperviseOptions:
     min_ranks: int | None = None
     run_id: str | None = None
     wait_s: float = 600.0
+    try_out: TryOut | None = None
     resize: Callable[[LaunchSpec], LaunchSpec] | None = None
 
 
@@ -72,6 +76,10 @@ class Runs(Protocol):
 
     def request_regroup(self) -> None:
         """Ask all ranks to end at their next checkpoint."""
+        ...
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """What the ranks have agreed on; ``None``: nothing yet."""
         ...
 
 
@@ -169,6 +177,7 @@ class _Job:
     regrouping: bool = False
 
     def __post_init__(self) -> None:
+        self.newcomers = Newcomers(self.members, self.options.try_out, self._tell, self.seams.now)
         run_id = self.options.run_id or secrets.token_hex(8)
         # By the clock on the wall here, whatever time zones the ranks are in.
         began = datetime.now().isoformat()
@@ -294,7 +303,7 @@ class _Job:
         self.running = True
         try:
             attempt = self.seams.make_attempt(spec, run_dir, self.signals, self._tell, self.reaper, slack)
-            outcome = attempt.run(partial(self._look_for_more, roster, attempt))
+            outcome = attempt.run(partial(self._look_for_more, spec, roster, attempt))
         except DistributedError as error:
             fault = _unstarted(error, roster)
             if not self.history and not self._enough_without(fault, roster):
@@ -303,14 +312,19 @@ class _Job:
             outcome = Outcome(fault)
         finally:
             self.running = self.regrouping = False
+            self.newcomers.stop()
+        if outcome.started:
+            self.newcomers.proven.update(roster.seats)
         return Past(outcome, roster.seats, roster.apart, roster.edition, self.seams.now() - began)
 
     def _enough_without(self, fault: Fault, roster: Roster) -> bool:
         return bool(fault.misfits) and len(roster.seats) - len(fault.misfits) >= self._least(roster)
 
-    def _look_for_more(self, roster: Roster, attempt: Runs) -> None:
-        """Have the ranks regroup once more of them could take part."""
+    def _look_for_more(self, spec: LaunchSpec, roster: Roster, attempt: Runs) -> None:
+        """Have the ranks regroup once more of them could take part, and fit."""
         if not self.regrouping and (reason := self.members.changed(roster.places)):
+            if not self.newcomers.all_fit(spec, roster, lambda: attempt.attested()):
+                return
             self.regrouping = True
             self._tell(SupervisorEvent("regrouping", f"{reason}: the ranks regroup at the next checkpoint"))
             attempt.request_regroup()

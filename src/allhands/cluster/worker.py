@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import psutil
 
@@ -35,7 +35,8 @@ from allhands.blame import MisfitError
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
-from allhands.cluster.runfiles import BEAT_BYTES
+from allhands.cluster.ranks import TRIAL_VARIABLE
+from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import private_opener, storage_error_of
 from allhands.kernels import publish
@@ -103,6 +104,14 @@ class WorkerContext:
         """Tell the supervisor that this rank is at work on something that may take longer than a start should."""
         if self._run_dir:
             (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+
+    def attest(self, content: Mapping[str, Any]) -> None:
+        """Tell the supervisor what the ranks have agreed on; a rank on trial ends here."""
+        if self._run_dir:
+            write_whole(self._run_dir / ATTESTED_FILE, json.dumps(content, default=str))
+        if TRIAL_VARIABLE in os.environ:
+            publish(os.environ)
+            os._exit(0)
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
         """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
