@@ -5,6 +5,7 @@ Each computer is a network namespace with an sshd and with model, data and resul
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from command_line import changed
 from faulty import Bench, Trial, share_compiled
-from hostile import Job
+from hostile import Job, until
 from namespaces import Cluster, namespaces
+
+from allhands.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 
@@ -85,10 +88,6 @@ def spoil(hosts: Hosts, host: str, name: str) -> None:
     how(hosts.files(host) / folder / name)
 
 
-def told(trial: Trial, kind: str) -> list[dict[str, object]]:
-    return [event for event in trial.events(kind)]
-
-
 @pytest.mark.parametrize("name", SPOILT)
 def test_the_one_that_differs_is_named_and_nothing_is_tried_again(hosts: Hosts, trial: Trial, name: str) -> None:
     spoil(hosts, "node1", name)
@@ -106,3 +105,56 @@ def test_the_others_go_on_without_it(hosts: Hosts, trial: Trial) -> None:
     print(job.err)
     assert [event["host"] for event in trial.events("left out")] == ["node1"]
     assert not trial.events("fault")
+
+
+def slowly(trial: Trial, seconds: float) -> None:
+    """Steps of the tiny model take milliseconds: time for a computer to come."""
+    steps = range(2, ITERS - 1)
+    trial.plan(*({"rank": 0, "step": step, "kind": "slow", "seconds": seconds, "attempt": 1} for step in steps))
+
+
+def steps(hosts: Hosts, trial: Trial, host: str = "node0") -> list[int]:
+    return [report.step for report in read_metrics(hosts.files(host) / trial.token).train]
+
+
+def starts(hosts: Hosts, trial: Trial, host: str = "node0") -> list[int]:
+    """The ranks of every start that is told of there."""
+    lines = (hosts.files(host) / trial.token / "metrics.jsonl").read_text().splitlines()
+    return [one["num_ranks"] for one in map(json.loads, lines) if one["event"] == "started"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "train.jsonl", "nothing there"])
+def test_a_newcomer_that_does_not_fit_is_refused_and_nobody_is_disturbed(
+    hosts: Hosts, trial: Trial, name: str, tmp_path: Path
+) -> None:
+    if name in SPOILT:
+        spoil(hosts, "node2", name)
+    else:
+        shutil.rmtree(hosts.files("node2") / "data")
+    slowly(trial, 4.0)
+    hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
+    job = hosts.start(trial, [], "--min-ranks", "1", "--hang-timeout-s", "60", hostfile=hostfile)
+    until(lambda: bool(trial.events("started")), 60.0, "it does not start")
+    hosts.cluster.hostfile(hostfile, names=["node0", "node1", "node2"])
+    assert job.finish(120) == 0, job.err
+    print(job.err)
+    (left_out,) = trial.events("left out")
+    assert left_out["host"] == "node2"
+    assert (name if name in SPOILT else "data") in left_out["message"]
+    assert not trial.events("regrouping")
+    assert starts(hosts, trial) == [2]
+    assert steps(hosts, trial) == list(range(1, ITERS + 1))
+    assert not hosts.cluster.processes("node2")
+
+
+def test_a_newcomer_that_fits_joins(hosts: Hosts, trial: Trial, tmp_path: Path) -> None:
+    slowly(trial, 4.0)
+    hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
+    job = hosts.start(trial, [], "--min-ranks", "1", "--hang-timeout-s", "60", hostfile=hostfile)
+    until(lambda: bool(trial.events("started")), 60.0, "it does not start")
+    hosts.cluster.hostfile(hostfile, names=["node0", "node1", "node2"])
+    assert job.finish(120) == 0, job.err
+    print(job.err)
+    assert not trial.events("left out")
+    assert starts(hosts, trial) == [2, 3]
+    assert steps(hosts, trial) == list(range(1, ITERS + 1))
