@@ -15,10 +15,11 @@ _TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a computer does not fit, in one sentence, and with the remedy."""
+    """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's type and message."""
 
     message: str
     explanation: str
+    error: str | None = None
 
 
 class Tries(Protocol):
@@ -93,7 +94,7 @@ class Newcomers:
         for name, refusal in sorted(trial.unfit.items()):
             self.members.leave_out([name])
             text, more = (f"{name} is left out: {words}" for words in (refusal.message, refusal.explanation))
-            self.tell(SupervisorEvent("left out", text, host=name, explanation=more))
+            self.tell(SupervisorEvent("left out", text, host=name, error=refusal.error, explanation=more))
         if trial.names - trial.fit - trial.unfit.keys():
             self._again_at = self.now() + _TRY_AGAIN_S
         self.stop()

@@ -445,7 +445,8 @@ def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent
         return SupervisorEvent("left out", f"{seat} is left out from now on: it has failed again and again", host=seat)
     text = f"{seat} is left out: {fault.message}"
     told = f": {fault.explanation}" if first else ", too"
-    return SupervisorEvent("left out", text, host=seat, explanation=f"{seat} is left out{told}")
+    explanation = f"{seat} is left out{told}"
+    return SupervisorEvent("left out", text, host=seat, error=fault.error, explanation=explanation)
 
 
 def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ...] | None:

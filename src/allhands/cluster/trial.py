@@ -63,13 +63,13 @@ class Trial:
     def _look_at(self, place: Place) -> None:
         try:
             found = _One(self._spec, place, self._attested, self._over).run()
-        except UnfitHosts as error:
-            self.unfit[place.name] = Refusal(error.message, str(error))
+        except _Failed as failed:
+            self.unfit[place.name] = failed.refusal
             return
-        except HostError:
-            return  # it has gone again, or not come yet
         except AllhandsError as error:
-            self.unfit[place.name] = Refusal(error.message, str(error))
+            # Another error of a computer's is that it has gone again, or not come yet.
+            if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
+                self.unfit[place.name] = Refusal(error.message, str(error))
             return
         if found is None or self._over.is_set():
             return
@@ -89,6 +89,14 @@ class Trial:
 def _statement(name: str, attested: Mapping[str, Any]) -> Statement:
     parts = (attested[part] for part in ("facts", "files", "places", "software"))
     return Statement(name, *parts)
+
+
+class _Failed(Exception):
+    """The rank there has failed with an error that it foresaw."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
 
 
 @dataclass
@@ -135,9 +143,12 @@ class _One:
             raise HostError([self.place.name], f"{self.place.name} does not answer any more")
         if self._ended is None or (self._ended == 0 and self._found is not None):
             return self._found
-        text = (self._error or {}).get("text") or (self._error or {}).get("message")
-        message, _, hint = (text or f"it ended with code {self._ended}").partition("\n  what to do: ")
-        raise UnfitHosts([self.place.name], message, hint=hint or f"see the logs of {self.place.name}")
+        error = self._error or {}
+        if not error.get("text"):
+            what = error.get("message") or f"a rank on trial ended with code {self._ended}"
+            raise UnfitHosts([self.place.name], what, hint=f"see the logs of {self.place.name}")
+        kind = f"{error['type']}: {error['message']}"
+        raise _Failed(Refusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind))
 
     def _trial_spec(self) -> LaunchSpec:
         there = self.spec.log_dir_there

@@ -26,6 +26,7 @@ _BY_CONTENT = frozenset({"model", "data", "tokenizer", "resume_adapter_file"})
 # What nothing is computed from, where a model does not say what it reads.
 _IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"})
 _MOST_FILES = 200
+_CALLED = {"valid": ("valid", "val", "dev")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class RunFacts:
     def _behind_data(self) -> dict[str, str]:
         model = self.loaded.path
         return {
-            **_hashes("data", _data_files(Path(self.config.data))),
+            **_hashes("data", _data_files(Path(self.config.data), self.data.stored)),
             **(_hashes("tokenizer", tokenizer_files_of(model)) if model.is_dir() else {}),
         }
 
@@ -111,12 +112,13 @@ class RunFacts:
         )
 
 
-def _data_files(path: Path) -> list[Path]:
-    """The files of the data, unless there are very many."""
+def _data_files(path: Path, splits: Iterable[str]) -> list[Path]:
+    """The files of these splits by their names, unless there are very many."""
     if path.is_file():
         return [path]
-    found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    return found if len(found) <= _MOST_FILES else []
+    begin = tuple(name for split in splits for name in _CALLED.get(split, (split,)))
+    found = [file for name in begin for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*")) if file.is_file()]
+    return sorted(set(found)) if len(found) <= _MOST_FILES else []
 
 
 def _hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
