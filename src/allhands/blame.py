@@ -71,6 +71,7 @@ class Circumstances:
         model: as given with ``--model``; ``data`` likewise, if it is a path.
         adapter: as given with ``--resume-adapter-file``.
         trusted: computers that have trained together already: what they have is right.
+        exemplary: whether the launcher, if it takes no part, is known to have what is right.
     """
 
     launcher: str = ""
@@ -79,6 +80,7 @@ class Circumstances:
     data: str = ""
     adapter: str = ""
     trusted: frozenset[str] = frozenset()
+    exemplary: bool = False
 
 
 # Variables by which a supervisor tells its ranks of all that.
@@ -286,7 +288,8 @@ class _Remedy:
 
     def _init(self, names: Sequence[str]) -> str:
         """This computer's environment for those that have another one: for all others if it is itself the odd one."""
-        some = self.misfits if self._launcher_is_right and self.given.launcher in names else names
+        known = self.given.launcher in names or self.given.exemplary
+        some = self.misfits if self._launcher_is_right and known else names
         return init_command([name for name in some or names if name != self.given.launcher], self.given.option)
 
     def _packages(self) -> list[str]:

@@ -451,9 +451,12 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
     here = next((place.name for place in places if _is_here(place.host)), "")
     given = circumstances_in(spec.env, here)
     own = self_description()["versions"]
-    if (verdict := judge(statements, given)) and not verdict.misfits and not here:
-        like = frozenset(one.name for one in statements if not unequal(own, one.software))
-        verdict = judge(statements, replace(given, trusted=like))
+    verdict = judge(statements, given)
+    like = frozenset(one.name for one in statements if not here and not unequal(own, one.software))
+    if verdict and like:
+        trusted = given.trusted if verdict.misfits else like
+        given = replace(given, trusted=trusted, exemplary=not like <= set(verdict.misfits))
+        verdict = judge(statements, given)
     if verdict:
         raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
     for name in set(unequal(own, statements[0].software)) & {"allhands", "mlx"} if not here else ():
