@@ -282,15 +282,18 @@ class _Remedy:
             steps.append("give every rank the same command and configuration")
         return "; ".join(steps) or _GENERIC
 
-    @property
-    def _launcher_is_right(self) -> bool:
-        return self.given.launcher not in self.misfits
+    def _odd(self, kinds: Set[str]) -> list[str]:
+        """Those of the misfits that differ in something of these kinds."""
+        right = next(one.name for one in self.statements if one.name not in self.misfits)
+        parts = [part for part in self.parts if part.kind in kinds]
+        return [name for name in self.misfits if any(part.values[name] != part.values[right] for part in parts)]
 
     def _init(self, names: Sequence[str]) -> str:
         """This computer's environment for those that have another one: for all others if it is itself the odd one."""
-        known = self.given.launcher in names or self.given.exemplary
-        some = self.misfits if self._launcher_is_right and known else names
-        return init_command([name for name in some or names if name != self.given.launcher], self.given.option)
+        odd, launcher = self._odd({SOFTWARE}), self.given.launcher
+        known = (launcher in names or self.given.exemplary) and launcher not in odd
+        some = odd if odd and known else names
+        return init_command([name for name in some if name != launcher], self.given.option)
 
     def _packages(self) -> list[str]:
         """The packages that make tokens, as those have them that are right."""
@@ -308,7 +311,7 @@ class _Remedy:
     def _files(self, roles: Set[str]) -> list[str]:
         if not roles:
             return []
-        if not self._launcher_is_right:
+        if self.given.launcher in self._odd(roles):
             return self._copies()
         option = self.given.option or "--hosts " + ",".join(one.name for one in self.statements)
         words = ["allhands", "cluster", "sync", *shlex.split(option)]

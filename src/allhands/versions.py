@@ -55,7 +55,8 @@ def versions_of(*names: str) -> dict[str, str]:
 
 def software_here() -> dict[str, str]:
     """What is compared of this interpreter; see :func:`software`."""
-    return software(os.path.dirname(os.path.abspath(__file__)), versions_of(*PACKAGES))
+    have = software(os.path.dirname(os.path.abspath(__file__)), versions_of(*PACKAGES))
+    return {**have, "executable": sys.executable}
 
 
 def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
