@@ -141,11 +141,10 @@ def _unfit(history: Sequence[Past], fault: Fault, limits: Limits) -> frozenset[s
     last = history[-1]
     unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
     before = history[-2].outcome.fault if len(history) > 1 else None
-    own = fault.kind == "misfit" or (last.apart and fault.exit_code in _LASTING)
     everywhere = fault.kind != "misfit" and before is not None and _essence(before)[:2] == _essence(fault)[:2]
     left = sum(seat not in unfit for seat in last.seats)
     enough = limits.min_ranks is not None and left >= limits.min_ranks
-    return unfit if own and enough and not everywhere and not last.outcome.stopped else frozenset()
+    return unfit if _is_own(last, fault) and enough and not everywhere and not last.outcome.stopped else frozenset()
 
 
 def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
@@ -180,8 +179,15 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
 
 
 def _counts(past: Past) -> bool:
-    """Whether it ended by a fault that is tried again."""
-    return past.outcome.fault is not None and past.outcome.fault.kind != "misfit" and not past.outcome.ports_taken
+    """Whether it ended by a fault that is tried again: not by a computer that did not fit."""
+    fault = past.outcome.fault
+    return not (fault is None or past.outcome.ports_taken or _is_own(past, fault))
+
+
+def _is_own(past: Past, fault: Fault) -> bool:
+    """Whether the fault is that a computer does not fit, or lacks something that it needs to begin."""
+    lacks = past.apart and bool(fault.misfits) and fault.exit_code in _LASTING
+    return fault.kind == "misfit" or lacks
 
 
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
@@ -190,7 +196,7 @@ def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
     With each, whether it did. That one is included, for the next may fail where it did.
     """
     for past, gained in reversed(list(zip(history, _gains(history), strict=True))):
-        if past.outcome.ports_taken or (past.outcome.fault and past.outcome.fault.kind == "misfit"):
+        if past.outcome.fault is not None and not _counts(past):
             continue
         if past.outcome.fault is None:
             return  # a checkpoint was reached, at which the ranks regrouped
