@@ -69,7 +69,7 @@ class Circumstances:
         launcher: the computer at which the person sits, as statements call it.
         option: how the person named the computers, such as ``--hostfile hosts.json``; empty: not by us.
         model: as given with ``--model``; ``data`` likewise, if it is a path.
-        adapter: as given with ``--resume-adapter-file``.
+        adapter: as given with ``--resume-adapter-file``; ``config`` with ``--config``.
         trusted: computers that have trained together already: what they have is right.
         exemplary: whether the launcher, if it takes no part, is known to have what is right.
     """
@@ -79,6 +79,7 @@ class Circumstances:
     model: str = ""
     data: str = ""
     adapter: str = ""
+    config: str = ""
     trusted: frozenset[str] = frozenset()
     exemplary: bool = False
 
@@ -132,10 +133,11 @@ class _Part:
 
 def judge(statements: Sequence[Statement], given: Circumstances) -> Verdict | None:
     """Who does not fit to the others; ``None``: all do."""
-    parts = _causes(_parts(statements))
+    names = [one.name for one in statements]
+    parts = _parts(statements)
+    parts = parts if _are_ranks(names) else _causes(parts)
     if not parts:
         return None
-    names = [one.name for one in statements]
     odd: set[str] = set()
     for part in parts:
         right = _right(part, given)
@@ -166,13 +168,16 @@ def _parts(statements: Sequence[Statement]) -> list[_Part]:
     found = _versions(statements)
     flat = {one.name: _flatten({k: v for k, v in one.facts.items() if k != SOFTWARE}) for one in statements}
     explained: dict[str, list[_Part]] = {}
-    for key in sorted({key for facts in flat.values() for key in facts}):
+    for key in sorted(
+        {key for facts in flat.values() for key in facts}, key=lambda key: (key.startswith("model."), key)
+    ):
         values = {name: json.dumps(facts.get(key), sort_keys=True, default=str) for name, facts in flat.items()}
         if len(set(values.values())) < 2:
             continue
         section = key.partition(".")[0]
         if section not in explained:
-            explained[section] = _sources(section, statements)
+            # Ranks of one computer have the same files, unless these have just been changed.
+            explained[section] = [] if _are_ranks(list(flat)) else _sources(section, statements)
             found += explained[section]
         if not (explained[section] and all(map(_is_sum, (facts.get(key) for facts in flat.values())))):
             found.append(_Part(section, "value", key, values, {n: _short(facts.get(key)) for n, facts in flat.items()}))
@@ -279,11 +284,13 @@ class _Remedy:
             steps += self._packages() if TOKENS in kinds else []
             steps += self._files(kinds & {"model", "data", "tokenizer", "adapter", "resume_adapter_file"})
         if "config" in kinds:
-            steps.append("give every rank the same command and configuration")
+            steps.append(self._options(names))
         return "; ".join(steps) or _GENERIC
 
     def _odd(self, kinds: Set[str]) -> list[str]:
         """Those of the misfits that differ in something of these kinds."""
+        if not self.misfits:
+            return []
         right = next(one.name for one in self.statements if one.name not in self.misfits)
         parts = [part for part in self.parts if part.kind in kinds]
         return [name for name in self.misfits if any(part.values[name] != part.values[right] for part in parts)]
@@ -307,6 +314,15 @@ class _Remedy:
                 here = one.name == self.given.launcher
                 steps.append(command if here else shlex.join(["ssh", one.name, command]))
         return steps
+
+    def _options(self, names: Sequence[str]) -> str:
+        """Options can differ only by a file of them, or by the commands that somebody else has given each rank."""
+        config, odd = self.given.config, self._odd({"config"})
+        if not config or _are_ranks(names):
+            return "give every rank the same command and configuration"
+        if self.given.launcher in odd or not self.given.option:
+            return f"give all computers the same {config}"
+        return shlex.join(["allhands", "cluster", "sync", *shlex.split(self.given.option), "--config", config])
 
     def _files(self, roles: Set[str]) -> list[str]:
         if not roles:

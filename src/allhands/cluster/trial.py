@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from allhands.blame import Circumstances, Statement, Verdict, circumstances_in, judge
+from allhands.blame import Statement, Verdict, circumstances_in, judge
 from allhands.cluster.addresses import addresses
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
@@ -81,8 +81,7 @@ class Trial:
 
     def _compared(self, name: str, found: Mapping[str, Any]) -> Verdict | None:
         told = circumstances_in(self._spec.env)
-        model, data, adapter = self._attested["options"]
-        given = Circumstances(told.launcher, told.option, model, data, adapter, frozenset({self._known}))
+        given = replace(told, **self._attested["options"], trusted=frozenset({self._known}))
         return judge([_statement(self._known, self._attested), _statement(name, found)], given)
 
 

@@ -22,6 +22,8 @@ from allhands.blame import Circumstances, MisfitError, Statement, judge
 from allhands.distributed.backend import Communicator
 from allhands.versions import software_here
 
+_GIVEN = ("launcher", "option", "model", "data", "adapter", "config")
+
 
 @dataclass(frozen=True)
 class Witness:
@@ -67,7 +69,7 @@ def _misfit(
         "leads": witness.leads,
         "software": software_here(),
         **witness.details(sections),
-        "given": [getattr(witness.given, name) for name in ("launcher", "option", "model", "data", "adapter")],
+        "given": [getattr(witness.given, name) for name in _GIVEN],
         "trusted": sorted(witness.given.trusted),
     }
     said = _exchange(communicator, json.dumps(own, default=str).encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +59,7 @@ class RunFacts:
 
     def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
         """What is added where facts differ, with this run's options in the words."""
-        return Witness(computer, mesh.local_rank == 0, self.details, self._told(given))
+        return Witness(computer, mesh.local_rank == 0, self.details, replace(given, **self._options()))
 
     def details(self, sections: set[str]) -> dict[str, Any]:
         """The files behind those sections of :meth:`values`, read now, and where they are."""
@@ -88,7 +88,7 @@ class RunFacts:
             "places": self._places(),
             "software": software_here(),
             "dated": dated,
-            "options": [written(self.config.model), self._data_option(), self.config.resume_adapter_file or ""],
+            "options": self._options(),
         }
 
     def _behind_data(self) -> dict[str, str]:
@@ -102,14 +102,12 @@ class RunFacts:
         places = {"model": str(self.loaded.path.absolute()), "data": str(Path(self.config.data).absolute())}
         return places | ({"adapter": str(self.start.parent.absolute())} if self.start is not None else {})
 
-    def _data_option(self) -> str:
-        return written(self.config.data) if Path(self.config.data).exists() else ""
-
-    def _told(self, given: Circumstances) -> Circumstances:
-        adapter = self.config.resume_adapter_file or ""
-        return Circumstances(
-            given.launcher, given.option, written(self.config.model), self._data_option(), adapter, given.trusted
-        )
+    def _options(self) -> dict[str, str]:
+        """Of paths, as the person gave them; what is no path here is left out."""
+        named = {"adapter": self.config.resume_adapter_file, "config": self.config.config}
+        paths = {name: written(path) for name, path in named.items() if path}
+        data = {"data": written(self.config.data)} if Path(self.config.data).exists() else {}
+        return {"model": written(self.config.model), **data, **paths}
 
 
 def _data_files(path: Path, splits: Iterable[str]) -> list[Path]:
