@@ -350,6 +350,10 @@ def test_what_all_computers_lack_is_no_single_ones() -> None:
     again = judge([unstarted(_LACKS), unstarted(replace(_LACKS, rank=0, misfits=(0,)), ("a", "c"))], limits)
     assert isinstance(again, GiveUp)
     assert "the model would be the same" in (again.reason or "")
+    # Nor is what rank 0 alone looks at, such as the settings of the checkpoint.
+    settings = replace(_LACKS, rank=0, exit_code=2, misfits=(0,))
+    assert isinstance(judge([unstarted(settings)], limits), GiveUp)
+    assert isinstance(judge([unstarted(replace(settings, rank=1, misfits=(1,)))], limits), Restart)
     # Nor is a slot of the only computer.
     local = Past(Outcome(_LACKS), ("slot 0", "slot 1", "slot 2"))
     assert isinstance(judge([local], limits), GiveUp)

@@ -290,7 +290,8 @@ def _hosts_told(job: Job) -> dict[str, str]:
     if job.hostfile is None:
         return {}
     here = next((host.name for host in read_hostfile(job.hostfile) if host.ssh is None), "")
-    told = {OPTION_VARIABLE: shlex.join(["--hostfile", job.hostfile]), ATTEST_VARIABLE: "1"}
+    told = {OPTION_VARIABLE: shlex.join(["--hostfile", job.hostfile])}
+    told |= {ATTEST_VARIABLE: "1"} if job.compared else {}
     return {**told, LAUNCHER_VARIABLE: here} if here else told
 
 

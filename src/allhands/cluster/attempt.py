@@ -232,7 +232,9 @@ class Attempt:
         failed = [end for end in ends if self._is_failure(end)]
         if failed:
             lost_only = all(end.code == PeerLostError.exit_code for end in failed)
-            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only else _COLLECT_S)
+            # What one computer lacks to begin others may lack as well.
+            first = not self._all_started and bool(self._spec.places)
+            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only or first else _COLLECT_S)
         stopped = [end for end in ends if self._is_unasked_stop(end)]
         # Somebody may have told all ranks to stop, and one of them may be saving.
         saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)

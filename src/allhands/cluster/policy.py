@@ -46,6 +46,8 @@ _LASTING = {
     NumericsError.exit_code: "the numbers",
     CheckpointError.exit_code: "the checkpoint",
 }
+# Of these, what each rank looks for on its own computer; what only rank 0 looks at is nobody else's fault either.
+_LACKING = (DataError.exit_code, ModelError.exit_code)
 # Signals that come from outside a program; it brings the others on itself.
 _FROM_OUTSIDE = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)}
 
@@ -186,8 +188,8 @@ def _counts(past: Past) -> bool:
 
 def _is_own(past: Past, fault: Fault) -> bool:
     """Whether the fault is that a computer does not fit, or lacks something that it needs to begin."""
-    lacks = past.apart and bool(fault.misfits) and fault.exit_code in _LASTING
-    return fault.kind == "misfit" or lacks
+    lacks = fault.exit_code in _LACKING or (fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits)
+    return fault.kind == "misfit" or (past.apart and bool(fault.misfits) and lacks)
 
 
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
