@@ -130,11 +130,17 @@ def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[s
     return [name for name in MAY_DIFFER if one.get(name) != other.get(name) and name not in forbidden]
 
 
-def described(name: str, have: Mapping[str, str]) -> str:
-    """What an interpreter has of that name, for people: ``Python 3.12.1``, ``mlx 0.32.4``, ``numpy missing``."""
+def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | None = None) -> str:
+    """What an interpreter has of that name, for people: ``Python 3.12.1``, ``mlx 0.32.4``, ``numpy missing``.
+
+    Args:
+        other: another one, beside which it is told: a back-end is no matter where MLX itself is another.
+    """
     if name == "allhands" and have.get(SOURCE):
         return f"allhands {have.get('allhands', '')} (source {have[SOURCE][:8]})"
-    version = required(have)["mlx"] if name == "mlx" else have.get(name, _MISSING)
+    version = have.get(name, _MISSING)
+    if name == "mlx" and (other is None or other.get(name) == version):
+        version = required(have)["mlx"]
     return f"{'Python' if name == 'python' else name} {version}"
 
 

@@ -24,7 +24,7 @@ from allhands.cluster.watch import Limits, ProgressWatch, Stall
 from allhands.errors import DistributedError, PeerLostError
 
 _TICK_S = 0.05
-_POLL_S = 1.0
+_POLL_S = 0.5
 _COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
 _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
@@ -130,7 +130,7 @@ class Attempt:
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
         """Start the ranks, wait for the end, leave nothing running, and say how it ended.
 
-        ``poll`` is called about once a second and should be quick: nobody watches meanwhile.
+        ``poll`` is called about twice a second and should be quick: nobody watches meanwhile.
 
         Raises:
             DistributedError: the ranks could not be started.

@@ -71,7 +71,7 @@ class Runs(Protocol):
     """An attempt, as far as it is used here."""
 
     def run(self, poll: Callable[[], None]) -> Outcome:
-        """Run it to its end; ``poll`` is called about once a second."""
+        """Run it to its end; ``poll`` is called about twice a second."""
         ...
 
     def request_regroup(self) -> None:

@@ -6,6 +6,7 @@ loaded, which is compared with what the running ranks have agreed on.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -21,6 +22,7 @@ from allhands.cluster.newcomers import Refusal
 from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
 from allhands.cluster.remote import READY_S, orders
 from allhands.errors import AllhandsError
+from allhands.versions import TOKEN_MAKERS, unequal
 
 _TICK_S = 0.2
 _END_S = 2.0
@@ -62,6 +64,9 @@ class Trial:
 
     def _look_at(self, place: Place) -> None:
         try:
+            if self._has_the_same(place):
+                self.fit.add(place.name)
+                return
             found = _One(self._spec, place, self._attested, self._over).run()
         except _Failed as failed:
             self.unfit[place.name] = failed.refusal
@@ -78,6 +83,21 @@ class Trial:
             self.fit.add(place.name)
         else:
             self.unfit[place.name] = Refusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
+
+    def _has_the_same(self, place: Place) -> bool:
+        """Whether its files and software are those of rank 0's computer; if not, it may make the same of them still."""
+        if not self._attested["exam"]:
+            return False
+        command = [self._spec.command[0], "-P", "-m", "allhands.cluster.exam", json.dumps(self._attested["exam"])]
+        try:
+            found = _One(replace(self._spec, command=command), place, self._attested, self._over).run()
+        except _Failed:
+            return False
+        if found is None:
+            return False
+        have, theirs = found["software"], self._attested["software"]
+        alike = all(have.get(name) == theirs.get(name) for name in TOKEN_MAKERS) and not unequal(have, theirs)
+        return alike and found["files"] == self._attested["files"]
 
     def _compared(self, name: str, found: Mapping[str, Any]) -> Verdict | None:
         told = circumstances_in(self._spec.env)
@@ -145,7 +165,7 @@ class _One:
         error = self._error or {}
         if not error.get("text"):
             what = error.get("message") or f"a rank on trial ended with code {self._ended}"
-            raise UnfitHosts([self.place.name], what, hint=f"see the logs of {self.place.name}")
+            raise _Failed(Refusal(what, f"{what}\n  what to do: see the logs of {self.place.name}"))
         kind = f"{error['type']}: {error['message']}"
         raise _Failed(Refusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind))
 

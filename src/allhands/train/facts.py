@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from allhands.blame import SOFTWARE, Circumstances
 from allhands.config import TrainConfig
-from allhands.data.store import input_hash
-from allhands.data.tokenise import tokenizer_files_of
+from allhands.data.behind import files_behind_data, files_behind_options, hashes
 from allhands.distributed.agree import Witness
 from allhands.distributed.mesh import Mesh
 from allhands.model.adapters import trained_weights
 from allhands.model.load import LoadedModel
 from allhands.paths import written
+from allhands.pretrain_config import pretraining
 from allhands.train.datasets import Datasets
 from allhands.versions import required, software_here
 
@@ -25,8 +25,6 @@ from allhands.versions import required, software_here
 _BY_CONTENT = frozenset({"model", "data", "tokenizer", "resume_adapter_file"})
 # What nothing is computed from, where a model does not say what it reads.
 _IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"})
-_MOST_FILES = 200
-_CALLED = {"valid": ("valid", "val", "dev")}
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,21 @@ class RunFacts:
         model = self.loaded.path
         if "model" in sections:
             weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
-            files |= _hashes("model", [model / "config.json", *weights])
+            files |= hashes("model", [model / "config.json", *weights])
         if "data" in sections:
             files |= self._behind_data()
         if "resume_adapter_file" in sections and self.start is not None:
-            files |= _hashes("adapter", [self.start])
+            files |= hashes("adapter", [self.start])
         return {"files": files, "places": self._places()}
 
     def attested(self) -> dict[str, Any]:
         """All of it, for computers that may join later, without reading the weights again."""
         model = self.loaded.path
         weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
-        files = self._behind_data() | _hashes("model", [model / "config.json"])
+        files = self._behind_data() | hashes("model", [model / "config.json"])
+        exam = self._exam()
+        if exam is not None:
+            files |= {"weights/all": self.loaded.fingerprint, **files_behind_options(exam["options"])}
         if len(weights) == 1:
             files[f"model/{weights[0].name}"] = self.loaded.fingerprint
         dated = None if self.data.dated is None else self.data.dated.isoformat()
@@ -89,14 +90,22 @@ class RunFacts:
             "software": software_here(),
             "dated": dated,
             "options": self._options(),
+            "exam": exam,
         }
 
     def _behind_data(self) -> dict[str, str]:
-        model = self.loaded.path
-        return {
-            **_hashes("data", _data_files(Path(self.config.data), self.data.stored)),
-            **(_hashes("tokenizer", tokenizer_files_of(model)) if model.is_dir() else {}),
-        }
+        return files_behind_data(Path(self.config.data), self.data.stored, self.loaded.path)
+
+    def _exam(self) -> dict[str, Any] | None:
+        """What a computer with the same files need not load to be known to fit; ``None``: files do not tell."""
+        config = self.config
+        named = {"adapter": config.resume_adapter_file, "config": config.config, "template": config.chat_template}
+        told = pretraining(config) is None and Path(config.model).is_dir() and Path(config.data).exists()
+        if not told or config.hf_dataset is not None:
+            return None
+        options = {name: written(path) for name, path in named.items() if path and Path(path).is_file()}
+        splits, paths = sorted(self.data.stored), {"model": written(config.model), "data": written(config.data)}
+        return {**paths, "splits": splits, "options": options}
 
     def _places(self) -> dict[str, str]:
         places = {"model": str(self.loaded.path.absolute()), "data": str(Path(self.config.data).absolute())}
@@ -108,25 +117,6 @@ class RunFacts:
         paths = {name: written(path) for name, path in named.items() if path}
         data = {"data": written(self.config.data)} if Path(self.config.data).exists() else {}
         return {"model": written(self.config.model), **data, **paths}
-
-
-def _data_files(path: Path, splits: Iterable[str]) -> list[Path]:
-    """The files of these splits by their names, unless there are very many."""
-    if path.is_file():
-        return [path]
-    begin = tuple(name for split in splits for name in _CALLED.get(split, (split,)))
-    found = [file for name in begin for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*")) if file.is_file()]
-    return sorted(set(found)) if len(found) <= _MOST_FILES else []
-
-
-def _hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for file in files:
-        try:
-            found[f"{role}/{file.name}"] = input_hash(file)
-        except OSError:
-            continue  # it is told as missing
-    return found
 
 
 def _architecture(loaded: LoadedModel) -> Any:

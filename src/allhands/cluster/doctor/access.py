@@ -287,7 +287,7 @@ def _other_versions(
     for host, facts, value in have:
         if value == common or (noted and name not in merely_different(facts.software, wanted)):
             continue
-        message = f"{described(name, facts.software)}, but {described(name, wanted).split(' ', 1)[1]} on {same}"
+        message = f"{described(name, facts.software, wanted)}, but {described(name, wanted).split(' ', 1)[1]} on {same}"
         remedy = _same_package(host, facts, name, wanted)
         if not noted and (name == "python" or (name == "allhands" and SOURCE in wanted)):
             remedy = _init(cluster, host, wanted)
