@@ -197,6 +197,32 @@ def test_two_computers_of_the_same_name_do_not_train(hosts: Hosts) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@_needs_mpi
+@pytest.mark.long
+def test_the_computer_that_differs_is_named_under_mpirun(hosts: Hosts, tmp_path: Path) -> None:
+    """It is rank 0's, which has other data and another file of options than the two others."""
+    settings = "batch_size: 4\niters: 3\nval_batches: 0\n"
+    for name in hosts.cluster.names:
+        (hosts.files(name) / "run.yaml").write_text(settings.replace("4", "5") if name == "node0" else settings)
+    data = hosts.files("node0") / "chats" / "train.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace("a", "b", 1))
+    paths = f"--model {hosts.shown / 'tiny'} --data {hosts.shown / 'chats'} --adapter-path {hosts.shown / 'odd'}"
+    options = f"train --train --config {hosts.shown / 'run.yaml'} {paths} --start-timeout-s 20".split()
+    try:
+        done = hosts.mpirun(hosts.cluster.names, allhands_command(*options), timeout=100)
+    finally:
+        data.write_text(before)
+    for node in hosts.cluster.nodes.values():
+        for file in files_left(node.temporary):  # MPI aborts the other ranks, which cannot clean up
+            shutil.rmtree(node.temporary / file)
+    assert done.returncode != 0
+    assert "node0 does not fit to node1 and node2" in done.stderr, done.stderr
+    assert "config.batch_size is 4 on node1 and 5 on node0" in done.stderr
+    assert "node0's train.jsonl differs from node1's" in done.stderr
+    assert "scp -p node1:" in done.stderr
+
+
 class _Twice:
     """A group in which each of two ranks gets its own part twice, as Open MPI does with two of the same host name."""
 

@@ -206,7 +206,7 @@ def test_no_allhands(sick: Broken, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("package", "other", "severity"),
-    [("mlx", "0.31.0", "stop"), ("allhands", "0.0.9", "stop"), ("mlx-lm", "0.31.3", "warn")],
+    [("mlx", "0.31.0", "stop"), ("mlx-lm", "0.31.3", "stop")],
 )
 def test_another_release(sick: Broken, tmp_path: Path, package: str, other: str, severity: str) -> None:
     write_index(tmp_path / "index", sick.files("node0") / "home", {package: version(package)})

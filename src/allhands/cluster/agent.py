@@ -28,11 +28,12 @@ from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
+from allhands.cluster.runfiles import read_attested
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted, StorageError
 from allhands.files import make_directory, private_opener, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
 from allhands.staging import Scratch
-from allhands.versions import versions_of
+from allhands.versions import software_here
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05
@@ -58,6 +59,7 @@ class Agent:
         self._ranks: RankProcesses | None = None
         self._told: dict[int, Marks] = {}
         self._exited: set[int] = set()
+        self._attested = False
         self._outputs: list[threading.Thread] = []
         self._sampler = ProcessSampler(_identity(hello))
         self._samples: Follower | None = None
@@ -142,7 +144,11 @@ class Agent:
             if marks != self._told.get(rank, Marks()):
                 self._told[rank] = marks
                 self._link.send("marks", rank=rank, **_aged(marks, now))
-        for end in self._ranks.exits():
+        ends = self._ranks.exits()
+        if not self._attested and (content := read_attested(self._run_dir)) is not None:
+            self._attested = True
+            self._link.send("attested", content=content)
+        for end in ends:
             if end.rank not in self._exited:
                 self._exited.add(end.rank)
                 self._link.send("exit", rank=end.rank, code=end.code, age=now - end.time, report=self._report(end.rank))
@@ -321,8 +327,7 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
 
 def self_description() -> dict[str, Any]:
     """Return what the supervisor compares among computers: name, cores and versions."""
-    versions = {"python": sys.version.split()[0], **versions_of("allhands", "mlx")}
-    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": versions}
+    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": software_here()}
 
 
 def serve(link: Link, frames: queue.SimpleQueue[Frame | None]) -> int:

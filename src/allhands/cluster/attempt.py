@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from allhands.cluster import processes
 from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
@@ -25,7 +25,7 @@ from allhands.cluster.watch import Limits, ProgressWatch, Stall
 from allhands.errors import DistributedError, PeerLostError
 
 _TICK_S = 0.05
-_POLL_S = 1.0
+_POLL_S = 0.5
 _COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
 _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
@@ -86,6 +86,13 @@ class _KnowsPlaces(Protocol):
     def places(self) -> str: ...
 
 
+@runtime_checkable
+class _Attests(Protocol):
+    """Processes that tell what they have agreed on."""
+
+    def attested(self) -> Mapping[str, Any] | None: ...
+
+
 class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
@@ -126,7 +133,7 @@ class Attempt:
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
         """Start the ranks, wait for the end, leave nothing running, and say how it ended.
 
-        ``poll`` is called about once a second and should be quick: nobody watches meanwhile.
+        ``poll`` is called about twice a second and should be quick: nobody watches meanwhile.
 
         Raises:
             DistributedError: the ranks could not be started.
@@ -153,6 +160,10 @@ class Attempt:
         if not self._regroup:
             self._regroup = True
             self._ranks.tell("regroup")
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """What the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+        return self._ranks.attested() if isinstance(self._ranks, _Attests) else None
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -227,7 +238,9 @@ class Attempt:
         failed = [end for end in ends if self._is_failure(end)]
         if failed:
             lost_only = all(end.code == PeerLostError.exit_code for end in failed)
-            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only else _COLLECT_S)
+            # What one computer lacks to begin others may lack as well.
+            first = not self._all_started and bool(self._spec.places)
+            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only or first else _COLLECT_S)
         stopped = [end for end in ends if self._is_unasked_stop(end)]
         # Somebody may have told all ranks to stop, and one of them may be saving.
         saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)
@@ -345,8 +358,16 @@ class Attempt:
         if not failed:
             return None
         first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
-        cause = min((end for end in failed if end.code == first.code), key=lambda end: end.rank)
-        return self._of_end(cause)
+        alike = sorted((end for end in failed if end.code == first.code), key=lambda end: end.rank)
+        fault = self._of_end(alike[0])
+        if fault.kind != "error" or self._all_started or not fault.explanation:
+            return fault
+        if (found := (self._ranks.error(fault.rank) or {}).get("misfits")) is None:
+            return replace(fault, misfits=tuple(end.rank for end in alike))
+        # All ranks have said the same, so it is no single one's.
+        message = (fault.error or "").partition(": ")[2]
+        misfits = tuple(int(rank) for rank in found)
+        return replace(fault, kind="misfit", rank=-1, host="", message=message, error=None, misfits=misfits)
 
     def _of_end(self, end: RankExit) -> Fault:
         since = min(self._ended_at, time.monotonic()) - end.time

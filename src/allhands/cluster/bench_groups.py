@@ -146,6 +146,10 @@ class Fixed:
     def leave_out(self, seats: Iterable[str]) -> None:
         """There is no second attempt."""
 
+    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
+        """Nobody else can come."""
+        return ()
+
     def changed(self, current: Sequence[Place]) -> str | None:
         """Nobody else comes."""
         return None

@@ -40,6 +40,10 @@ class HostError(DistributedError):
         self.hosts = tuple(hosts)
 
 
+class UnfitHosts(HostError):
+    """Computers that cannot take part as they are, without whom the others could."""
+
+
 class Connection:
     """An agent that has been started and given its orders, but may not have answered yet.
 
@@ -218,7 +222,8 @@ class Connection:
             code or 0, 'install allhands there, or name the Python that has it as "python" in the hostfile'
         )
         what = "cannot be reached" if code == 255 else "runs no agent of allhands"
-        return HostError([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
+        kind = UnfitHosts if code in (1, *hints) and code != 255 else HostError
+        return kind([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
 
     def _see_log(self, hint: str) -> str:
         return f"{hint}; see {self._log}" if self._log else hint

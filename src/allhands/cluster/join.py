@@ -18,11 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allhands.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.guard import write_whole
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.cluster.outcome import ALL_LISTEN
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DistributedError
 from allhands.staging import Scratch
@@ -73,7 +75,13 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
     take_device(launch)
 
+    on_trial = os.environ.get(TRIAL_VARIABLE)
+
     def join() -> Communicator:
+        if on_trial:
+            from allhands.distributed.backend import Alone
+
+            return Alone()
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s)
 
@@ -90,8 +98,11 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         regroup_requested=worker.regroup_requested,
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
-        moment=_began(os.environ.get("ALLHANDS_RUN_BEGAN", "")),
-        computer=os.environ.get("ALLHANDS_HOST") or socket.gethostname(),
+        moment=_began(on_trial if on_trial not in (None, "1") else os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        computer=os.environ.get(COMPUTER_VARIABLE) or socket.gethostname(),
+        given=circumstances_in(os.environ),
+        attest=worker.attest if ATTEST_VARIABLE in os.environ else None,
+        trial=on_trial is not None,
     )
 
 

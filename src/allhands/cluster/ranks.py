@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 Phase = Literal["start", "first", "load", "compute", "reduce", "update", "validate", "save", "end"]
 
 
+# Set where ranks shall tell what they have agreed on, and where one shall only find out whether it would fit: to the
+# moment whose date the data have, or 1.
+ATTEST_VARIABLE = "ALLHANDS_ATTEST"
+TRIAL_VARIABLE = "ALLHANDS_TRIAL"
+
+
 @dataclass(frozen=True)
 class Place:
     """A computer and how many ranks it gets; ``host`` is ``None`` for this computer, without ssh."""

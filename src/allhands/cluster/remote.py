@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from allhands.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
 from allhands.callers import RING_KEY
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
-from allhands.cluster.connection import Connection, HostError
+from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
@@ -29,6 +30,7 @@ from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, private_opener
 from allhands.monitor.samples import decode_sample, relayed_file
+from allhands.versions import described, required, unequal
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0
@@ -105,6 +107,7 @@ class RemoteRanks:
         self._exits: dict[int, RankExit] = {}
         self._reports: dict[int, Mapping[str, Any]] = {}
         self._connections: list[Connection] = []
+        self._attested: Mapping[str, Any] | None = None
         self._homes = [index for index, place in enumerate(spec.places) for _ in range(place.num_ranks)]
         self._firsts = [sum(place.num_ranks for place in spec.places[:i]) for i in range(len(spec.places))]
         self._over = threading.Event()
@@ -129,7 +132,7 @@ class RemoteRanks:
                 failed.append(error)
         if failed:
             raise _together(failed)
-        _compare_versions(self._spec.places, frames)
+        _compare_versions(self._spec, frames)
         peers = [
             f"{address}:{port}"
             for address, frame in zip(self._addresses, frames, strict=True)
@@ -169,6 +172,10 @@ class RemoteRanks:
             way = "this computer" if _is_here(place.host) else f"over {interface_to(address) or 'an unknown interface'}"
             found.append(f"{ranks}{place.name} {address} ({way})")
         return ", ".join(found)
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """Return what the ranks have agreed on, as rank 0 tells it; ``None``: they have not yet."""
+        return self._attested
 
     def host(self, rank: int) -> str:
         """Return the name of the rank's computer."""
@@ -221,7 +228,7 @@ class RemoteRanks:
         # Rank 0 on this computer writes where we do, so that a terminal stays one.
         own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
-        hello = _orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
+        hello = orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
         try:
             self._connections.append(Connection(place.host, place.name, hello, log, partial(self._listen, own)))
         finally:
@@ -238,6 +245,8 @@ class RemoteRanks:
             self._output.write(1, tagged(rank, frame["data"].encode("latin-1"), self.host(rank)))
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
+        elif frame["kind"] == "attested":
+            self._attested = frame["content"]
         elif frame["kind"] == "sample":
             self._keep_sample(self.host(own.start), str(frame["line"]))
         elif frame.get("rank") in own:
@@ -366,7 +375,8 @@ def check_devices(places: Sequence[Place]) -> None:
             )
 
 
-def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+    """What the agent of a computer is told: to start the ranks ``own`` of the job, and to listen on ``address``."""
     host = place.host
     return {
         **_who(place.name, host),
@@ -439,18 +449,31 @@ def _is_here(host: Host | None) -> bool:
     return host is None or host.ssh is None
 
 
-def _compare_versions(places: Sequence[Place], frames: Sequence[Frame]) -> None:
-    """Refuse computers that would not understand each other, or would sum different things."""
+def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
+    """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here."""
+    places = spec.places
+    statements = [
+        Statement(place.name, {SOFTWARE: required(frame["versions"])}, software=frame["versions"])
+        for place, frame in zip(places, frames, strict=True)
+    ]
+    here = next((place.name for place in places if _is_here(place.host)), "")
+    given = circumstances_in(spec.env, here)
     own = self_description()["versions"]
-    for place, frame in zip(places, frames, strict=True):
-        for name in ("allhands", "mlx"):
-            here, there = own.get(name), frame["versions"].get(name)
-            if here != there:
-                raise HostError(
-                    [place.name],
-                    f"host {place.name} has {name} {there or 'not installed'}, this computer {here or 'none'}",
-                    hint="install the same versions everywhere",
-                )
+    verdict = judge(statements, given)
+    like = frozenset(one.name for one in statements if not here and not unequal(own, one.software))
+    if verdict and like:
+        trusted = given.trusted if verdict.misfits else like
+        given = replace(given, trusted=trusted, exemplary=not like <= set(verdict.misfits))
+        verdict = judge(statements, given)
+    if verdict:
+        raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
+    for name in set(unequal(own, statements[0].software)) & {"allhands", "mlx"} if not here else ():
+        there, mine = described(name, statements[0].software), described(name, own).partition(" ")[2]
+        raise HostError(
+            [place.name for place in places],
+            f"host {places[0].name} has {there}, this computer {mine}",
+            hint=init_command([place.name for place in places], given.option),
+        )
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
@@ -462,4 +485,5 @@ def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
     names = [name for error in unreachable for name in error.hosts]
     first = unreachable[0]
     more = "".join(f"; {error.message}" for error in unreachable[1:])
-    return HostError(names, first.message + more, where=first.where, hint=first.hint)
+    kind = UnfitHosts if all(isinstance(error, UnfitHosts) for error in unreachable) else HostError
+    return kind(names, first.message + more, where=first.where, hint=first.hint)

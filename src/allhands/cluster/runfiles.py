@@ -16,6 +16,7 @@ from allhands.cluster.ranks import Beat, Marks
 from allhands.strict_json import read_object
 
 BEAT_BYTES = 128  # of the file with the latest beat, which is written over in place
+ATTESTED_FILE = "attested.json"  # what the ranks have agreed on
 _LOG_LINES = 20
 _MOST_BYTES = 4 << 20  # of what a rank writes about itself
 _TAIL_BYTES = 65536
@@ -109,6 +110,11 @@ class RunFiles:
 
     def _count_oom_kills(self) -> int:
         return sum(_counter(path) for path in self._counters)
+
+
+def read_attested(run_dir: Path) -> dict[str, Any] | None:
+    """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+    return _read_object(run_dir / ATTESTED_FILE)
 
 
 def tail(log: Path) -> tuple[str, ...]:

@@ -27,14 +27,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import psutil
 
+from allhands.blame import MisfitError
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
-from allhands.cluster.runfiles import BEAT_BYTES
+from allhands.cluster.ranks import TRIAL_VARIABLE
+from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import private_opener, storage_error_of
 from allhands.kernels import publish
@@ -103,6 +105,14 @@ class WorkerContext:
         if self._run_dir:
             with suppress(OSError):
                 (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+
+    def attest(self, content: Mapping[str, Any]) -> None:
+        """Tell the supervisor what the ranks have agreed on; a rank on trial ends here."""
+        if self._run_dir:
+            write_whole(self._run_dir / ATTESTED_FILE, json.dumps(content, default=str))
+        if TRIAL_VARIABLE in os.environ:
+            publish(os.environ)
+            os._exit(0)
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
         """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
@@ -302,6 +312,7 @@ class WorkerContext:
             "message": known.message if known else str(error),
             "where": known.where if known else None,
             "hint": known.hint if known else None,
+            "misfits": list(known.misfits) if isinstance(known, MisfitError) else None,
             "text": str(known) if known else None,
             "peer": getattr(error, "peer", None),
             "problem": getattr(error, "problem", None),

