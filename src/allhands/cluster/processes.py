@@ -25,14 +25,13 @@ import psutil
 
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
-from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
+from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.errors import AllhandsError, DistributedError
 from allhands.files import private_opener, storage_error_of
-from allhands.staging import Scratch
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -52,8 +51,6 @@ _FOREIGN = (
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
     *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
 )
-_SHARED_MEMORY = "/dev/shm"
-_MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -303,10 +300,10 @@ class _MpirunsChildren(_Local):
         super().__init__(spec, run_dir, reaper)
         self._ends: dict[int, RankExit] = {}
         installation = require_mpi()
-        self._memory = _shared_memory(reaper)
+        self._memory = shared_memory(reaper)
         env = _shared_environment(spec, run_dir) | mpi_variables(installation, run_dir)
         if self._memory is not None:
-            env[_MEMORY_VARIABLE] = str(self._memory.path)
+            env[MEMORY_VARIABLE] = str(self._memory.path)
         ranks = mpirun_command(installation, spec.num_processes, _guarded("mpi-rank", spec.command))
         self._output = _offer_output(run_dir / "output.socket")
         self._show_all(range(spec.num_processes), to_screen)
@@ -374,15 +371,6 @@ class _MpirunsChildren(_Local):
         with contextlib.suppress(OSError):
             self._output.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._output.close()
-
-
-def _shared_memory(reaper: Reaper) -> Scratch | None:
-    """A directory for the memory that Open MPI's ranks share: one that is killed leaves its part there for ever."""
-    if _MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
-        return None  # a person's choice; no such place on macOS
-    scratch = Scratch(_SHARED_MEMORY)
-    reaper.directory(scratch.path)
-    return scratch
 
 
 def _guarded(mode: str, command: Sequence[str]) -> list[str]:
