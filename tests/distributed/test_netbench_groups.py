@@ -217,9 +217,6 @@ def test_a_blocked_link_is_named(cluster: Cluster, hosts: tuple[Host, ...]) -> N
     assert found.whole is None
     assert {failure.group for failure in found.failures} == {("node0", "node1", "node2"), ("node1", "node2")}
     assert all("did not form a ring group within 8 s" in failure.message for failure in found.failures)
-    (pair,) = (failure for failure in found.failures if len(failure.group) == 2)
-    assert "on node2 listens, but connections from rank 0 on node1 to" in pair.message
-    assert pair.hosts == ("node2",)
     assert {link.hosts for link in found.links} == {("node0", "node1"), ("node0", "node2")}
 
 

@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 # Until the ranks of a person's own program are all there.
 _JOIN_TIMEOUT_S = 300.0
+_AS_LONG_S = 7 * 86_400.0
 _PATIENCE = "ALLHANDS_PEERS_TIMEOUT_S"
 # Machines of a cloud come up minutes apart, and their names later still.
 _CLOUDS = ("sagemaker", "vertex", "kubernetes")
@@ -83,7 +84,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
             return Alone()
         worker.mark_ready()
-        return join_group(launch, config.start_timeout_s)
+        return join_group(launch, config.start_timeout_s, deadline_outside=True)
 
     # A supervisor that has left ranks out knows the weights of the others.
     weights = os.environ.get("ALLHANDS_RANK_WEIGHTS")
@@ -132,11 +133,15 @@ def check_weights(weights: Sequence[float] | None, size: int) -> None:
         )
 
 
-def join_group(launch: Launch, timeout_s: float) -> Communicator:
+def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
     Where the ranks have to find each other first, that has a time of its own, see :func:`patience_for`. The group
     counts as formed when a first sum over all ranks is right.
+
+    Args:
+        deadline_outside: whether our supervisor, if there is one, ends ranks that do not start, but for those that wait
+            for others at work: then this one waits as long as it lives.
 
     Raises:
         DistributedError: no connection, or a group of another size than the launcher promised.
@@ -160,7 +165,8 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
 
         run_dir = os.environ.get("ALLHANDS_RUN_DIR")
         watch = _Supervisor(Path(run_dir), launch.rank) if run_dir and launch.launcher == "allhands" else None
-        return connect(launch.backend, launch.size, launch.rank, timeout_s, watch)
+        neighbours_s = _AS_LONG_S if watch and deadline_outside else timeout_s
+        return connect(launch.backend, launch.size, launch.rank, neighbours_s, watch)
 
 
 @dataclass(frozen=True)

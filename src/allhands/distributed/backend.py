@@ -115,8 +115,8 @@ def connect(
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds for which a ring's neighbours are waited for; a minute at most.
-        watch: knows when all ranks of a ring listen.
+        timeout_s: seconds for which a ring's neighbours are waited for; without a ``watch`` a minute at most.
+        watch: knows when all ranks of a ring listen, and sees to it that they come.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
@@ -127,7 +127,8 @@ def connect(
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
-        take_turns(Path(hostfile), rank, min(timeout_s + _LATER_S, _NEIGHBOURS_S), watch)
+        longest_s = _NEIGHBOURS_S if watch is None else timeout_s + _LATER_S
+        take_turns(Path(hostfile), rank, min(timeout_s + _LATER_S, longest_s), watch)
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.
