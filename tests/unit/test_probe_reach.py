@@ -136,14 +136,14 @@ def test_callers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.MonkeyPa
         try:
             began = time.monotonic()
             assert outcome(port) == "ok"
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 5.0
             # A byte now and then does not make it longer.
             slow, began = idle[-1], time.monotonic()
             with suppress(OSError):
-                for _ in range(20):
+                for _ in range(40):
                     slow.sendall(b"0")
                     time.sleep(0.2)
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 6.0
         finally:
             for one in idle:
                 one.close()
