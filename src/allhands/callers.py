@@ -307,7 +307,11 @@ class Call:
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         self._connection = socket.create_connection(address, timeout=max(0.001, timeout_s))
         self._rest = b""
-        self.own_address = str(self._connection.getsockname()[0])
+
+    @property
+    def own_address(self) -> str:
+        """Ours on the way to the other end."""
+        return str(self._connection.getsockname()[0])
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from strangers import inputs, loopback_sources, pestering, say_all
 
 from allhands.cluster.doctor.probes import network, reach, trees
 
@@ -106,6 +108,27 @@ def test_a_recorded_conversation_is_worth_nothing() -> None:
         assert outcome(port, timeout_s=1.0) == "stranger"
 
 
+_LISTENS = """
+import sys
+from allhands.cluster.doctor.probes.reach import Listeners
+print(Listeners("s").open(["127.0.0.1"])["ports"]["127.0.0.1"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_strangers_end_nothing(count: int) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _LISTENS], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pestering(("127.0.0.1", port), idle=500, trickling=5):
+            assert say_all(("127.0.0.1", port), inputs(count), loopback_sources(20)) <= 65
+            assert outcome(port) == "ok"
+        assert process.communicate("") == ("", "")
+    assert process.returncode == 0
+
+
 def test_callers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "_PROVE_S", 1.0)
     with listening("s") as port:
@@ -113,14 +136,14 @@ def test_callers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.MonkeyPa
         try:
             began = time.monotonic()
             assert outcome(port) == "ok"
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 5.0
             # A byte now and then does not make it longer.
             slow, began = idle[-1], time.monotonic()
             with suppress(OSError):
-                for _ in range(20):
+                for _ in range(40):
                     slow.sendall(b"0")
                     time.sleep(0.2)
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 6.0
         finally:
             for one in idle:
                 one.close()

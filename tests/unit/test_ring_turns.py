@@ -143,7 +143,7 @@ def test_a_byte_now_and_then_holds_nobody_up(tmp_path: Path) -> None:
             began = time.monotonic()
             take_turns(path, 0, 20.0)
             assert last.wait(20.0) == 0
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 5.0
 
 
 def test_a_recorded_word_is_not_believed_again(tmp_path: Path) -> None:

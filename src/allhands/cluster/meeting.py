@@ -234,7 +234,8 @@ class _RollCall:
                 with socket.socket() as probe:
                     probe.bind((address, 0))
             except OSError as error:
-                reason = f"{host} is {address}, which is no address of this computer ({error.strerror})"
+                named = host if host == address else f"{host} is {address}, which"
+                reason = f"{named} is no address of this computer ({error.strerror})"
             else:
                 if not _is_loopback(address) or host in _LOOPBACK_NAMES or host == address:
                     return address

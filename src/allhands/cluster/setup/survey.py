@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import ValidationError
+
 from allhands import versions
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
@@ -32,8 +34,17 @@ from allhands.cluster.setup.state import (
     Wanted,
 )
 from allhands.errors import ConfigError
+from allhands.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
 
 _FACTS_S, _LOOK_S = 20.0, 90.0
+_LOOKED = object_of(
+    {
+        "version": list_of(integer(0, 10_000)),
+        "versions": mapping_of(is_text),
+        "fingerprint": maybe(is_text),
+        "problem": maybe(is_text),
+    }
+)
 _OLDEST = (3, 11)
 _NEWEST_MINOR = 14
 # Whoever only looks leaves no compiled files and no copy of a library behind.
@@ -206,7 +217,7 @@ def installed_in(shell: Shell, target: str | None, python: str) -> Installed | N
     token = secrets.token_hex(8)
     argv = (*_TRACELESS, python, "-c", _program(), token, *LOOKED_AT)
     answer = _answer(shell.ask(target, argv, timeout_s=_LOOK_S), token)
-    if answer is None:
+    if answer is None or not _LOOKED(answer):
         return None
     return Installed(
         python, tuple(answer["version"]), dict(answer["versions"]), answer["fingerprint"], answer["problem"]
@@ -221,7 +232,10 @@ def facts_of(shell: Shell, target: str | None, python: str) -> HostFacts | None:
         target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), f"{token} {len(text)}\n{text}{request}\n", _FACTS_S + 10
     )
     answer = _answer(done, token)
-    return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
+    try:
+        return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
+    except ValidationError:
+        return None
 
 
 def _answer(done: Done, token: str) -> dict[str, Any] | None:
@@ -229,7 +243,7 @@ def _answer(done: Done, token: str) -> dict[str, Any] | None:
     found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
     if done.code != 0 or not found:
         return None
-    return json.loads(found[-1])
+    return read_object(found[-1].encode("utf-8", "replace"), halves=True)
 
 
 def wanted_from(source: Source, python: str | None) -> Wanted:

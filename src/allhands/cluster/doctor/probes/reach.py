@@ -27,6 +27,7 @@ _PROVE_S = 10.0
 _SEND_S = 30.0
 _LARGE_TIMES = 3  # the time of an answer, for all that is large
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+_HUNG_UP = (errno.ECONNRESET, errno.EPIPE)
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
 _FORBIDDEN = (errno.EPERM, errno.EACCES)
 
@@ -245,6 +246,8 @@ def outcome_of(error: OSError, stage: str) -> str:
         return {"connect": "timeout", "answer": "stranger", "large": "stalls"}[stage]
     if error.errno in _REFUSED and stage == "connect":
         return "refused"
+    if error.errno in _HUNG_UP and stage == "answer":
+        return "stranger"
     if error.errno in _UNREACHABLE:
         return "unreachable"
     return "forbidden" if error.errno in _FORBIDDEN else "failed"
