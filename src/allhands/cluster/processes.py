@@ -28,7 +28,7 @@ from allhands.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABL
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
-from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
@@ -52,7 +52,7 @@ _FOREIGN = (
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
     *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
-    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE),
+    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE, ATTEST_VARIABLE, TRIAL_VARIABLE),
 )
 _SHARED_MEMORY = "/dev/shm"
 _MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
