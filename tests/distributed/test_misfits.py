@@ -87,7 +87,18 @@ def letter(path: Path) -> None:
     path.write_text(text[:at] + ("b" if text[at] == "a" else "a") + text[at + 1 :])
 
 
-SPOILT = {"model.safetensors": ("model", flip), "train.jsonl": ("data", letter), "valid.jsonl": ("data", letter)}
+def epsilon(path: Path) -> None:
+    """Change a number that the model computes with."""
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "rms_norm_eps": 2 * config["rms_norm_eps"]}))
+
+
+SPOILT = {
+    "model.safetensors": ("model", flip),
+    "config.json": ("model", epsilon),
+    "train.jsonl": ("data", letter),
+    "valid.jsonl": ("data", letter),
+}
 
 
 def spoil(hosts: Hosts, host: str, name: str) -> None:
@@ -112,6 +123,28 @@ def test_the_others_go_on_without_it(hosts: Hosts, trial: Trial) -> None:
     print(job.err)
     assert [event["host"] for event in trial.events("left out")] == ["node1"]
     assert not trial.events("fault")
+
+
+def test_the_others_go_on_without_one_that_lacks_the_data(hosts: Hosts, trial: Trial) -> None:
+    shutil.rmtree(hosts.files("node0") / "data")
+    job = hosts.start(trial, ["node0", "node1", "node2"])
+    job.fails(3, "on node0", "the data folder does not exist")
+    job = hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "2", "--max-restarts", "0")
+    assert job.finish() == 0, job.err
+    assert [event["host"] for event in trial.events("left out")] == ["node0"]
+    # What all lack is nobody's own.
+    for name in ("node1", "node2"):
+        shutil.rmtree(hosts.files(name) / "data")
+    hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "1").fails(3, "the data folder does not exist")
+
+
+def test_options_that_differ_by_a_file_of_them(hosts: Hosts, trial: Trial) -> None:
+    """Each computer reads its own; the last one has a letter more, which changes nothing."""
+    for name, size in (("node0", 4), ("node1", 5), ("node2", 4)):
+        (hosts.files(name) / "run.yaml").write_text(f"grad_accumulation_steps: {size}\n" + "#" * (name == "node2"))
+    (hosts.shown / "run.yaml").write_text("grad_accumulation_steps: 4\n")
+    job = hosts.start(trial, ["node0", "node1", "node2"], "--config", hosts.shown / "run.yaml")
+    job.fails(7, "grad_accumulation_steps is 4 on node0 and 5 on node1", "cluster sync", "--config", "run.yaml")
 
 
 def slowly(trial: Trial, seconds: float) -> None:
