@@ -206,7 +206,7 @@ def test_the_computer_that_differs_is_named_under_mpirun(hosts: Hosts, tmp_path:
         (hosts.files(name) / "run.yaml").write_text(settings.replace("4", "5") if name == "node0" else settings)
     data = hosts.files("node0") / "chats" / "train.jsonl"
     before = data.read_text()
-    data.write_text(before.replace("a", "b", 1))
+    data.write_text(before.replace('"content": "', '"content": "b', 1))
     paths = f"--model {hosts.shown / 'tiny'} --data {hosts.shown / 'chats'} --adapter-path {hosts.shown / 'odd'}"
     options = f"train --train --config {hosts.shown / 'run.yaml'} {paths} --start-timeout-s 20".split()
     try:

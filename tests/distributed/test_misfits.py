@@ -87,7 +87,18 @@ def letter(path: Path) -> None:
     path.write_text(text[:at] + ("b" if text[at] == "a" else "a") + text[at + 1 :])
 
 
-SPOILT = {"model.safetensors": ("model", flip), "train.jsonl": ("data", letter), "valid.jsonl": ("data", letter)}
+def epsilon(path: Path) -> None:
+    """Change a number that the model computes with."""
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "rms_norm_eps": 2 * config["rms_norm_eps"]}))
+
+
+SPOILT = {
+    "model.safetensors": ("model", flip),
+    "config.json": ("model", epsilon),
+    "train.jsonl": ("data", letter),
+    "valid.jsonl": ("data", letter),
+}
 
 
 def spoil(hosts: Hosts, host: str, name: str) -> None:
@@ -99,8 +110,7 @@ def spoil(hosts: Hosts, host: str, name: str) -> None:
 def test_the_one_that_differs_is_named_and_nothing_is_tried_again(hosts: Hosts, trial: Trial, name: str) -> None:
     spoil(hosts, "node1", name)
     job = hosts.start(trial, ["node0", "node1", "node2"])
-    message = job.fails(7, "node1", name, "allhands cluster sync --hostfile")
-    print(message)
+    job.fails(7, "node1", name, "allhands cluster sync --hostfile")
     assert not trial.events("restarting")
     assert not trial.events("left out")
 
@@ -109,9 +119,30 @@ def test_the_others_go_on_without_it(hosts: Hosts, trial: Trial) -> None:
     spoil(hosts, "node1", "train.jsonl")
     job = hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "2")
     assert job.finish() == 0, job.err
-    print(job.err)
     assert [event["host"] for event in trial.events("left out")] == ["node1"]
     assert not trial.events("fault")
+
+
+def test_the_others_go_on_without_one_that_lacks_the_data(hosts: Hosts, trial: Trial) -> None:
+    shutil.rmtree(hosts.files("node0") / "data")
+    job = hosts.start(trial, ["node0", "node1", "node2"])
+    job.fails(3, "on node0", "the data folder does not exist")
+    job = hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "2", "--max-restarts", "0")
+    assert job.finish() == 0, job.err
+    assert [event["host"] for event in trial.events("left out")] == ["node0"]
+    # What all lack is nobody's own.
+    for name in ("node1", "node2"):
+        shutil.rmtree(hosts.files(name) / "data")
+    hosts.start(trial, ["node0", "node1", "node2"], "--min-ranks", "1").fails(3, "the data folder does not exist")
+
+
+def test_options_that_differ_by_a_file_of_them(hosts: Hosts, trial: Trial) -> None:
+    """Each computer reads its own; the last one has a letter more, which changes nothing."""
+    for name, size in (("node0", 4), ("node1", 5), ("node2", 4)):
+        (hosts.files(name) / "run.yaml").write_text(f"grad_accumulation_steps: {size}\n" + "#" * (name == "node2"))
+    (hosts.shown / "run.yaml").write_text("grad_accumulation_steps: 4\n")
+    job = hosts.start(trial, ["node0", "node1", "node2"], "--config", hosts.shown / "run.yaml")
+    job.fails(7, "grad_accumulation_steps is 4 on node0 and 5 on node1", "cluster sync", "--config", "run.yaml")
 
 
 def slowly(trial: Trial, seconds: float) -> None:
@@ -130,24 +161,26 @@ def starts(hosts: Hosts, trial: Trial, host: str = "node0") -> list[int]:
     return [one["num_ranks"] for one in map(json.loads, lines) if one["event"] == "started"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "train.jsonl", "nothing there"])
+@pytest.mark.parametrize("name", ["train.jsonl", "data", "Python"])
 def test_a_newcomer_that_does_not_fit_is_refused_and_nobody_is_disturbed(
     hosts: Hosts, trial: Trial, name: str, tmp_path: Path
 ) -> None:
+    here = sys.executable
     if name in SPOILT:
         spoil(hosts, "node2", name)
-    else:
+    elif name == "data":
         shutil.rmtree(hosts.files("node2") / "data")
-    slowly(trial, 4.0)
+    else:
+        here = str(python(tmp_path / "python", another(sys.version_info[1] + 1, patch=False)))
+    slowly(trial, 3.0)
     hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
     job = hosts.start(trial, [], "--min-ranks", "1", "--hang-timeout-s", "60", hostfile=hostfile)
     until(lambda: bool(trial.events("started")), 60.0, "it does not start")
-    hosts.cluster.hostfile(hostfile, names=["node0", "node1", "node2"])
+    with_python(hosts, hostfile, "node2", Path(here))
     assert job.finish(120) == 0, job.err
-    print(job.err)
     (left_out,) = trial.events("left out")
     assert left_out["host"] == "node2"
-    assert (name if name in SPOILT else "data") in left_out["message"]
+    assert name in left_out["message"]
     assert not trial.events("regrouping")
     assert starts(hosts, trial) == [2]
     assert steps(hosts, trial) == list(range(1, ITERS + 1))
@@ -155,13 +188,12 @@ def test_a_newcomer_that_does_not_fit_is_refused_and_nobody_is_disturbed(
 
 
 def test_a_newcomer_that_fits_joins(hosts: Hosts, trial: Trial, tmp_path: Path) -> None:
-    slowly(trial, 4.0)
+    slowly(trial, 3.0)
     hostfile = hosts.cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"])
     job = hosts.start(trial, [], "--min-ranks", "1", "--hang-timeout-s", "60", hostfile=hostfile)
     until(lambda: bool(trial.events("started")), 60.0, "it does not start")
     hosts.cluster.hostfile(hostfile, names=["node0", "node1", "node2"])
     assert job.finish(120) == 0, job.err
-    print(job.err)
     assert not trial.events("left out")
     assert starts(hosts, trial) == [2, 3]
     assert steps(hosts, trial) == list(range(1, ITERS + 1))
@@ -303,4 +335,4 @@ def test_of_allhands_the_source_counts_and_not_the_metadata(
         assert job.finish() == 0, job.err
     else:
         assert (code, found) == (7, [("stop", ("node2",))])
-        print(job.fails(7, "node2 does not fit to node0 and node1", "allhands", "cluster init --hosts node2"))
+        job.fails(7, "node2 does not fit to node0 and node1", "allhands", "cluster init --hosts node2")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from computers import cluster, facts, host
 from twins import run_ranks
 
 from allhands.blame import SOFTWARE, Circumstances, MisfitError, Statement, Verdict, init_command, judge
+from allhands.cluster.doctor.checks import findings_of
+from allhands.cluster.setup import plan
+from allhands.cluster.setup.state import HostState, Installed, Source, Wanted
 from allhands.distributed.agree import Witness, agree
 from allhands.versions import SOURCE, merely_different, required, unequal
 
@@ -178,23 +183,56 @@ def test_ranks_are_told_apart_where_computers_do_not() -> None:
 # --- the rule -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "forbidden", "noted"),
-    [
-        ({}, [], []),
-        ({"python": "3.11.2"}, [], ["python"]),
-        ({"python": "3.12.7"}, ["python"], []),
-        ({SOURCE: OTHER}, ["allhands"], []),
-        ({"allhands": "0.0.9"}, [], []),
-        ({"mlx": "0.31.0"}, ["mlx"], []),
-        ({"mlx-cpu": "0.31.0"}, ["mlx"], []),
-        ({"mlx-metal": "0.32.4"}, [], []),
-        ({"mlx-lm": "0.31.0"}, ["mlx-lm"], []),
-        ({"transformers": "4.9"}, [], ["transformers"]),
-        ({"numpy": "1.0"}, [], []),
-    ],
-)
+RULE: list[tuple[dict[str, str], list[str], list[str]]] = [
+    ({}, [], []),
+    ({"python": "3.11.2"}, [], ["python"]),
+    ({"python": "3.12.7"}, ["python"], []),
+    ({SOURCE: OTHER}, ["allhands"], []),
+    ({"allhands": "0.0.9"}, [], []),
+    ({"mlx": "0.31.0"}, ["mlx"], []),
+    ({"mlx-cpu": "0.31.0"}, ["mlx"], []),
+    ({"mlx-lm": "0.31.0"}, ["mlx-lm"], []),
+    ({"transformers": "4.9"}, [], ["transformers"]),
+    ({"numpy": "1.0"}, [], []),
+]
+
+
+@pytest.mark.parametrize(("changes", "forbidden", "noted"), RULE)
 def test_what_must_be_equal(changes: dict[str, str], forbidden: list[str], noted: list[str]) -> None:
-    other = {**HAVE, **changes}
-    assert unequal(HAVE, other) == unequal(other, HAVE) == forbidden
-    assert merely_different(HAVE, other) == noted
+    one, other = HAVE | {"transformers": "5.0"}, {**HAVE, "transformers": "5.0", **changes}
+    assert unequal(one, other) == unequal(other, one) == forbidden
+    assert merely_different(one, other) == noted
+    # A back-end that another computer's device needs.
+    assert unequal(one, {**other, "mlx-metal": other["mlx"]}) == forbidden
+
+
+@pytest.mark.parametrize(("changes", "forbidden", "noted"), RULE)
+def test_init_check_and_train_go_by_one_rule(changes: dict[str, str], forbidden: list[str], noted: list[str]) -> None:
+    usual = {**HAVE, "mlx-cpu": "0.32.4", "transformers": "5.0", "numpy": "2.0"}
+    other = {**usual, **changes}
+    # init: is an interpreter that is there taken as it is?
+    packages = {
+        name: version for name, version in usual.items() if name not in ("python", SOURCE, "allhands", "mlx-cpu")
+    }
+    wanted = Wanted(Source("0.1.0", Path("a.whl"), usual[SOURCE]), (3, 11), versions=packages)
+    there = {name: version for name, version in other.items() if name not in ("python", SOURCE)}
+    numbers = tuple(map(int, other["python"].split(".")))
+    state = HostState(
+        "node2", home="/me", env_dir="/me/env", installed=(Installed("/own/python", numbers, there, other[SOURCE]),)
+    )
+    assert (plan.fitting(state, wanted) is None) == bool(forbidden)
+    # check: does it stop training, or is it a note?
+    told = [
+        {"python_version": have["python"], "python_path": "/own/python", "versions": have}
+        for have in (usual, other, usual)
+    ]
+    found = findings_of(cluster(*(host(i, facts(i, python=one)) for i, one in enumerate(told, 1))))
+    expected = ["stop"] * len(forbidden) + ["note"] * len(noted)
+    assert [(one.check, one.severity, one.hosts) for one in found] == [("versions", s, ("node2",)) for s in expected]
+    # train, before anything is loaded.
+    statements = [
+        Statement(name, {SOFTWARE: required(have)}, software=have)
+        for name, have in zip("abc", (usual, other, usual), strict=True)
+    ]
+    verdict = judge(statements, GIVEN)
+    assert (verdict is not None and verdict.misfits == ("b",)) == bool(forbidden)

@@ -29,7 +29,7 @@ from allhands.callers import RING_KEY
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
-from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
@@ -53,7 +53,7 @@ _FOREIGN = (
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
     *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT", RING_KEY),
-    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE),
+    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE, ATTEST_VARIABLE, TRIAL_VARIABLE),
 )
 _OFFER_S = 5.0
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -86,8 +86,7 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
     ``reaper`` ends them if we are killed.
 
     Raises:
-        DistributedError: there is no usable Open MPI, or the system refuses another process.
-        StorageError: a log cannot be written.
+        AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be written.
     """
     if spec.places:
         from allhands.cluster.remote import start_remote
@@ -104,8 +103,7 @@ def start_share(spec: LaunchSpec, run_dir: Path, share: Share, reaper: Reaper) -
     """Start some of the ranks of a job over several computers, whose ports somebody else holds.
 
     Raises:
-        DistributedError: the system refuses another process.
-        StorageError: a log cannot be written.
+        AllhandsError: the system refuses another process, or a log cannot be written.
     """
     try:
         return _OwnChildren(spec, run_dir, reaper, share)

@@ -25,12 +25,12 @@ from allhands.cluster.agent import self_description
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
-from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
+from allhands.cluster.ranks import ATTEST_VARIABLE, Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
 from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, private_opener
 from allhands.monitor.samples import decode_sample, relayed_file
-from allhands.versions import described, required, unequal
+from allhands.versions import MUST_BE_EQUAL, described, required, unequal
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0
@@ -39,6 +39,7 @@ _REPORT_S = 2.0
 _KILL_S = 5.0
 _LONGEST_GRACE_S = 1e9  # infinity is no number in a frame
 _LOST_CODE = -9
+_SPOKEN = ("allhands", "mlx")  # what agents and whoever starts them need the same of
 # Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left out there.
 _FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
 
@@ -450,11 +451,15 @@ def _is_here(host: Host | None) -> bool:
 
 
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
-    """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here."""
+    """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here.
+
+    A person's own program may do with less than what the ranks of a training have to have in common.
+    """
     places = spec.places
+    names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN
     statements = [
-        Statement(place.name, {SOFTWARE: required(frame["versions"])}, software=frame["versions"])
-        for place, frame in zip(places, frames, strict=True)
+        Statement(place.name, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have)
+        for place, have in zip(places, (frame["versions"] for frame in frames), strict=True)
     ]
     here = next((place.name for place in places if _is_here(place.host)), "")
     given = circumstances_in(spec.env, here)
@@ -467,7 +472,7 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
         verdict = judge(statements, given)
     if verdict:
         raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
-    for name in set(unequal(own, statements[0].software)) & {"allhands", "mlx"} if not here else ():
+    for name in set(unequal(own, statements[0].software)) & set(_SPOKEN) if not here else ():
         there, mine = described(name, statements[0].software), described(name, own).partition(" ")[2]
         raise HostError(
             [place.name for place in places],

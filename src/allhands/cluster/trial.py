@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from allhands.blame import Statement, Verdict, circumstances_in, judge
+from allhands.blame import SOFTWARE, Statement, circumstances_in, judge
 from allhands.cluster.addresses import addresses
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
@@ -22,10 +22,11 @@ from allhands.cluster.newcomers import Refusal
 from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
 from allhands.cluster.remote import READY_S, orders
 from allhands.errors import AllhandsError
-from allhands.versions import TOKEN_MAKERS, unequal
+from allhands.versions import TOKEN_MAKERS, required, unequal
 
 _TICK_S = 0.2
 _END_S = 2.0
+_STOP_S = 3.0  # a computer that does not answer must not hold up the end of the others
 _RANKS = range(1, 2)  # the second of two: it leads nothing, and writes into its log alone
 
 
@@ -59,30 +60,40 @@ class Trial:
     def stop(self) -> None:
         """End it: the attempt is over."""
         self._over.set()
+        deadline = time.monotonic() + _STOP_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _look_at(self, place: Place) -> None:
         try:
             if self._has_the_same(place):
                 self.fit.add(place.name)
                 return
+            if self._over.is_set():
+                return
             found = _One(self._spec, place, self._attested, self._over).run()
+            if found is not None:
+                self._compare(_statement(self._known, self._attested), _statement(place.name, found))
         except _Failed as failed:
             self.unfit[place.name] = failed.refusal
-            return
+        except _Others as others:
+            self._compare(*(_of_software(name, have) for name, have in self._both(place.name, others.software)))
         except AllhandsError as error:
             # Another error of a computer's is that it has gone again, or not come yet.
             if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
                 self.unfit[place.name] = Refusal(error.message, str(error))
-            return
-        if found is None or self._over.is_set():
-            return
-        verdict = self._compared(place.name, found)
+
+    def _both(self, name: str, software: Mapping[str, str]) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        return (self._known, self._attested["software"]), (name, software)
+
+    def _compare(self, known: Statement, new: Statement) -> None:
+        told = circumstances_in(self._spec.env)
+        given = replace(told, **self._attested["options"], trusted=frozenset({self._known}))
+        verdict = judge([known, new], given)
         if verdict is None:
-            self.fit.add(place.name)
+            self.fit.add(new.name)
         else:
-            self.unfit[place.name] = Refusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
+            self.unfit[new.name] = Refusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
 
     def _has_the_same(self, place: Place) -> bool:
         """Whether its files and software are those of rank 0's computer; if not, it may make the same of them still."""
@@ -96,18 +107,25 @@ class Trial:
         if found is None:
             return False
         have, theirs = found["software"], self._attested["software"]
-        alike = all(have.get(name) == theirs.get(name) for name in TOKEN_MAKERS) and not unequal(have, theirs)
+        alike = all(have.get(name) == theirs.get(name) for name in TOKEN_MAKERS)
         return alike and found["files"] == self._attested["files"]
-
-    def _compared(self, name: str, found: Mapping[str, Any]) -> Verdict | None:
-        told = circumstances_in(self._spec.env)
-        given = replace(told, **self._attested["options"], trusted=frozenset({self._known}))
-        return judge([_statement(self._known, self._attested), _statement(name, found)], given)
 
 
 def _statement(name: str, attested: Mapping[str, Any]) -> Statement:
     parts = (attested[part] for part in ("facts", "files", "places", "software"))
     return Statement(name, *parts)
+
+
+def _of_software(name: str, have: Mapping[str, str]) -> Statement:
+    return Statement(name, {SOFTWARE: required(have)}, software=have)
+
+
+class _Others(Exception):
+    """The computer has other versions than may be, so that nothing is started there."""
+
+    def __init__(self, software: Mapping[str, str]) -> None:
+        super().__init__("other versions")
+        self.software = software
 
 
 class _Failed(Exception):
@@ -145,7 +163,9 @@ class _One:
         hello = {**orders(spec, place, _RANKS, address), "relay": False}
         connection = Connection(place.host, place.name, hello, log, self._listen)
         try:
-            connection.wait_until_ready(time.monotonic() + READY_S)
+            versions = connection.wait_until_ready(time.monotonic() + READY_S)["versions"]
+            if unequal(versions, self.attested["software"]):
+                raise _Others(versions)
             connection.send("start", peers=[f"{address}:0", f"{address}:0"])
             while self._ended is None and not (self._lost or self.over.wait(_TICK_S)):
                 connection.check()

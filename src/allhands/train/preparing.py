@@ -238,13 +238,21 @@ def _agreed(
         MisfitError: they have not.
     """
     mesh = surroundings.mesh
-    with _busy(surroundings):
-        if communicator.size > 1:
+    if communicator.size > 1:
+        with _busy(surroundings):
             data = _of_one_date(communicator, facts.data, lambda moment: made_data(moment=moment))
-            facts = replace(facts, data=data)
-            agree(communicator, facts.values(), facts.witness(surroundings.computer, mesh, surroundings.given))
-        if surroundings.attest is not None and (mesh.is_main or surroundings.trial):
-            surroundings.attest(facts.attested())
+        facts = replace(facts, data=data)
+        witness = facts.witness(surroundings.computer, mesh, surroundings.given)
+
+        def read_again(sections: set[str]) -> Mapping[str, Any]:
+            with _busy(surroundings):
+                return witness.details(sections)
+
+        agree(communicator, facts.values(), replace(witness, details=read_again))
+    if surroundings.attest is not None and (mesh.is_main or surroundings.trial):
+        with _busy(surroundings):
+            attested = facts.attested()
+        surroundings.attest(attested)
     return facts.data
 
 
