@@ -37,6 +37,10 @@ _REMEDY = {
 }
 
 
+class ClaimedError(StorageError):
+    """Another run is writing into the directory."""
+
+
 def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     """A :class:`StorageError` that names the file and the remedy."""
     number = getattr(error, "errno", None)
@@ -139,7 +143,8 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
     What this process's supervisor keeps for the whole job (:data:`CLAIMED`) is kept already.
 
     Raises:
-        StorageError: it cannot be made, or another process has it.
+        ClaimedError: another process has it.
+        StorageError: it cannot be made.
     """
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     make_directory(directory, private=private)
@@ -156,7 +161,7 @@ def claimed(directory: Path, *, private: bool = True) -> Generator[None, None, N
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise StorageError(
+                raise ClaimedError(
                     "another run is writing into this directory",
                     where=str(directory),
                     hint="wait until it has ended, or choose another directory: --adapter-path, or --log-dir of launch",

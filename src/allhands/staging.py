@@ -1,4 +1,4 @@
-"""Directories that are whole or absent: filled beside their place, synced, renamed into it.
+"""Directories that are whole or absent: filled beside their place, synced, renamed into it; and temporary ones.
 
 A ``private`` one is for its owner alone: 0700, its files 0600. Others have the modes that the umask gives. One that
 replaces another takes over its mode.
@@ -12,6 +12,7 @@ import glob
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from allhands.files import (
 )
 
 _PARTIAL, _REPLACED = "partial", "replaced"
+_SCRATCH, _OWNED = "allhands-", ".owner"
 
 
 @contextmanager
@@ -145,6 +147,60 @@ def locked_now(file: Path, *, private: bool = False) -> Generator[bool]:
 
 def _lock_file(file: Path, private: bool) -> TextIO:
     return open(file, "a", encoding="utf-8", opener=private_opener if private else None)
+
+
+class Scratch:
+    """A private directory for temporary files, a context manager; this process has a lock on a file in it.
+
+    A computer that loses its power, or a process that is killed, leaves its own: these, of this user and locked by
+    nobody, are removed when the next one is made in the same place.
+
+    Args:
+        root: where it is made; default: where the system wants temporary files.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, root: str | None = None) -> None:
+        root = root or tempfile.gettempdir()
+        _remove_scratch(Path(root))
+        self.path = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))  # mode 0700
+        self._descriptor = -1
+        with suppress(OSError):  # a full disk, or one without locks: then nobody will remove it
+            self._descriptor = os.open(self.path / _OWNED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._descriptor, b"locked\n")  # only now: until then it is nobody's yet
+
+    def close(self) -> None:
+        """Remove it with all that is in it, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _remove_scratch(root: Path) -> None:
+    """Remove what :class:`Scratch` has made in ``root`` for processes of this user that have ended."""
+    with suppress(OSError):
+        for left in root.glob(f"{_SCRATCH}*"):
+            with suppress(OSError):
+                status = left.lstat()
+                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                    continue
+                descriptor = os.open(left / _OWNED, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.read(descriptor, 1):
+                        shutil.rmtree(left, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
 
 
 def _prefix(target: Path, kind: str = _PARTIAL) -> str:

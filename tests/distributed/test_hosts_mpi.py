@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,7 +44,7 @@ class Hosts:
         """Where this process sees what that computer has at ``shown``."""
         return self.cluster.directory / f"files-{name}-0"
 
-    def mpirun(self, names: Sequence[str], arguments: Sequence[str], timeout: float) -> Done:
+    def mpirun(self, names: Sequence[str], arguments: Sequence[str], timeout: float, path: str | None = None) -> Done:
         """As a person calls it on the first computer, whose ssh knows the others."""
         hostfile = self.files("node0") / "hostfile"
         hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
@@ -62,7 +64,7 @@ class Hosts:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **root, **temporary},
+            env={**os.environ, **root, **temporary, **({"PATH": path} if path else {})},
             timeout=timeout,
             check=False,
         )
@@ -142,6 +144,29 @@ def test_the_demo_on_three_computers_computes_what_one_process_does(
     assert not (hosts.shown / "out" / "adapters.safetensors").exists(), "files are shared"
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "several-processes.md"
+
+
+@_needs_mpi
+@pytest.mark.long
+def test_the_pages_lines_find_the_command_on_the_other_computer(hosts: Hosts) -> None:
+    """Its ssh sessions do not have the environment's directory in their PATH."""
+    lines = re.findall(r"^mpirun --hostfile hosts -np 2 (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == 2
+    own = Path(sys.executable).parent
+    assert str(own) not in hosts.cluster.run("node0", [*shlex.split(hosts.cluster.ssh_command), "node1", "env"]).stdout
+    for line in [*lines, lines[0].replace("-x PATH ", "")]:
+        words = shlex.split(line.replace('"$(command -v allhands)"', str(own / "allhands")).replace("--iters 20", ""))
+        values = [str(hosts.shown / {"--model": "tiny", "--data": "chats"}[flag]) for flag in ("--model", "--data")]
+        for flag, value in zip(("--model", "--data"), values, strict=True):
+            words[words.index(flag) + 1] = value
+        out = ["--adapter-path", str(hosts.shown / "lines"), "--iters", "2"]
+        path = f"{own}:{os.environ['PATH']}"
+        done = hosts.mpirun(["node0", "node1"], [*words, *out], timeout=100, path=path)
+        assert (done.returncode == 0) == (line in lines), done.stdout + done.stderr
+    assert "unable to find the specified executable file" in done.stderr
+
+
 # --- equal host names ---------------------------------------------------------------------------------------
 
 
@@ -170,6 +195,32 @@ def test_two_computers_of_the_same_name_do_not_train(hosts: Hosts) -> None:
             shutil.rmtree(node.temporary / file)
     again = hosts.mpirun(["node1", "node2"], allhands_command(*options), timeout=100)
     assert again.returncode == 0, again.stderr
+
+
+@_needs_mpi
+@pytest.mark.long
+def test_the_computer_that_differs_is_named_under_mpirun(hosts: Hosts, tmp_path: Path) -> None:
+    """It is rank 0's, which has other data and another file of options than the two others."""
+    settings = "batch_size: 4\niters: 3\nval_batches: 0\n"
+    for name in hosts.cluster.names:
+        (hosts.files(name) / "run.yaml").write_text(settings.replace("4", "5") if name == "node0" else settings)
+    data = hosts.files("node0") / "chats" / "train.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace('"content": "', '"content": "b', 1))
+    paths = f"--model {hosts.shown / 'tiny'} --data {hosts.shown / 'chats'} --adapter-path {hosts.shown / 'odd'}"
+    options = f"train --train --config {hosts.shown / 'run.yaml'} {paths} --start-timeout-s 20".split()
+    try:
+        done = hosts.mpirun(hosts.cluster.names, allhands_command(*options), timeout=100)
+    finally:
+        data.write_text(before)
+    for node in hosts.cluster.nodes.values():
+        for file in files_left(node.temporary):  # MPI aborts the other ranks, which cannot clean up
+            shutil.rmtree(node.temporary / file)
+    assert done.returncode != 0
+    assert "node0 does not fit to node1 and node2" in done.stderr, done.stderr
+    assert "config.batch_size is 4 on node1 and 5 on node0" in done.stderr
+    assert "node0's train.jsonl differs from node1's" in done.stderr
+    assert "scp -p node1:" in done.stderr
 
 
 class _Twice:

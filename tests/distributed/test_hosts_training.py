@@ -12,17 +12,15 @@ import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from command_line import changed
 from faulty import Bench, Trial, digest, files_left, share_compiled
-from hostile import Job, until
-from namespaces import Cluster, namespaces
+from hostile import until
+from hosts import ITERS, Hosts
+from namespaces import namespaces
 from runs import Run, distance, read_run
 from twins import Table, ThreadCommunicator
 
@@ -43,55 +41,6 @@ from allhands.train.restore import Restored
 from allhands.train.rundir import share_history
 
 pytestmark = pytest.mark.long
-
-ITERS = 16
-
-
-class Hosts:
-    """Three computers, each with the model and the data, and what one run leaves on each."""
-
-    def __init__(self, cluster: Cluster, bench: Bench) -> None:
-        self.cluster = cluster
-        self.shown = cluster.directory / "own"  # every computer sees its own files here
-        for name in cluster.names:
-            shutil.copytree(bench.model, self.files(name) / "model")
-            shutil.copytree(bench.data, self.files(name) / "data")
-
-    def files(self, name: str) -> Path:
-        """Where this process sees what that computer has at ``shown``."""
-        return self.cluster.directory / f"files-{name}-0"
-
-    def out(self, name: str, trial: Trial) -> Path:
-        """The adapter directory of a run on that computer."""
-        return self.files(name) / trial.token
-
-    def start(self, trial: Trial, hostfile: Path, *more: str | Path) -> Job:
-        """Start the run on the computers of the hostfile, or start it again."""
-        trial.out = self.shown / trial.token
-        paths = ["--model", self.shown / "model", "--data", self.shown / "data", "--adapter-path", trial.out]
-        return trial.start(*changed([*paths, "--hostfile", hostfile], more), ranks=1, iters=ITERS)
-
-    def power_off(self, name: str) -> None:
-        """Nothing runs there any more, and nobody is told."""
-        self.cluster.cut(name)
-        sshd = self.cluster.nodes[name].sshd
-        assert sshd is not None
-        killed = [*self.cluster.processes(name), *psutil.Process(sshd.pid).children(recursive=True)]
-        assert any("allhands.cluster.agent" in process.cmdline() for process in self.cluster.processes(name))
-        for process in killed:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        until(lambda: not self.cluster.processes(name), 5.0, f"{name} is still at work")
-        # A computer that starts again finds these empty.
-        temporary = self.cluster.nodes[name].temporary
-        for file in files_left(temporary):
-            shutil.rmtree(temporary / file)
-
-    def ports(self, name: str) -> list[int]:
-        """TCP ports on which somebody listens there, but for ssh's."""
-        lines = self.cluster.run(name, ["cat", "/proc/net/tcp"]).stdout.splitlines()[1:]
-        listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
-        return [port for word in listening if (port := int(word.rpartition(":")[2], 16)) != 22]
 
 
 @pytest.fixture(scope="module")

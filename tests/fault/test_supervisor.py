@@ -165,6 +165,16 @@ def test_taken_ports_are_tried_once_more(start: Callable[..., Job]) -> None:
     assert job.events("failed") == []
 
 
+@pytest.mark.parametrize("error", ["Couldn't connect (error: 111)", "Couldn't bind socket (error: 99)"])
+def test_no_port_is_said_to_be_taken_where_none_is(start: Callable[..., Job], error: str) -> None:
+    """Not of who cannot connect to another, nor of who was given an address of nobody."""
+    job = start(f"bind [ring] {error}", f"bind [ring] {error}")
+    assert job.finish() == 7
+    assert job.events("retrying") == []
+    (failed,) = job.events("failed")
+    assert error in failed["message"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_signal_lets_every_rank_save(start: Callable[..., Job], backend: str, number: int, code: int) -> None:

@@ -188,7 +188,7 @@ with worker.install(launch, os.environ) as context:
     elif script == "bind":
         if not (here / "tried").exists():
             (here / "tried").touch()
-            raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
+            raise RuntimeError(" ".join(words) or "[ring] Couldn't bind socket (error: 98)")
         context.mark_started()
     elif script == "mlx":
         collectives(context, words[0], words[1] if len(words) > 1 else "")

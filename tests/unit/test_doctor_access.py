@@ -191,7 +191,7 @@ def test_a_start_that_takes_too_long_is_no_proof() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "severity"), [("allhands", "stop"), ("mlx", "stop"), ("mlx_lm", "warn"), ("numpy", None)]
+    ("package", "severity"), [("allhands", "stop"), ("mlx", "stop"), ("mlx_lm", "stop"), ("numpy", None)]
 )
 def test_the_odd_version_out_is_named(package: str, severity: str | None) -> None:
     ill = facts(2, python=python(**{package: "0.0.9"}))
@@ -214,7 +214,7 @@ def test_of_two_versions_the_first_computers_is_taken_for_right() -> None:
     assert only(other).hosts == ("node2",)
 
 
-@pytest.mark.parametrize(("version", "severity"), [("3.11.2", "note"), ("3.12.1", "warn")])
+@pytest.mark.parametrize(("version", "severity"), [("3.11.2", "note"), ("3.12.1", "stop")])
 def test_other_pythons_are_told(version: str, severity: str) -> None:
     assert told(cluster(host(1), host(2, facts(2, python=python(version))), host(3))) == [
         (severity, "versions", ("node2",))

@@ -18,7 +18,7 @@ from allhands.cluster.hosts import Host, read_hostfile
 
 WELL = {
     *("ssh", "answers", "python", "shell", "allhands", "versions", "clock", "same-computer", "names", "directory"),
-    *("ssh-between", "model", "data", "address", "ports", "packets", "route", "mtu", "limits", "facts"),
+    *("model", "data", "address", "ports", "packets", "route", "mtu", "limits", "facts"),
 }
 
 

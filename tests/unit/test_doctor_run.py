@@ -32,6 +32,14 @@ case "$2" in
     odd*) echo "This account is currently not available."; exit 1;;
     breaks*) sed -u '/"kind": "trees"/Q' | sh -c "$3"; exit 255;;
     hangs*) sed -u '/"kind": "trees"/d' | sh -c "$3"; exit 255;;
+    lies-time) sh -c "$3" | sed -u 's/"time": [0-9.]*/"time": "noon"/'; exit;;
+    lies-nan) sh -c "$3" | sed -u 's/"time": [0-9.]*/"time": NaN/'; exit;;
+    lies-deep) sh -c "$3" | sed -u "s/\"time\": [0-9.]*/\"time\": $(printf '%5000s' | tr ' ' '[')/"; exit;;
+    lies-ports) sh -c "$3" | sed -u 's/"ports": {[^}]*}/"ports": {"127.0.0.1": true}/'; exit;;
+    lies-reach) sh -c "$3" | sed -u 's/"outcome": "ok"/"outcome": "fine"/'; exit;;
+    lies-less) sh -c "$3" | sed -u 's/"reached": .*/"reached": []}/'; exit;;
+    lies-trees) sh -c "$3" | sed -u 's/"trees": .*/"trees": [{"role": 5}]}/'; exit;;
+    lies-logins) sh -c "$3" | sed -u 's/"logins": .*/"logins": [{"code": "0", "said": ""}]}/'; exit;;
     babbles*) echo "0123 {"; echo '{"time": 1}';;
 esac
 exec sh -c "$3"
@@ -79,12 +87,21 @@ def test_all_is_well() -> None:
         ("good1", "good2", "ok"),
         ("good2", "good1", "ok"),
     }
-    assert [login.trouble for login in cluster.logins] == [None, None]
+    assert cluster.logins == ()  # nothing needs them
     for host in cluster.hosts:
         assert host.clock_offset_s == pytest.approx(0.0, abs=1.0)
         assert host.noise == ""
     # One computer under two names is seen, too.
     assert [f.hosts for f in findings if f.check == "same-computer"] == [("good2", "good1")]
+
+
+@pytest.mark.usefixtures("remote")
+def test_ssh_from_the_first_to_the_others_is_for_mpirun() -> None:
+    cluster, _ = asked("good1", "good2", "good3", backend="mpi")
+    assert [(one.source, one.target, one.trouble) for one in cluster.logins] == [
+        ("good1", "good2", None),
+        ("good1", "good3", None),
+    ]
 
 
 @pytest.mark.usefixtures("remote")
@@ -124,6 +141,19 @@ def test_what_looks_like_an_answer_is_none_without_the_token() -> None:
     cluster, _ = asked("babbles")
     assert cluster.host("babbles").facts is not None
     assert cluster.host("babbles").clock_offset_s == pytest.approx(0.0, abs=1.0)
+
+
+@pytest.mark.usefixtures("remote")
+@pytest.mark.parametrize("what", ["time", "nan", "deep", "ports", "reach", "less", "trees", "logins"])
+def test_a_computer_whose_answers_are_of_other_types_is_told_of_and_the_others_are_well(
+    what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    name = f"lies-{what}"
+    cluster, findings = asked("good1", name, "good2", data=str(tmp_path / "train.jsonl"), timeout_s=3.0)
+    assert found(findings, "answers") == [("answers", (name,))]
+    reached = {(reach.source, reach.target) for reach in cluster.reached}
+    assert {("good1", "good2"), ("good2", "good1")} <= reached
 
 
 @pytest.mark.usefixtures("remote")

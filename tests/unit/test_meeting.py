@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from allhands.callers import CALLER, LISTENER, Call, Caller, Conversation, key_for
 from allhands.cluster import meeting
 from allhands.cluster.environment import recognise, rendezvous
 from allhands.cluster.meeting import Patience, meet
@@ -202,6 +204,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     ranks.start(point, 2, 4, Patience(3.0, first_pause_s=0.02))
     ranks.end()
     assert "ranks 1, 3 of 4 did not come within 1.0 s" in ranks.errors["0"].message
+    assert "ALLHANDS_MEETING_KEY" not in ranks.errors["0"].message
     assert ranks.errors["2"].message == ranks.errors["0"].message  # who is there is told why, at once
     assert any(line.startswith("waiting for ranks 1, 3 of 4 (") for line in told)
 
@@ -251,24 +254,63 @@ def test_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, point = Ranks(), _point()
     ranks.start(point, 0, 2)
     _connect(point.ports[0]).close()  # rank 0 has taken its version
+    old = meeting._VERSION
     monkeypatch.setattr(meeting, "_VERSION", 99)
-    old = meeting._Hello(1, 1, 2, "", 5001, "n")
-    key = meeting.hashlib.sha256(b"allhands meeting\njob 1\n").digest()
+    hello = meeting._Hello(old, 1, 2, "", 5001, "n")
     with pytest.raises(DistributedError, match="another version of allhands"):
-        meeting._Guest(point, old, key, meeting._Waiting(QUICK)).run()
-    assert "its meeting is of version 1, rank 0's of 99" in ranks.end().errors["0"].message
+        meeting._Guest(point, hello, _key(), meeting._Waiting(QUICK)).run()
+    assert f"its meeting is of version {old}, rank 0's of 99" in ranks.end().errors["0"].message
+
+
+def _key(secret: str = "") -> bytes:
+    return key_for("meeting of job 1", {"ALLHANDS_MEETING_KEY": secret})
+
+
+def _say_hello(call: Call, key: bytes, **changes: object) -> Conversation:
+    """What rank 1 of 3 says, or what it should not."""
+    until = time.monotonic() + 5.0
+    conversation = call.begin(key, until)
+    hello = {"version": 2, "rank": 1, "size": 3, "address": "127.0.0.1", "port": 5001, "nonce": "its nonce"} | changes
+    call.say(conversation.sealed(CALLER, json.dumps(hello).encode()), until)
+    return conversation
 
 
 def test_a_rank_that_lost_its_connection_may_come_again() -> None:
     ranks, point = Ranks(), _point()
     ranks.start(point, 0, 3)
-    key = meeting.hashlib.sha256(b"allhands meeting\njob 1\n").digest()
-    hello = meeting._Hello(1, 1, 3, "127.0.0.1", 5001, "its nonce")
-    with _connect(point.ports[0]) as first:
-        first.sendall(meeting._sealed(key, vars(hello)))
-        assert json.loads(first.makefile("rb").readline())
+    _connect(point.ports[0]).close()
+    with Call(("127.0.0.1", point.ports[0]), 5.0) as call:
+        conversation = _say_hello(call, _key())
+        words = conversation.opened(LISTENER, call.line(4096, time.monotonic() + 5.0))
+        assert words is not None
+        assert json.loads(words) == {"kind": "welcome"}
     ranks.start(point, 1, 3)
     ranks.start(point, 2, 3)
+    assert ranks.end().errors == {}
+    assert len(ranks.got) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"rank": value} for value in (True, -1, 3, 1.0, "1", None, float("nan"), 10**30, [1], {})),
+        *({"size": value} for value in (0, True, "3", 1 << 40)),
+        *({"port": value} for value in (0, 65536, -1, True, "5001", float("inf"))),
+        *({"address": value} for value in ("", "node1", "::1", "1.2.3", "127.0.0.1:5", 7, None, "\ud800")),
+        *({"version": value} for value in (True, "2", None, 2.0, -1)),
+        *({"nonce": value} for value in (None, 1, [])),
+    ],
+)
+def test_a_hello_of_other_types_is_a_strangers(changes: dict[str, object]) -> None:
+    """Even where its HMAC is right: without a key it is of what everybody may know."""
+    ranks, point = Ranks(), _point()
+    ranks.start(point, 0, 3)
+    _connect(point.ports[0]).close()
+    with Call(("127.0.0.1", point.ports[0]), 5.0) as call:
+        _say_hello(call, _key(), **changes)
+        assert call.line(100, time.monotonic() + 5.0) == b""
+    for rank in (1, 2):
+        ranks.start(point, rank, 3)
     assert ranks.end().errors == {}
     assert len(ranks.got) == 3
 
@@ -294,6 +336,50 @@ def test_no_port_at_all_is_told() -> None:
     assert f"{taken}: Address already in use" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "bound", "why"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1", None),
+        ("localhost", "127.0.0.1", "127.0.0.1", None),
+        ("127.0.0.9", "127.0.0.9", "127.0.0.9", None),
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0", None),
+        ("head", "127.0.1.1", "0.0.0.0", "head is 127.0.1.1 here, which no other computer can reach"),
+        ("head", "192.0.2.7", "0.0.0.0", "192.0.2.7, which is no address of this computer"),
+        ("head", None, "0.0.0.0", "the name head has no address here"),
+    ],
+)
+def test_rank_0_listens_where_the_launcher_says(host: str, address: str | None, bound: str, why: str | None) -> None:
+    """And on all addresses only where that cannot be had, which is said at once."""
+
+    def resolve(name: str) -> str:
+        assert name == host
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return address
+
+    ranks, point, told = Ranks(), _point(host), list[str]()
+    ranks.start(point, 0, 2, Patience(20.0, told.append, 1000.0, resolve=resolve))
+    own = psutil.Process()
+    deadline = time.monotonic() + 10.0
+    while not (found := [one.laddr.ip for one in own.net_connections("tcp") if one.laddr.port == point.ports[0]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found == [bound]
+    reached = address if address and bound != "0.0.0.0" else "127.0.0.1"
+    ranks.start(point, 1, 2, replace(QUICK, resolve=lambda name: reached))
+    assert ranks.end().errors == {}
+    assert [why in line for line in told] == [True] if why else told == []
+
+
+def test_an_ipv6_address_is_refused_at_once() -> None:
+    """MLX's ring and its NCCL read no such addresses."""
+    for rank in range(2):
+        began = time.monotonic()
+        with pytest.raises(DistributedError, match="IPv6 address ::1"):
+            meet(_point("::1"), rank, 2, 5000, QUICK)
+        assert time.monotonic() - began < 1.0
+
+
 def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, point, reading = Ranks(), _point(), threading.Event()
 
@@ -306,19 +392,19 @@ def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLHANDS_MEETING_KEY", "something else")
     ranks.start(point, 0, 2, SHORT)
     assert set(ranks.end().errors) == {"0", "1"}
+    # Who has forgotten it on one computer is told where to look; where nobody has called there is nothing to say.
+    assert "from 127.0.0.1 did not prove" in ranks.errors["0"].message
+    assert "ALLHANDS_MEETING_KEY" in ranks.errors["0"].message
 
 
 def test_loopback_addresses_are_not_told_to_other_computers() -> None:
     """Ranks beside rank 0 are where rank 0 is, as the others see it."""
-    call = meeting._RollCall(_point(), meeting._Hello(1, 0, 4, "", 5000, "n"), b"", meeting._Waiting(QUICK))
-
-    class Seen(meeting._Visitor):
-        here = "10.0.0.1"
-
+    call = meeting._RollCall(_point(), meeting._Hello(2, 0, 4, "", 5000, "n"), b"", meeting._Waiting(QUICK))
     for rank, address in ((1, "127.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.2")):
-        seen = Seen(socket.socket(), hello=meeting._Hello(1, rank, 4, address, 5000 + rank, "n"))
-        seen.connection.close()
-        call._present[rank] = seen
+        with socket.socket() as connection:
+            caller = Caller(connection, address, "10.0.0.1", 0.0)
+        hello = meeting._Hello(2, rank, 4, address, 5000 + rank, "n")
+        call._present[rank] = meeting._Visitor(caller, hello, caller.conversation(b""))
     assert call._peers() == ("10.0.0.1:5000", "10.0.0.1:5001", "10.0.0.2:5002", "10.0.0.2:5003")
 
 

@@ -133,6 +133,24 @@ def test_taken_ports_are_tried_three_times_more() -> None:
     assert judge([unknown] * 4, Limits()) == GiveUp("other programs have taken its ports 4 times in a row", 7)
 
 
+# --- in the way -----------------------------------------------------------------------------------------
+
+
+_CUT_OFF = replace(_ERROR, kind="blocked", exit_code=7, rank=2, error=None, step=None)
+
+
+def test_who_has_never_been_connected_to_is_not_started_again() -> None:
+    history = [Past(Outcome(_CUT_OFF), ("a", "b", "c"), apart=True)]
+    assert judge(history, _TEN) == GiveUp("what is in the way would be there after a restart", 7)
+    without = judge(history, Limits(10, min_ranks=2))
+    assert isinstance(without, Restart)
+    assert without.exclude == {"c"}
+    assert isinstance(judge(history, Limits(10, min_ranks=3)), GiveUp)
+    # Where the ranks have met before, the network may come back.
+    before = Past(Outcome(_KILLED, started=True, step=5), ("a", "b", "c"), apart=True)
+    assert isinstance(judge([before, *history], _TEN), Restart)
+
+
 # --- the same again -------------------------------------------------------------------------------------
 
 
@@ -297,3 +315,63 @@ def test_a_fault_of_no_rank_is_nobodys() -> None:
     verdict = judge(history, Limits(10, min_ranks=1))
     assert isinstance(verdict, Restart)
     assert verdict.exclude == frozenset()
+
+
+# --- who does not fit -----------------------------------------------------------------------------------
+
+_MISFIT = Fault("misfit", -1, "", "b does not fit to a and c", 7, explanation="b does not fit", misfits=(1,))
+_LACKS = Fault("error", 1, "b", "rank 1 exited with code 4", 4, explanation="no model", misfits=(1,))
+
+
+def unstarted(fault: Fault, seats: tuple[str, ...] = _HOSTS) -> Past:
+    """An attempt that did not come to its first step."""
+    return Past(Outcome(fault), seats, apart=True)
+
+
+@pytest.mark.parametrize("fault", [_MISFIT, _LACKS])
+def test_who_does_not_fit_is_left_out_at_once_where_the_others_are_enough(fault: Fault) -> None:
+    for limits in (Limits(10, min_ranks=2), Limits(0, min_ranks=1)):
+        verdict = judge([unstarted(fault)], limits)
+        assert isinstance(verdict, Restart)
+        assert (verdict.exclude, verdict.pause_s, verdict.fault) == ({"b"}, 0.0, False)
+    # Where all are needed nothing is tried again.
+    for limits in (_TEN, Limits(10, min_ranks=3), Limits()):
+        verdict = judge([unstarted(fault)], limits)
+        assert isinstance(verdict, GiveUp)
+        assert verdict.code == fault.exit_code
+    assert judge([Past(Outcome(fault, stopped=2), _HOSTS, apart=True)], Limits(10, min_ranks=1)) == GiveUp(
+        None, fault.exit_code
+    )
+
+
+def test_a_misfit_uses_up_no_restart_and_hides_no_repetition() -> None:
+    without = ("a", "c")
+    killed = [past(replace(_KILLED, step=step), seats=without, apart=True) for step in (7, 8, 9)]
+    assert isinstance(judge([unstarted(_MISFIT), *killed], Limits(3, min_ranks=2)), Restart)
+    assert isinstance(judge([unstarted(_MISFIT), *killed, killed[-1]], Limits(3, min_ranks=2)), GiveUp)
+    # The same twice, with a misfit in between, is the same twice in a row.
+    verdict = judge([*at(_ERROR, None), unstarted(_MISFIT), *at(_ERROR, None)], Limits(10, min_ranks=2))
+    assert isinstance(verdict, Restart)
+    assert (verdict.exclude, verdict.reason) == ({"slot 1"}, "restart 2 of at most 10")
+
+
+def test_where_nobody_can_be_blamed_nobody_is_left_out() -> None:
+    assert judge([unstarted(replace(_MISFIT, misfits=()))], Limits(10, min_ranks=1)) == GiveUp(None, 7)
+
+
+def test_what_all_computers_lack_is_no_single_ones() -> None:
+    limits = Limits(10, min_ranks=1)
+    everybody = judge([unstarted(replace(_LACKS, misfits=(0, 1, 2)))], limits)
+    assert isinstance(everybody, GiveUp)
+    assert "the model would be the same" in (everybody.reason or "")
+    # One after the other: the second is not left out any more.
+    again = judge([unstarted(_LACKS), unstarted(replace(_LACKS, rank=0, misfits=(0,)), ("a", "c"))], limits)
+    assert isinstance(again, GiveUp)
+    assert "the model would be the same" in (again.reason or "")
+    # Nor is what rank 0 alone looks at, such as the settings of the checkpoint.
+    settings = replace(_LACKS, rank=0, exit_code=2, misfits=(0,))
+    assert isinstance(judge([unstarted(settings)], limits), GiveUp)
+    assert isinstance(judge([unstarted(replace(settings, rank=1, misfits=(1,)))], limits), Restart)
+    # Nor is a slot of the only computer.
+    local = Past(Outcome(_LACKS), ("slot 0", "slot 1", "slot 2"))
+    assert isinstance(judge([local], limits), GiveUp)

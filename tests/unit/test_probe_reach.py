@@ -6,14 +6,17 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from strangers import inputs, loopback_sources, pestering, say_all
 
 from allhands.cluster.doctor.probes import network, reach, trees
 
@@ -32,14 +35,15 @@ def outcome(port: int, secret: str = "s", timeout_s: float = 2.0, ip: str = "127
 
 
 @contextmanager
-def answering(answer: bytes, hold: bool) -> Iterator[int]:
+def answering(answer: bytes, hold: bool, echo: bool = False) -> Iterator[int]:
     """A server that says ``answer`` to everybody, and then closes or says no more."""
     done = threading.Event()
 
     def serve() -> None:
         with server.accept()[0] as connection:
-            connection.recv(200)
-            connection.sendall(answer)
+            heard = connection.recv(200)
+            with suppress(OSError):
+                connection.sendall(heard if echo else answer)
             if hold:
                 done.wait(20)
 
@@ -82,9 +86,104 @@ def test_strangers_at_the_other_end() -> None:
         assert outcome(port, timeout_s=0.3) == "stranger"
 
 
-def test_small_packets_pass_and_large_ones_do_not() -> None:
-    with answering(reach.answering_word("s").encode() + b"\n" + bytes(1000), hold=True) as port:
+def test_small_packets_pass_and_large_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = socket.socket.sendall
+    with listening("s") as port:
+        monkeypatch.setattr(socket.socket, "sendall", lambda one, data: send(one, data[:1000]))
         assert outcome(port, timeout_s=0.3) == "stalls"
+
+
+def test_a_recorded_conversation_is_worth_nothing() -> None:
+    """Neither end believes what has been said before, by either."""
+    with listening("s") as port, recording(port) as (through, said):
+        assert outcome(through) == "ok"
+    asked, answered = bytes(said["there"]), bytes(said["back"])
+    assert len(asked) == 65 + 65
+    with listening("s") as port, socket.create_connection(("127.0.0.1", port), 5) as again:
+        again.sendall(asked)
+        assert len(everything(again)) == 65  # its number, and nothing else
+    with answering(answered, hold=False) as port:
+        assert outcome(port, timeout_s=1.0) == "stranger"
+    with answering(b"", hold=False, echo=True) as port:
+        assert outcome(port, timeout_s=1.0) == "stranger"
+
+
+_LISTENS = """
+import sys
+from allhands.cluster.doctor.probes.reach import Listeners
+print(Listeners("s").open(["127.0.0.1"])["ports"]["127.0.0.1"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_strangers_end_nothing(count: int) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _LISTENS], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pestering(("127.0.0.1", port), idle=500, trickling=5):
+            assert say_all(("127.0.0.1", port), inputs(count), loopback_sources(20)) <= 65
+            assert outcome(port) == "ok"
+        assert process.communicate("") == ("", "")
+    assert process.returncode == 0
+
+
+def test_callers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_PROVE_S", 1.0)
+    with listening("s") as port:
+        idle = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(100)]
+        try:
+            began = time.monotonic()
+            assert outcome(port) == "ok"
+            assert time.monotonic() - began < 5.0
+            # A byte now and then does not make it longer.
+            slow, began = idle[-1], time.monotonic()
+            with suppress(OSError):
+                for _ in range(40):
+                    slow.sendall(b"0")
+                    time.sleep(0.2)
+            assert time.monotonic() - began < 6.0
+        finally:
+            for one in idle:
+                one.close()
+        assert outcome(port) == "ok"
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What the other side says until it hangs up."""
+    connection.settimeout(15)
+    said = b""
+    with suppress(ConnectionResetError):
+        while heard := connection.recv(4096):
+            said += heard
+    return said
+
+
+@contextmanager
+def recording(port: int) -> Iterator[tuple[int, dict[str, bytearray]]]:
+    """Somebody in between, who passes on what both sides say, and keeps it."""
+    said = {"there": bytearray(), "back": bytearray()}
+
+    def pass_on(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+        with suppress(OSError):
+            while heard := source.recv(1 << 16):
+                kept += heard
+                target.sendall(heard)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with server.accept()[0] as caller, socket.create_connection(("127.0.0.1", port)) as called:
+            back = threading.Thread(target=pass_on, args=(called, caller, said["back"]))
+            back.start()
+            pass_on(caller, called, said["there"])
+            back.join()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1], said
+        thread.join()
 
 
 def test_a_port_on_which_nobody_listens_refuses() -> None:

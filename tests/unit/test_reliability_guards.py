@@ -6,8 +6,10 @@ of its own, as on computers that share no files. Guards that need processes are 
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from faulty import fill, small_disk
+from rich.console import Console
 from tiny import write_chat_data, write_model
 from twins import ThreadCommunicator, run_ranks
 
@@ -24,7 +27,7 @@ from allhands.cli.train import RESTARTS_OF_SEVERAL, job_of
 from allhands.cluster.supervisor import LaunchSpec
 from allhands.config import build_config
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError, Regroup, StorageError
+from allhands.errors import ConfigError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.files import CLAIMED, claim_mark, claimed
 from allhands.metrics import read_metrics
 from allhands.train.recipes import Surroundings, run_finetune
@@ -68,7 +71,11 @@ def on_computers(size: int, flags: dict[str, Any], **given: Callable[[int], Any]
         more = {name: value(rank) for name, value in given.items()}
         try:
             return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator, **more)).adapter_path
-        except Regroup:  # all ranks agreed on it: a rank may not yet have woken from that exchange
+        except (
+            Regroup,
+            Interrupted,
+            NumericsError,
+        ):  # all ranks agreed on it: a rank may not yet have woken from that exchange
             raise
         except BaseException:
             communicator.table.barrier.abort()
@@ -178,8 +185,61 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
         assert checkpoint_steps(directory) == ([4] if rank == broken else [2, 4])
         assert [report.step for report in read_metrics(directory).train] == [1, 2, 3, 4]
         told = warnings(directory)
-        assert len(told) == (rank == broken)
-        assert all("no checkpoint was written" in text and "No space left" in text for text in told)
+        # Of a copy rank 0 tells, too.
+        assert len(told) == (rank == broken or broken == 1)
+        words = {(0, 0): "no checkpoint was written", (1, 0): "there is no copy", (1, 1): "no copy of the checkpoint"}
+        assert all(words[broken, rank] in text and "No space left" in text for text in told)
+
+
+def test_a_copy_that_cannot_be_kept_keeps_nobody_from_regrouping(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_room(tmp_path / "run-1", monkeypatch)
+    results = on_computers(
+        2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
+    )
+    assert [type(result) for result in results] == [Regroup, Regroup]
+    assert all("after batch 4 " in str(result) for result in results)
+    assert checkpoint_steps(tmp_path / "run-0") == [2, 4]
+
+
+def _without_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no checkpoint be written in ``directory``."""
+
+    def write(target: Path, *arguments: Any, **named: Any) -> Any:
+        if target.is_relative_to(directory):
+            raise StorageError("cannot be written: No space left on device", where=str(target))
+        return write_checkpoint(target, *arguments, **named)
+
+    monkeypatch.setattr("allhands.train.saving.write_checkpoint", write)
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "not a number"])
+def test_however_a_run_ends_a_copy_that_is_not_kept_is_no_error(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    _without_room(tmp_path / "run-1", monkeypatch)
+    more: dict[str, Any] = {}
+    if end == "stopped":
+        more["stop_requested"] = lambda rank: lambda: signal.SIGTERM
+    elif end == "not a number":
+        flags |= {"learning_rate": 1e38}
+    results = on_computers(2, flags | {"checkpoint_copies": 2}, run_id=lambda _: "r", **more)
+    kind = {"finished": Path, "stopped": Interrupted, "not a number": NumericsError}[end]
+    assert all(isinstance(result, kind) for result in results), results
+    (told,) = read_metrics(tmp_path / "run-0").warned if end != "not a number" else (None,)
+    assert told is None or "there is no copy of the checkpoint on" in told.message
+
+
+def test_a_picture_that_cannot_be_drawn_is_no_error(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def plot(*_: Any, **__: Any) -> Path:
+        raise StorageError("cannot be written: No space left on device", where="loss.png")
+
+    monkeypatch.setattr("allhands.plots.plot_losses", plot)
+    text = io.StringIO()
+    result = run_finetune(build_config(flags), Surroundings(console=Console(file=text, width=200)))
+    assert (result.ended.reason, result.plot) == ("finished", None)
+    assert "warning: the curves are not drawn (loss.png: cannot be written: No space left on device)" in text.getvalue()
 
 
 def test_ranks_that_shall_regroup_end_at_the_first_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,7 @@ class FakeAttempt:
 
     run: Callable[[Callable[[], None]], Outcome]
     request_regroup: Callable[[], None]
+    attested: Callable[[], dict[str, Any] | None]
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Stage:
     told: list[SupervisorEvent] = field(default_factory=list[SupervisorEvent])
     polls: int = 1
     regroups: int = 0
+    attests: dict[str, Any] | None = None
     interrupt_at: float = float("inf")
     number: int = signal.SIGINT
 
@@ -108,7 +111,7 @@ class Stage:
         self.specs.append(spec)
         self.slacks.append(slack)
         self.events = events
-        return FakeAttempt(self.run_attempt, self.request_regroup)
+        return FakeAttempt(self.run_attempt, self.request_regroup, lambda: self.attests)
 
     def run_attempt(self, poll: Callable[[], None]) -> Outcome:
         (self.spec.log_dir / "rank-1.log").write_text(f"of {len(self.specs)}")

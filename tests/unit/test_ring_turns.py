@@ -6,14 +6,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from strangers import inputs, loopback_sources, pestering, say, say_all, wait_for
 
 from allhands.cluster.processes import reserve_ports
 from allhands.distributed import ring
-from allhands.distributed.ring import take_turns
+from allhands.distributed.ring import BlockedError, take_turns
 from allhands.errors import DistributedError
 
 
@@ -98,22 +101,106 @@ def test_who_says_nothing_holds_nobody_up_for_long(tmp_path: Path, monkeypatch: 
     assert all(isinstance(each, float) and each < 2.0 for each in results[0].values()), results
 
 
+_TURN = """
+import sys
+from pathlib import Path
+from allhands.distributed.ring import take_turns
+take_turns(Path(sys.argv[1]), int(sys.argv[2]), 600.0)
+"""
+
+
+@contextmanager
+def turn_of(path: Path, rank: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real process that waits for its turn."""
+    with subprocess.Popen([sys.executable, "-c", _TURN, str(path), str(rank)]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_strangers_end_nothing(tmp_path: Path, count: int) -> None:
+    path = hostfile(tmp_path, 2)
+    where = port_of(path, 1)
+    with turn_of(path, 1) as last:
+        wait_for(where)
+        with pestering(where, idle=1000, trickling=10):
+            assert say_all(where, inputs(count, seed=6), loopback_sources(20)) <= 65
+            assert last.poll() is None
+            with turn_of(path, 0) as first:
+                assert first.wait(20.0) == 0
+            assert last.wait(20.0) == 0
+
+
+def test_a_byte_now_and_then_holds_nobody_up(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 2)
+    where = port_of(path, 1)
+    with turn_of(path, 1) as last:
+        wait_for(where)
+        with pestering(where, idle=1, trickling=3):
+            time.sleep(1.0)
+            began = time.monotonic()
+            take_turns(path, 0, 20.0)
+            assert last.wait(20.0) == 0
+            assert time.monotonic() - began < 5.0
+
+
+def test_a_recorded_word_is_not_believed_again(tmp_path: Path) -> None:
+    """What one start's rank 0 has said to rank 1 is a stranger's word at the next start with the same addresses."""
+    path = hostfile(tmp_path, 2)
+    where, heard = port_of(path, 1), bytearray()
+    called_at = socket.socket.sendall
+
+    def recorded(one: socket.socket, words: bytes) -> None:
+        heard.extend(words)
+        called_at(one, words)
+
+    for start in range(2):
+        with turn_of(path, 1) as last, pytest.MonkeyPatch.context() as patch:
+            wait_for(where)
+            if start == 0:
+                patch.setattr(socket.socket, "sendall", recorded)
+            else:
+                assert len(heard) > 100
+                assert len(say(where, bytes(heard))) <= 65
+                assert last.poll() is None
+            take_turns(path, 0, 20.0)
+            assert last.wait(20.0) == 0
+
+
+def test_a_start_with_another_secret_is_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even at the same addresses: each start of a supervisor has one of its own."""
+    path = hostfile(tmp_path, 2)
+    monkeypatch.setenv("ALLHANDS_RING_KEY", "this start's")
+    with turn_of(path, 1) as last:
+        wait_for(port_of(path, 1))
+        monkeypatch.setenv("ALLHANDS_RING_KEY", "another start's")
+        with pytest.raises(DistributedError, match="said nothing to rank 0"):
+            take_turns(path, 0, 0.5)
+        assert last.poll() is None
+        monkeypatch.setenv("ALLHANDS_RING_KEY", "this start's")
+        take_turns(path, 0, 20.0)
+        assert last.wait(20.0) == 0
+
+
 def test_a_neighbour_that_does_not_come_is_named(tmp_path: Path) -> None:
     path = hostfile(tmp_path, 3)
     hosts = [addresses[0] for addresses in json.loads(path.read_text())]
-    with pytest.raises(DistributedError) as caught:
-        take_turns(path, 0, 0.3)
-    assert caught.value.where == f"rank 1 at {hosts[1]}"
-    assert "refused" in str(caught.value)
+    for rank, before in ((0, 2), (1, 0)):
+        with pytest.raises(DistributedError) as caught:
+            take_turns(path, rank, 0.3)
+        assert caught.value.where == f"rank {before} at {hosts[before]}"
+        assert f"said nothing to rank {rank} at {hosts[rank]}" in str(caught.value)
     with pytest.raises(DistributedError) as caught:
         take_turns(path, 2, 0.3)
-    assert caught.value.where == f"rank 1 at {hosts[1]}"
-    assert f"said nothing to rank 2 at {hosts[2]}" in str(caught.value)
+    assert caught.value.where == f"rank 0 at {hosts[0]}"
+    assert "refused" in str(caught.value)
 
 
 def test_somebody_else_at_the_neighbours_address_is_told_of(tmp_path: Path) -> None:
     path = hostfile(tmp_path, 2)
-    with socket.create_server(port_of(path, 1)) as stranger:
+    with socket.create_server(port_of(path, 0)) as stranger:
 
         def answer() -> None:
             while True:
@@ -124,7 +211,75 @@ def test_somebody_else_at_the_neighbours_address_is_told_of(tmp_path: Path) -> N
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(DistributedError, match="somebody else listens there"):
-            take_turns(path, 0, 0.5)
+            take_turns(path, 1, 0.5, Seen(at_s=0.0))
+
+
+@dataclass
+class Seen:
+    """A supervisor that knows after ``at_s`` that all ranks listen."""
+
+    at_s: float
+    heard: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def listening(self) -> None:
+        self.heard += 1
+
+    def all_listen(self) -> bool:
+        return time.monotonic() - self.began >= self.at_s
+
+
+@contextmanager
+def silent(where: tuple[str, int]) -> Iterator[None]:
+    """A port that drops what comes: there is no place in its queue."""
+    with socket.socket() as listener, ExitStack() as callers:
+        listener.bind(where)
+        listener.listen(0)
+        for _ in range(4):
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(where)
+        yield
+
+
+@pytest.mark.parametrize("kind", ["refused", "timed out"])
+def test_a_neighbour_that_listens_and_cannot_be_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for name, seconds in (("_CALL_S", 0.8), ("_BRIEF_CALL_S", 0.4), ("_REFUSED_S", 0.5)):
+        monkeypatch.setattr(ring, name, seconds)
+    path = hostfile(tmp_path, 2)
+    with silent(port_of(path, 0)) if kind == "timed out" else nullcontext():
+        # Nobody knows: it may be late.
+        unknown = Seen(at_s=float("inf"))
+        with pytest.raises(DistributedError) as caught:
+            take_turns(path, 1, 2.5, unknown)
+        assert not isinstance(caught.value, BlockedError)
+        assert unknown.heard == 1
+        began = time.monotonic()
+        with pytest.raises(BlockedError, match=kind) as blocked:
+            take_turns(path, 1, 60.0, Seen(at_s=1.0))
+        assert 1.4 < time.monotonic() - began < 10
+    assert blocked.value.peer == 0
+    assert "cluster check" in str(blocked.value)
+
+
+def test_a_neighbour_that_can_be_called_late_is_not_blocked(tmp_path: Path) -> None:
+    path = hostfile(tmp_path, 2)
+    seen, found = Seen(at_s=0.5), list[Exception]()
+
+    def last() -> None:
+        try:
+            take_turns(path, 1, 20.0, seen)
+        except DistributedError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=last)
+    thread.start()
+    time.sleep(1.2)
+    take_turns(path, 0, 20.0, seen)
+    thread.join(20)
+    assert found == []
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "{}", "[[]]", "[1, 2]"])

@@ -192,3 +192,39 @@ def test_a_rank_that_ends_at_once_is_judged_by_what_was_before_its_start(
     kernel.files.note_end(0)
     assert kernel.files.out_of_memory(0) is True
     assert RunFiles(tmp_path, tmp_path, counters=[kernel.file]).out_of_memory(0) is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[", "[" * 5000, "null", "1", "[]", "{}", '{"a": 1}', '{"type": "x"}', '{"type": 1, "message": "x"}'),
+        *(
+            '{"type": "x", "message": null}',
+            '{"type": "x", "message": "y", "text": 3}',
+            '{"type": NaN, "message": "y"}',
+        ),
+        *('{"type": "x", "message": "y", "more": ' + "[" * 100 + "]" * 100 + "}", '{"type": "x", "type": "message"}'),
+    ],
+)
+def test_an_error_file_that_is_none_is_none(tmp_path: Path, text: str) -> None:
+    _, files = _pair(tmp_path)
+    (tmp_path / "error-rank-1.json").write_text(text)
+    assert files.error(1) is None
+    assert not files.tells_error(1, b"a line")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[", "[]", '{"step": 1}', '{"step": "1", "phase": "load", "count": 9}'),
+        *('{"step": 1, "phase": 2, "count": 9}', '{"step": true, "phase": "load", "count": 9}'),
+        *('{"step": 1, "phase": "load", "count": 1e400}', '{"step": 1, "phase": "load", "count": 9, "waited_s": "x"}'),
+    ],
+)
+def test_a_beat_that_is_none_leaves_the_last_one(tmp_path: Path, text: str) -> None:
+    worker, files = _pair(tmp_path)
+    worker.beat("load", 3)
+    last = files.marks(1)
+    assert last.beat is not None
+    (tmp_path / "rank-1.beat").write_text(text)
+    assert files.marks(1) == last

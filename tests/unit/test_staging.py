@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from allhands.errors import StorageError
-from allhands.staging import locked, locked_now, publish, staging
+from allhands.staging import Scratch, locked, locked_now, publish, staging
 
 # Killed between the two renames of an exchange.
 KILLED = """
@@ -182,3 +182,43 @@ def test_a_lock_is_had_at_once_or_not(tmp_path: Path) -> None:
         assert (first, second) == (True, False)
     with locked_now(tmp_path / "lock") as third:
         assert third
+
+
+# --- temporary directories ------------------------------------------------------------------------------
+
+_HOLDER = """
+import sys, time
+from allhands.staging import Scratch
+print(Scratch(sys.argv[1]).path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_path: Path) -> None:
+    holders = [
+        subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        dead, living = (Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout)
+        (dead / "more").mkdir()
+        (dead / "more" / "file").write_text("something")
+        # Not ours: by its name alone, a link, one that is just being made, a file.
+        (tmp_path / "allhands-of-a-person").mkdir()
+        (tmp_path / "allhands-link").symlink_to(living)
+        (tmp_path / "allhands-new").mkdir()
+        (tmp_path / "allhands-new" / ".owner").touch()
+        (tmp_path / "allhands-file").touch()
+        holders[0].kill()
+        holders[0].wait()
+        with Scratch(str(tmp_path)) as own:
+            assert own.stat().st_mode & 0o777 == 0o700
+            assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+                ["allhands-of-a-person", "allhands-link", "allhands-new", "allhands-file", living.name, own.name]
+            )
+        assert not own.exists()
+        assert living.exists()
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()

@@ -6,12 +6,15 @@ import os
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from strangers import in_between, inputs, loopback_sources, pestering, say, say_all
 
 from allhands.cluster.sync import relay, wire
 from allhands.cluster.sync.blocks import BLOCK_BYTES, Entry, HashCache, sha256
@@ -169,6 +172,87 @@ def test_noise_does_not_stop_the_service(
             break
 
 
+@pytest.mark.parametrize("transport", ["tls", "tcp"])
+def test_strangers_who_take_their_time_hold_up_nobody(
+    transport: str,
+    certificates: tuple[str, str],
+    source: Shelf,
+    serving: Callable[[Security], Served],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "SILENCE_S", 2.0)
+    security = Security(transport, "secret", certificates[0])
+    served = serving(security)
+    served.listener.open(source)
+    with pestering(served.address, idle=300, trickling=5):
+        assert say_all(served.address, inputs(60)) < 200
+        found = Destination([str(tmp_path / "there")], source.entries, HashCache(None))
+        found.look(lambda count: None)
+        found.begin()
+        assert sum(take(security.connect([served.address]), found)) == len(CONTENT)  # at the first call
+    # A byte now and then does not make it longer.
+    with socket.create_connection(served.address) as slow:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() < began + 10.0:
+                slow.sendall(b"\0")
+                time.sleep(0.1)
+        assert time.monotonic() - began < 7.0
+
+
+_SERVES = """
+import sys
+from allhands.cluster.sync.relay import Listener
+from allhands.cluster.sync.shelf import Shelf
+from allhands.cluster.sync.source import make_certificate
+from allhands.cluster.sync.wire import Security
+listener = Listener(Security(sys.argv[1], "secret", open(sys.argv[2]).read()), lambda count: None)
+listener.open(Shelf([]))
+print(listener.listen("127.0.0.1"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("transport", ["tls", "tcp"])
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.long)])
+def test_strangers_end_nothing(transport: str, count: int, certificates: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "certificate").write_text(certificates[0])
+    command = [sys.executable, "-c", _SERVES, transport, str(tmp_path / "certificate")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        address = "127.0.0.1", int(process.stdout.readline())
+        say_all(address, inputs(count), loopback_sources(20))
+        channel = Security(transport, "secret", certificates[0]).connect([address])
+        ask(channel, [])
+        assert of_json(channel.receive()[1])["kind"] == "served"
+        channel.close()
+        assert process.communicate("") == ("", "")
+    assert process.returncode == 0
+
+
+def test_a_recorded_proof_is_worth_nothing(
+    source: Shelf, serving: Callable[[Security], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    security = Security("tcp", "secret", "")
+    served = serving(security)
+    served.listener.open(source)
+    with in_between(("127.0.0.7", served.address[1]), served.address) as said:
+        security.connect([("127.0.0.7", served.address[1])]).close()
+        deadline = time.monotonic() + 5.0
+        while len(said["there"]) < 74:  # a number and a proof
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    answered = say(served.address, bytes(said["there"]) + b"\0\0\0\x1c\x01" + b'{"kind":"want","rows":[[0,0,0]]}')
+    assert len(answered) <= 74
+    assert answered[-32:] not in said["back"]
+    assert served.sent == []
+    # Nor what has been said to its sayer.
+    assert len(say(served.address, bytes(said["back"]))) <= 74
+    assert served.sent == []
+
+
 def test_what_cannot_be_connected_to_is_named_and_the_next_address_is_tried(
     certificates: tuple[str, str], serving: Callable[[Security], Served]
 ) -> None:
@@ -283,7 +367,11 @@ def test_a_parent_that_talks_nonsense_is_left(
 
 
 @pytest.mark.parametrize(
-    "rows", [None, {}, [1], [[0, 0]], [[0, 0, 3]], [[1, 0, 0]], [[-1, 0, 0]], [[0, 2, 1]], [[0, -1, 0]], [["0", 0, 0]]]
+    "rows",
+    [
+        *(None, {}, [1], [[0, 0]], [[0, 0, 3]], [[1, 0, 0]], [[-1, 0, 0]], [[0, 2, 1]], [[0, -1, 0]], [["0", 0, 0]]),
+        *([[False, 0, 0]], [[0, 0.0, 0]], [[0, 0, 1], [0, 0, 2]], [[0, 0, 10**30]], [[0, 0, 0, 0]]),
+    ],
 )
 def test_requests_that_make_no_sense_are_refused(rows: object) -> None:
     with pytest.raises(Broken):

@@ -46,6 +46,9 @@ def cluster_init(
     Looks what each of them has, and asks before anything is changed: ssh keys are
     accepted and installed, the same environment is made everywhere. What is there
     already stays. For example: allhands cluster init --hosts localhost,node1,node2
+
+    If some cannot be used the hostfile is written without them (exit code 7); it
+    stays as it is if none can, or if you do not agree to what one of them needs.
     """
     mode: Mode = "dry-run" if dry_run else "yes" if yes else "ask" if sys.stdin.isatty() else "refuse"
     raise typer.Exit(run_init(_wishes(hosts, hostfile, python, env_dir, origin, mode, install_key=install_key)))
@@ -221,8 +224,10 @@ def _print_hostfile(report: Report, name: str) -> None:
     missing = f" without {', '.join(report.without)} (see above)" if report.without else ""
     kept = f"; the earlier one is {report.kept.name}" if report.kept else ""
     typer.echo(f"{name} is up to date{missing}" if report.up_to_date else f"{name} written{missing}{kept}")
-    if report.also:
-        typer.echo(f"it also has {', '.join(report.also)}, as before")
+    if others := [name for name in report.also if name not in report.stays]:
+        typer.echo(f"it also has {', '.join(others)}, as before")
+    if report.stays:
+        typer.echo(f"{', '.join(report.stays)} stays in it, as before, and cannot be used now (see above)")
     if len(report.hosts) == 1 and report.without:
         typer.echo("it has one computer alone: mend what is wrong with the others, and run this again")
         return

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
+from allhands.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
 from allhands.blas import allowed_cores
 from allhands.cli.notices import Notices, say
 from allhands.cluster.addresses import require_distinct
@@ -18,6 +20,8 @@ from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.journal import EVENTS_FILE, Journal
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi
+from allhands.cluster.newcomers import Tries
+from allhands.cluster.ranks import ATTEST_VARIABLE, Place
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.errors import ConfigError
 from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
@@ -48,6 +52,7 @@ class Job:
         tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several
             on several computers, or anywhere with ``tag_here``.
         keep_logs: whether other computers keep ``log_dir`` even if all goes well there.
+        compared: whether its ranks compare what they have loaded before they start, so that newcomers can be looked at.
         sync: the command that brings what the job needs to a computer that lacks it, if there is one.
     """
 
@@ -76,6 +81,7 @@ class Job:
     tag_here: bool = True
     keep_logs: bool = True
     sync: str | None = None
+    compared: bool = False
     expected_s: float | None = None
     explain: Callable[[list[str]], None] = lambda lines: None
 
@@ -199,7 +205,9 @@ def run(job: Job, command: Sequence[str]) -> int:
         places=job.hostfile is not None,
         sync=job.sync,
     )
-    options = SuperviseOptions(job.max_restarts, job.min_ranks, run_id, resize=_resizer(job))
+    options = SuperviseOptions(
+        job.max_restarts, job.min_ranks, run_id, resize=_resizer(job), try_out=_try_out if job.compared else None
+    )
     try:
         with ExitStack() as claims:
             directories = dict.fromkeys((job.directory, job.checkpoints or job.directory))
@@ -221,6 +229,12 @@ def run(job: Job, command: Sequence[str]) -> int:
         if sys.stdout.isatty():
             # A rank that was killed while it showed its progress has left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
+
+
+def _try_out(spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str) -> Tries:
+    from allhands.cluster.trial import Trial
+
+    return Trial(spec, newcomers, attested, known)
 
 
 def _tell_slots(job: Job) -> None:
@@ -259,7 +273,7 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         _choose_backend(job),
         job.log_dir,
         cores_per_rank=job.cores_per_rank,
-        env=job.env,
+        env={**_hosts_told(job), **job.env},
         start_deadline_s=job.start_deadline_s,
         stop_grace_s=job.stop_grace_s,
         finish_grace_s=job.finish_grace_s,
@@ -268,7 +282,18 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
         tag_output=job.tagged,
         log_dir_there=_log_dir_there(job),
         keep_logs=job.keep_logs,
+        examine=job.hostfile and shlex.join(["allhands", "cluster", "check", "--hostfile", job.hostfile]),
     )
+
+
+def _hosts_told(job: Job) -> dict[str, str]:
+    """How the person named the computers, and which of them is this one, for the words of the ranks."""
+    if job.hostfile is None:
+        return {}
+    here = next((host.name for host in read_hostfile(job.hostfile) if host.ssh is None), "")
+    told = {OPTION_VARIABLE: shlex.join(["--hostfile", job.hostfile])}
+    told |= {ATTEST_VARIABLE: "1"} if job.compared else {}
+    return {**told, LAUNCHER_VARIABLE: here} if here else told
 
 
 def _log_dir_there(job: Job) -> str | None:

@@ -77,6 +77,7 @@ class Notices:
         if event.kind in _PLAIN:
             never = event.kind == "given up" and not self._launched
             say(f"{'error: ' if never else ''}{event.explanation or event.message}")
+            self._show_sync(event.host, event.error)
             return
         self._show_cause(event)
         host = self._elsewhere(event)
@@ -95,8 +96,7 @@ class Notices:
             # Only what a rank has written down itself leaves open where.
             host = self._elsewhere(event) if event.error else None
             say(f"{title}{f'on {host} (rank {event.rank}): ' if host else ''}{event.explanation}")
-            if host and self.sync and (event.error or "").startswith(_OF_FILES):
-                print(f"  if {host} has no copy, or an old one: {self.sync}", file=sys.stderr)
+            self._show_sync(host, event.error)
             return
         killed = event.exit_code == 128 + signal.SIGKILL
         tail = event.log_tail[-_OF_KILLED:] if killed else event.log_tail
@@ -112,6 +112,11 @@ class Notices:
             print(f"  what to do: {hint}", file=sys.stderr)
         if way := self.way_on():
             print(f"  {way}", file=sys.stderr)
+
+    def _show_sync(self, host: str | None, error: str | None) -> None:
+        """What helps where a computer lacks a file."""
+        if host and self.sync and (error or "").startswith(_OF_FILES):
+            print(f"  if {host} has no copy, or an old one: {self.sync}", file=sys.stderr)
 
     def _why_killed(self) -> str:
         late = time.monotonic() - self._stop_began >= self.stop_grace_s

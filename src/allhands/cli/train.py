@@ -202,6 +202,7 @@ def job_of(config: TrainConfig) -> Job:
         tag_output=config.tag_output,
         tag_here=False,
         sync=_sync_command(config),
+        compared=config.hostfile is not None,
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
         explain=_tell if config.log_level == "verbose" else lambda lines: None,
@@ -254,8 +255,9 @@ def leave(launch: Launch) -> None:
     """
     publish(os.environ)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk with its log is full: what was to be done is done
+            stream.flush()
     if launch.backend != "mpi" or launch.launcher == "allhands":
         os._exit(0)
 

@@ -9,29 +9,31 @@ is silent, or gone, or this process is killed, everything that it has started is
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from allhands.blas import allowed_cores
-from allhands.cluster.frames import Frame, Link
+from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, Link
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
-from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted
-from allhands.files import make_directory, storage_error_of
+from allhands.cluster.runfiles import read_attested
+from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted, StorageError
+from allhands.files import make_directory, private_opener, storage_error_of
 from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
-from allhands.versions import versions_of
+from allhands.staging import Scratch
+from allhands.versions import software_here
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05
@@ -50,12 +52,14 @@ class Agent:
         self._reaper = reaper
         self._first: int = hello["first"]
         self._count: int = hello["count"]
-        self._run_dir = Path(tempfile.mkdtemp(prefix="allhands-"))  # mode 0700
+        self._scratch = Scratch()
+        self._run_dir = self._scratch.path
         reaper.directory(self._run_dir)
         self._ports: list[socket.socket] = []
         self._ranks: RankProcesses | None = None
         self._told: dict[int, Marks] = {}
         self._exited: set[int] = set()
+        self._attested = False
         self._outputs: list[threading.Thread] = []
         self._sampler = ProcessSampler(_identity(hello))
         self._samples: Follower | None = None
@@ -78,10 +82,7 @@ class Agent:
         Raises:
             AllhandsError: they cannot be started.
         """
-        spec = self._spec()
-        make_directory(spec.log_dir, private=True)
-        for rank in self._own():
-            set_aside(spec.log_dir, rank)
+        spec = self._with_logs(self._spec())
         self._observe(spec.log_dir)
         if spec.backend != "ring" or sys.platform != "linux":
             self._release_ports()
@@ -91,6 +92,26 @@ class Agent:
         if output and not self._hello["descriptors"]:
             for descriptor in output:
                 os.close(descriptor)
+
+    def _with_logs(self, spec: LaunchSpec) -> LaunchSpec:
+        """The same with a place for logs that can be written, where rank 0 is not: what matters of them is told on.
+
+        Raises:
+            StorageError: rank 0 is here, whose files are the run's.
+        """
+        try:
+            make_directory(spec.log_dir, private=True)
+            for rank in self._own():
+                set_aside(spec.log_dir, rank)
+                with open(spec.log_dir / f"rank-{rank}.log", "ab", opener=private_opener):
+                    pass
+        except (StorageError, OSError) as error:
+            if self._first == 0:
+                raise
+            own = make_directory(self._run_dir / "logs", private=True)
+            _say(f"no logs are kept in {spec.log_dir}: {getattr(error, 'message', error)}")
+            return replace(spec, log_dir=own)
+        return spec
 
     def _observe(self, log_dir: Path) -> None:
         """Sample this process, and from now on tell the samples of all processes here to a supervisor elsewhere."""
@@ -123,7 +144,11 @@ class Agent:
             if marks != self._told.get(rank, Marks()):
                 self._told[rank] = marks
                 self._link.send("marks", rank=rank, **_aged(marks, now))
-        for end in self._ranks.exits():
+        ends = self._ranks.exits()
+        if not self._attested and (content := read_attested(self._run_dir)) is not None:
+            self._attested = True
+            self._link.send("attested", content=content)
+        for end in ends:
             if end.rank not in self._exited:
                 self._exited.add(end.rank)
                 self._link.send("exit", rank=end.rank, code=end.code, age=now - end.time, report=self._report(end.rank))
@@ -133,6 +158,9 @@ class Agent:
         kind = frame["kind"]
         if kind == "end":
             return False
+        if kind == GARBLED:
+            hint = "install the same version of allhands everywhere"
+            raise DistributedError(f"the supervisor says what is not understood ({frame['what']!a})", hint=hint)
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
         elif kind == "start":
@@ -155,7 +183,7 @@ class Agent:
         self._release_ports()
         for thread in self._outputs:
             thread.join(_FLUSH_S)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._scratch.close()
         if not self._hello.get("keep_logs", True):
             self._remove_logs()
 
@@ -198,10 +226,13 @@ class Agent:
         try:
             self._ports, numbers = reserve_ports(count, ring, address)
         except OSError as error:
-            raise DistributedError(
-                f"{address} is not an address of this computer: {error.strerror}",
-                hint='give the address that the other computers reach it by as "ips" in the hostfile',
-            ) from None
+            if error.errno in (errno.EADDRNOTAVAIL, None):  # None: it is no address at all
+                raise DistributedError(
+                    f"{address} is not an address of this computer: {error.strerror or error}",
+                    hint='give the address that the other computers reach it by as "ips" in the hostfile',
+                ) from None
+            hint = "see what is the matter there: too many open files or ports (ulimit -n; ss -s), or not allowed to"
+            raise DistributedError(f"no port of {address} can be had: {error.strerror}", hint=hint) from None
         return numbers
 
     def _release_ports(self) -> None:
@@ -296,8 +327,7 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
 
 def self_description() -> dict[str, Any]:
     """Return what the supervisor compares among computers: name, cores and versions."""
-    versions = {"python": sys.version.split()[0], **versions_of("allhands", "mlx")}
-    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": versions}
+    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": software_here()}
 
 
 def serve(link: Link, frames: queue.SimpleQueue[Frame | None]) -> int:
@@ -364,7 +394,8 @@ def _aged(marks: Marks, now: float) -> dict[str, Any]:
         beat = asdict(marks.beat)
         beat["age"] = now - beat.pop("time")
     busy_age = None if marks.busy_time is None else now - marks.busy_time
-    return {"ready": marks.ready, "started": marks.started, "busy_age": busy_age, "beat": beat}
+    told = {"ready": marks.ready, "started": marks.started, "listening": marks.listening}
+    return {**told, "busy_age": busy_age, "beat": beat}
 
 
 def _say(text: str) -> None:
@@ -386,7 +417,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda number, frame: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: frames.put(None))
-    link = Link(reader, writer, None, frames.put, lambda line: _say("a line without the secret is ignored"))
+    link = Link(
+        reader, writer, FROM_SUPERVISOR, None, frames.put, lambda line: _say("a line without the secret is ignored")
+    )
     return serve(link, frames)
 
 

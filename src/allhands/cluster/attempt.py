@@ -6,6 +6,7 @@ the first rank that fails, or stops making progress, is the cause, the others ar
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -14,17 +15,17 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from allhands.cluster import processes
-from allhands.cluster.outcome import REGROUP_CODE, Fault, FaultKind, Outcome
+from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.watch import Limits, ProgressWatch, Stall
 from allhands.errors import DistributedError, PeerLostError
 
 _TICK_S = 0.05
-_POLL_S = 1.0
+_POLL_S = 0.5
 _COLLECT_S = 0.3  # after the first failure, for ranks that end as its consequence to say so in their logs
 _CAUSE_S = 2.0  # the same while every failure known is the loss of a peer, so that the cause is still to come
 _TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL, for ranks that can do nothing useful any more
@@ -32,7 +33,8 @@ _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is 
 _LOOK_S = 0.5  # between two looks at whether a process is stopped
 _STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
-_PORT_MARKS = ("Couldn't bind", "Couldn't connect", "bind() failed")
+# What those say whose port another program has: not who cannot connect, and not who asks for an address of nobody.
+_PORT_TAKEN = re.compile(r"Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))")
 # How ranks end that were told to stop: having saved, or before they could.
 _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
@@ -84,6 +86,13 @@ class _KnowsPlaces(Protocol):
     def places(self) -> str: ...
 
 
+@runtime_checkable
+class _Attests(Protocol):
+    """Processes that tell what they have agreed on."""
+
+    def attested(self) -> Mapping[str, Any] | None: ...
+
+
 class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
@@ -118,12 +127,13 @@ class Attempt:
         self._told: set[int] = set()
         self._regroup = False
         self._all_started = False
+        self._all_listen = False
         self._ended_at = float("inf")  # later exits are our doing
 
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
         """Start the ranks, wait for the end, leave nothing running, and say how it ended.
 
-        ``poll`` is called about once a second and should be quick: nobody watches meanwhile.
+        ``poll`` is called about twice a second and should be quick: nobody watches meanwhile.
 
         Raises:
             DistributedError: the ranks could not be started.
@@ -151,6 +161,10 @@ class Attempt:
             self._regroup = True
             self._ranks.tell("regroup")
 
+    def attested(self) -> Mapping[str, Any] | None:
+        """What the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+        return self._ranks.attested() if isinstance(self._ranks, _Attests) else None
+
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait(self, poll: Callable[[], None]) -> Fault | None:
@@ -160,6 +174,9 @@ class Attempt:
             now = time.monotonic()
             self._watch.pauses.look(now)
             marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
+            if not self._all_listen and all(mark.listening for mark in marks.values()):
+                self._all_listen = True
+                self._ranks.tell(ALL_LISTEN)
             if not self._pass_on_signals(now, marks) or self._failed_for_long(now):
                 return None
             if fault := self._check_started(now, marks) or self._check_progress(now, marks):
@@ -221,7 +238,9 @@ class Attempt:
         failed = [end for end in ends if self._is_failure(end)]
         if failed:
             lost_only = all(end.code == PeerLostError.exit_code for end in failed)
-            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only else _COLLECT_S)
+            # What one computer lacks to begin others may lack as well.
+            first = not self._all_started and bool(self._spec.places)
+            return self._age(now, failed[0].time) > (_CAUSE_S if lost_only or first else _COLLECT_S)
         stopped = [end for end in ends if self._is_unasked_stop(end)]
         # Somebody may have told all ranks to stop, and one of them may be saving.
         saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)
@@ -322,7 +341,7 @@ class Attempt:
         """Whether the failure is worth another start with other ports."""
         texts = [fault.error or "", *fault.log_tail]
         ours = self._spec.backend != "mpi" and not self._all_started and not self._stop_signal
-        return ours and any(mark in text for mark in _PORT_MARKS for text in texts)
+        return ours and any(_PORT_TAKEN.search(text) for text in texts)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -339,15 +358,26 @@ class Attempt:
         if not failed:
             return None
         first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
-        cause = min((end for end in failed if end.code == first.code), key=lambda end: end.rank)
-        return self._of_end(cause)
+        alike = sorted((end for end in failed if end.code == first.code), key=lambda end: end.rank)
+        fault = self._of_end(alike[0])
+        if fault.kind != "error" or self._all_started or not fault.explanation:
+            return fault
+        if (found := (self._ranks.error(fault.rank) or {}).get("misfits")) is None:
+            return replace(fault, misfits=tuple(end.rank for end in alike))
+        # All ranks have said the same, so it is no single one's.
+        message = (fault.error or "").partition(": ")[2]
+        misfits = tuple(int(rank) for rank in found)
+        return replace(fault, kind="misfit", rank=-1, host="", message=message, error=None, misfits=misfits)
 
     def _of_end(self, end: RankExit) -> Fault:
         since = min(self._ended_at, time.monotonic()) - end.time
         lost = self._ranks.lost_hosts()
         host = self._ranks.host(end.rank)
-        if lost and (host in lost or end.code == PeerLostError.exit_code):
+        peer = (self._ranks.error(end.rank) or {}).get("peer") if end.code == DistributedError.exit_code else None
+        if lost and (host in lost or end.code == PeerLostError.exit_code or peer is not None):
             return self._lost_host(host if host in lost else lost[0], since)
+        if isinstance(peer, int):
+            return self._blocked(end, peer, since)
         if end.code > 0:
             return self._fault("error", end.rank, end.code, describe_exit(end.code), since)
         memory = end.code == -signal.SIGKILL and self._ranks.out_of_memory(end.rank)
@@ -359,6 +389,21 @@ class Attempt:
         fault = self._fault("lost host", ranks[0], DistributedError.exit_code, "", since)
         text = f"{host} (rank {', '.join(map(str, ranks))}) does not answer any more"
         return replace(fault, message=text, error=None, explanation=None)
+
+    def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
+        """Rank ``peer`` listens and the one that has ended cannot connect to it: mostly the former's firewall."""
+        fault = self._fault("blocked", end.rank, end.code, "", since)
+        content = self._ranks.error(end.rank) or {}
+        names = [f"rank {rank}{self._place(rank)}" for rank in (peer, end.rank)]
+        text = f"{names[0]} listens, but connections from {names[1]} to {content.get('problem')}"
+        hint = f"{self._spec.examine}   # finds what is in the way" if self._spec.examine else content.get("hint")
+        told = str(DistributedError(text, hint=hint))
+        # Neither's log says more.
+        fault = replace(fault, log_path=None, log_tail=(), error=None)
+        return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told)
+
+    def _place(self, rank: int) -> str:
+        return f" on {self._ranks.host(rank)}" if self._spec.places else ""
 
     def _early_end(self, early: RankExit, since: float) -> Fault:
         what = f"had finished {since:.1f} s before the others, which were still at work"
@@ -396,7 +441,7 @@ class Attempt:
         content, beat = self._ranks.error(rank) or {}, self._ranks.marks(rank).beat
         error = f"{content['type']}: {content['message']}" if content else None
         host = self._ranks.host(rank)
-        place = f" on {host}" if self._spec.places and kind != "hang" else ""
+        place = self._place(rank) if kind != "hang" else ""
         when = f" at step {beat.step}, {beat.phase}" if beat else ""
         return Fault(
             kind,

@@ -111,9 +111,11 @@ class Bench:
         connect_s = self.request["connect_s"]
         hosts = [name for name in names if name == event.host]
         message, hint = event.message, None
-        if "did not finish starting" in event.message:
-            hosts = []
+        blocked = "listens, but connections" in event.message
+        if blocked or "did not finish starting" in event.message:
+            hosts = hosts if blocked else []
             message = f"{' and '.join(names)} did not form a {self.request['backend']} group within {connect_s:g} s"
+            message += f": {event.message}" if blocked else ""
             hint = "look for a firewall, and whether each reaches the other at the address of the hostfile"
         elif event.explanation:
             message, _, hint = event.explanation.partition("\n  what to do: ")
@@ -143,6 +145,10 @@ class Fixed:
 
     def leave_out(self, seats: Iterable[str]) -> None:
         """There is no second attempt."""
+
+    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
+        """Nobody else can come."""
+        return ()
 
     def changed(self, current: Sequence[Place]) -> str | None:
         """Nobody else comes."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from allhands import errors
 from allhands.cluster import ssh
-from allhands.cluster.frames import Frame, Link
+from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, Link
 from allhands.cluster.hosts import Host
 from allhands.cluster.runfiles import tail
 from allhands.errors import AllhandsError, DistributedError
@@ -38,6 +38,10 @@ class HostError(DistributedError):
     ) -> None:
         super().__init__(message, where=where, hint=hint)
         self.hosts = tuple(hosts)
+
+
+class UnfitHosts(HostError):
+    """Computers that cannot take part as they are, without whom the others could."""
 
 
 class Connection:
@@ -85,7 +89,7 @@ class Connection:
         finally:
             for descriptor in (stdin[0], stdout[1]):
                 os.close(descriptor)
-        self._link = Link(stdout[0], stdin[1], secrets.token_hex(32), self._take, self._note)
+        self._link = Link(stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note)
         self._link.send("hello", **hello)
 
     def wait_until_ready(self, deadline: float) -> Frame:
@@ -171,9 +175,13 @@ class Connection:
             self._listen(frame)
         elif frame["kind"] == "ended":
             self._ended.set()
+        elif frame["kind"] == GARBLED:
+            self._refused = self._refused or self._not_understood(frame["what"])
+            self._note(self._refused.message.encode())
+            self._lose()
         else:
             self._listen(frame)
-        if frame is None or frame["kind"] in ("ready", "refused"):
+        if frame is None or frame["kind"] in ("ready", "refused", GARBLED):
             self._answered.set()
 
     def _lose(self) -> None:
@@ -196,6 +204,10 @@ class Connection:
             return HostError([self.name], message, where=frame["where"], hint=hint)
         return kind(message, where=frame["where"], hint=hint)
 
+    def _not_understood(self, what: str) -> HostError:
+        hint = self._see_log("install the same version of allhands everywhere")
+        return HostError([self.name], f"host {self.name} says what is not understood ({what!a})", hint=hint)
+
     def _unreachable(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
@@ -210,7 +222,8 @@ class Connection:
             code or 0, 'install allhands there, or name the Python that has it as "python" in the hostfile'
         )
         what = "cannot be reached" if code == 255 else "runs no agent of allhands"
-        return HostError([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
+        kind = UnfitHosts if code in (1, *hints) and code != 255 else HostError
+        return kind([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
 
     def _see_log(self, hint: str) -> str:
         return f"{hint}; see {self._log}" if self._log else hint

@@ -1,6 +1,7 @@
 """The words between the supervisor and its agents: JSON, one frame a line, each with the secret of the run.
 
-A login shell may print what it likes on the same stream: a line without the secret is noise, never a frame. Both
+A login shell may print what it likes on the same stream: a line without the secret is noise, never a frame. A frame
+holds what its kind must hold, see :data:`FROM_SUPERVISOR` and :data:`FROM_AGENT`, or nobody gets to see it. Both
 directions have a thread of their own, so neither side ever waits for the other one's network.
 """
 
@@ -12,21 +13,137 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from allhands.strict_json import (
+    Check,
+    integer,
+    is_flag,
+    is_number,
+    is_text,
+    list_of,
+    mapping_of,
+    maybe,
+    object_of,
+    read_object,
+)
 
 Frame = dict[str, Any]
+GARBLED = "garbled"  # received in place of a frame that has the secret, but not what it must hold
 
 _LONGEST = 8 << 20  # bytes of a frame; what is longer is noise
 _CHUNK = 65536
+_LEAST_SECRET = 32
+
+
+# --- what frames hold --------------------------------------------------------------------------------
+
+
+def _bytes(value: Any) -> bool:
+    """Bytes as the letters of Latin-1."""
+    return isinstance(value, str) and (value.isascii() or max(value) <= "\xff")
+
+
+def _word(value: Any) -> bool:
+    """The name of a file in a private directory."""
+    return isinstance(value, str) and value.isascii() and value.replace("-", "").isalnum()
+
+
+_RANK = _COUNT = integer(0, 1 << 32)
+_CODE = integer(-(1 << 31), 1 << 31)
+_PORT = integer(1, 65535)
+_ANY_TEXT = maybe(is_text)
+# What a rank writes about itself.
+ERROR = object_of({"type": is_text, "message": is_text}, {"where": _ANY_TEXT, "hint": _ANY_TEXT, "text": _ANY_TEXT})
+_REPORT = object_of(
+    {"error": maybe(ERROR), "log_path": is_text, "log_tail": list_of(is_text), "out_of_memory": is_flag},
+    {"stopped": is_flag},
+)
+BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT}, {"waited_s": is_number})
+_AGED_BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT, "age": is_number}, {"waited_s": is_number})
+_HELLO = object_of(
+    {
+        "name": is_text,
+        "python": is_text,
+        "cwd": is_text,
+        "cwd_required": is_flag,
+        "below_home": _ANY_TEXT,
+        "forwarded": mapping_of(is_text),
+        "descriptors": list_of(_COUNT),
+        "adapter_path": _ANY_TEXT,
+        "run_id": _ANY_TEXT,
+        "first": _COUNT,
+        "count": _COUNT,
+        "backend": is_text,
+        "address": is_text,
+    },
+    {
+        "resume": _ANY_TEXT,
+        "command": lambda value: list_of(is_text)(value) and bool(value),
+        "num_processes": _COUNT,
+        "log_dir": is_text,
+        "cores_per_rank": maybe(_COUNT),
+        "env": mapping_of(is_text),
+        "stop_grace_s": is_number,
+        "weights": maybe(list_of(is_number)),
+        "tag_output": is_flag,
+        "keep_logs": is_flag,
+        "relay": is_flag,
+        "rdma": maybe(list_of(lambda row: isinstance(row, list))),
+    },
+)
+FROM_SUPERVISOR: Mapping[str, Check] = {
+    "hello": _HELLO,
+    "start": object_of({"peers": list_of(is_text)}),
+    "ping": object_of({"number": _COUNT}),
+    "signal": object_of({"rank": _RANK, "number": integer(1, 64)}),
+    "tell": object_of({"word": _word}),
+    "report": object_of({"rank": _RANK}),
+    "end": object_of({}),
+}
+FROM_AGENT: Mapping[str, Check] = {
+    "ready": object_of(
+        {
+            "ports": list_of(_PORT),
+            "step": maybe(_COUNT),
+            "own": is_flag,
+            "hostname": is_text,
+            "cores": _COUNT,
+            "versions": mapping_of(_ANY_TEXT),
+        }
+    ),
+    "refused": object_of({"type": is_text, "message": is_text, "where": _ANY_TEXT, "hint": _ANY_TEXT}),
+    "pong": object_of({}),
+    "output": object_of({"stream": integer(1, 2), "data": _bytes}),
+    "line": object_of({"rank": _RANK, "data": _bytes}),
+    "sample": object_of({"line": is_text}),
+    "marks": object_of(
+        {
+            "rank": _RANK,
+            "ready": is_flag,
+            "started": is_flag,
+            "busy_age": maybe(is_number),
+            "beat": maybe(_AGED_BEAT),
+        }
+    ),
+    "exit": object_of({"rank": _RANK, "code": _CODE, "age": is_number, "report": _REPORT}),
+    "report": object_of({"rank": _RANK, "report": _REPORT}),
+    "ended": object_of({}),
+}
+
+
+# --- the connection ----------------------------------------------------------------------------------
 
 
 class Link:
     """One end of a connection over two descriptors, which it closes in :meth:`close`.
 
     Args:
+        kinds: of the frames that the other end sends, and what they must hold.
         secret: of the run; ``None``: that of the first frame, which must come before anything else.
-        receive: called in the reading thread with every frame, and with ``None`` when the other end has closed.
+        receive: called in the reading thread with every frame, and with ``None`` when the other end has closed. A
+            frame that has the secret, but not what it must hold, comes as one of kind :data:`GARBLED`.
         noise: called in the reading thread with every line that is not a frame.
     """
 
@@ -34,11 +151,13 @@ class Link:
         self,
         reader: int,
         writer: int,
+        kinds: Mapping[str, Check],
         secret: str | None,
         receive: Callable[[Frame | None], None],
         noise: Callable[[bytes], None],
     ) -> None:
         self._reader, self._writer = reader, writer
+        self._kinds = kinds
         self._secret = secret
         self._receive = receive
         self._noise = noise
@@ -105,19 +224,20 @@ class Link:
     def _as_frame(self, line: bytes) -> Frame | None:
         if not line.startswith(b"{"):
             return None
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
+        frame = read_object(line, halves=True)
+        if frame is None:
             return None
-        frame = cast(Frame, found)
         secret, kind = frame.pop("secret", None), frame.get("kind")
-        if not isinstance(secret, str) or not isinstance(kind, str):
+        if not isinstance(secret, str) or not isinstance(kind, str) or not secret.isascii():
             return None
-        if self._secret is None and kind == "hello" and len(secret) >= 32:
+        if self._secret is None and kind == "hello" and len(secret) >= _LEAST_SECRET and self._kinds[kind](frame):
             self._secret = secret
-        if self._secret is None or not hmac.compare_digest(secret.encode(), self._secret.encode()):
+        if self._secret is None or not hmac.compare_digest(secret, self._secret):
             return None
-        return frame
+        check = self._kinds.get(kind)
+        if check is None:
+            return None
+        return frame if check(frame) else {"kind": GARBLED, "what": kind}
 
 
 def _write_all(descriptor: int, content: bytes) -> bool:

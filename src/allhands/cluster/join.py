@@ -7,21 +7,27 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allhands.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.cluster.environment import Launch, launch_here, rendezvous
+from allhands.cluster.guard import write_whole
 from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
+from allhands.cluster.outcome import ALL_LISTEN
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DistributedError
+from allhands.staging import Scratch
 
 if TYPE_CHECKING:
     from allhands.cluster.worker import WorkerContext
@@ -33,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 # Until the ranks of a person's own program are all there.
 _JOIN_TIMEOUT_S = 300.0
+_AS_LONG_S = 7 * 86_400.0
 _PATIENCE = "ALLHANDS_PEERS_TIMEOUT_S"
 # Machines of a cloud come up minutes apart, and their names later still.
 _CLOUDS = ("sagemaker", "vertex", "kubernetes")
@@ -69,9 +76,15 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
     take_device(launch)
 
+    on_trial = os.environ.get(TRIAL_VARIABLE)
+
     def join() -> Communicator:
+        if on_trial:
+            from allhands.distributed.backend import Alone
+
+            return Alone()
         worker.mark_ready()
-        return join_group(launch, config.start_timeout_s)
+        return join_group(launch, config.start_timeout_s, deadline_outside=True)
 
     # A supervisor that has left ranks out knows the weights of the others.
     weights = os.environ.get("ALLHANDS_RANK_WEIGHTS")
@@ -86,7 +99,11 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
         regroup_requested=worker.regroup_requested,
         run_id=worker.run_id or secrets.token_hex(8),
         attempt=worker.attempt,
-        moment=_began(os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        moment=_began(on_trial if on_trial not in (None, "1") else os.environ.get("ALLHANDS_RUN_BEGAN", "")),
+        computer=os.environ.get(COMPUTER_VARIABLE) or socket.gethostname(),
+        given=circumstances_in(os.environ),
+        attest=worker.attest if ATTEST_VARIABLE in os.environ else None,
+        trial=on_trial is not None,
     )
 
 
@@ -116,11 +133,15 @@ def check_weights(weights: Sequence[float] | None, size: int) -> None:
         )
 
 
-def join_group(launch: Launch, timeout_s: float) -> Communicator:
+def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
     Where the ranks have to find each other first, that has a time of its own, see :func:`patience_for`. The group
     counts as formed when a first sum over all ranks is right.
+
+    Args:
+        deadline_outside: whether our supervisor, if there is one, ends ranks that do not start, but for those that wait
+            for others at work: then this one waits as long as it lives.
 
     Raises:
         DistributedError: no connection, or a group of another size than the launcher promised.
@@ -134,15 +155,33 @@ def join_group(launch: Launch, timeout_s: float) -> Communicator:
     if launch.backend == "mpi":
         prepare_mpi_environment(os.environ)
     with (
-        tempfile.TemporaryDirectory(prefix="allhands-") as scratch,
-        rendezvous(launch, Path(scratch), patience_for(launch, timeout_s)) as variables,
+        Scratch() as scratch,
+        rendezvous(launch, scratch, patience_for(launch, timeout_s)) as variables,
         connect_deadline(launch, timeout_s),
     ):
         os.environ.update(variables)
         # Only now: MLX looks for its MPI library, and CUDA for its devices, when they are first asked for.
         from allhands.distributed.backend import connect
 
-        return connect(launch.backend, launch.size, launch.rank, timeout_s)
+        run_dir = os.environ.get("ALLHANDS_RUN_DIR")
+        watch = _Supervisor(Path(run_dir), launch.rank) if run_dir and launch.launcher == "allhands" else None
+        neighbours_s = _AS_LONG_S if watch and deadline_outside else timeout_s
+        return connect(launch.backend, launch.size, launch.rank, neighbours_s, watch)
+
+
+@dataclass(frozen=True)
+class _Supervisor:
+    """Our supervisor as a rank's :class:`allhands.distributed.ring.Watch`."""
+
+    run_dir: Path
+    rank: int
+
+    def listening(self) -> None:
+        with suppress(OSError):
+            write_whole(self.run_dir / f"rank-{self.rank}.listening", "")
+
+    def all_listen(self) -> bool:
+        return (self.run_dir / ALL_LISTEN).exists()
 
 
 @cache

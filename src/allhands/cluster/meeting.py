@@ -4,39 +4,53 @@ MLX's ring wants every rank's address and a free port in advance, waits half a m
 first comer for its neighbour and lets no deadline interrupt it. So rank 0 first calls the roll here: the others
 say who they are, from which address they came and on which port they will listen, and all get the whole list.
 
-Messages are lines of JSON with an HMAC of what the ranks of a job have in common, so strangers (port scanners,
-health checks, another job) are told nothing and stop nothing. It keeps mistakes out, not an attacker who knows the
-job's variables; ``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
+Rank 0 and every caller prove to each other, by :mod:`allhands.callers`, that they know what the ranks of a job have in
+common, so strangers (port scanners, health checks, another job) are told nothing and stop nothing. That keeps mistakes
+out, not an attacker who knows the job's variables; ``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import ipaddress
 import json
 import os
 import secrets
-import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, cast
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from allhands.callers import (
+    CALLER,
+    LISTENER,
+    MEETING_KEY,
+    Call,
+    Caller,
+    Callers,
+    Conversation,
+    Unproved,
+    key_for,
+    listen_at,
+)
 from allhands.cluster.place import LOOPBACK, MeetingPoint
 from allhands.errors import DistributedError
 from allhands.formatting import format_duration
+from allhands.strict_json import is_integer, read_object
 
-_VERSION = 1
-_SECRET = "ALLHANDS_MEETING_KEY"
+_VERSION = 2
 _MOST_BYTES = 4096  # of what a guest may say
 _MOST_LIST_BYTES = 1 << 22
-_MOST_STRANGERS = 64
-_STRANGER_S = 10.0
+_MOST_STRANGERS = 1000  # addresses of others that are remembered
+_MOST_RANKS = 1 << 20
+_MOST_LETTERS = 500  # of rank 0's reason, as a guest shows it
 _REACH_S = 5.0
 _FAREWELL_S = 5.0
 _TICK_S = 0.2
+_EVERYWHERE = ""
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
 def _silent(text: str) -> None:
@@ -72,8 +86,12 @@ def meet(point: MeetingPoint, rank: int, size: int, port: int, patience: Patienc
     Raises:
         DistributedError: not everybody came in time, a rank came twice, or one was started for another size.
     """
-    secret = os.environ.get(_SECRET, "")
-    key = hashlib.sha256(f"allhands meeting\n{point.job}\n{secret}".encode()).digest()
+    if ":" in point.host:
+        raise DistributedError(
+            f"rank 0 is named by the IPv6 address {point.host}, and MLX's groups take IPv4 addresses only",
+            hint="name rank 0's computer by its name or its IPv4 address (MASTER_ADDR)",
+        )
+    key = key_for(f"meeting of {point.job}", os.environ)
     hello = _Hello(_VERSION, rank, size, "", port, secrets.token_hex(16))
     waiting = _Waiting(patience)
     return _RollCall(point, hello, key, waiting).run() if rank == 0 else _Guest(point, hello, key, waiting).run()
@@ -89,6 +107,41 @@ class _Hello:
     address: str
     port: int
     nonce: str
+
+    @classmethod
+    def read(cls, words: bytes) -> _Hello | None:
+        """What a caller has said of itself; ``None`` if that is not what a rank says."""
+        said = read_object(words, most_depth=1)
+        if said is None or not is_integer(said.get("version"), 1, 1 << 30):
+            return None
+        if said["version"] != _VERSION:
+            return cls(said["version"], -1, -1, "", 0, "")  # its other words may mean something else
+        sound = (
+            is_integer(said.get("size"), 1, _MOST_RANKS)
+            and is_integer(said.get("rank"), 0, said["size"] - 1)
+            and is_integer(said.get("port"), 1, 65535)
+            and _is_address(said.get("address"))
+            and isinstance(said.get("nonce"), str)
+        )
+        return cls(**{name: said[name] for name in cls.__dataclass_fields__}) if sound else None
+
+
+def _is_address(text: object) -> bool:
+    try:
+        return isinstance(text, str) and bool(ipaddress.IPv4Address(text))
+    except ValueError:
+        return False
+
+
+def _are_peers(found: object, size: int) -> bool:
+    """Whether these are the addresses of ``size`` ranks, each with its port."""
+    if not isinstance(found, list) or len(found) != size:
+        return False
+    for one in found:
+        address, _, port = one.rpartition(":") if isinstance(one, str) else ("", "", "")
+        if not _is_address(address) or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+            return False
+    return True
 
 
 class _Waiting:
@@ -109,45 +162,20 @@ class _Waiting:
             self.patience.tell(f"{what} ({format_duration(now - self._begin)})")
 
 
-# --- messages ----------------------------------------------------------------------------------------
-
-
-def _sealed(key: bytes, body: Mapping[str, object]) -> bytes:
-    text = json.dumps(body, sort_keys=True)
-    return json.dumps({"body": text, "mac": hmac.new(key, text.encode(), "sha256").hexdigest()}).encode() + b"\n"
-
-
-def _opened(key: bytes, line: bytes) -> dict[str, Any] | None:
-    """What a line says; ``None`` if it is not from this job."""
-    with suppress(ValueError, TypeError, KeyError):
-        message = json.loads(line)
-        text, mac = message["body"], message["mac"]
-        if hmac.compare_digest(hmac.new(key, text.encode(), "sha256").hexdigest().encode(), mac.encode()):
-            body = json.loads(text)
-            return cast(dict[str, Any], body) if isinstance(body, dict) else None
-    return None
-
-
 # --- rank 0 ------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Visitor:
-    """A connection: a stranger's until it has said hello."""
+    """A rank that has proved itself."""
 
-    connection: socket.socket
-    since: float = field(default_factory=time.monotonic)
-    said: bytes = b""
-    hello: _Hello | None = None
+    caller: Caller
+    hello: _Hello
+    conversation: Conversation
 
-    @property
-    def here(self) -> str:
-        """Our address, as this visitor sees it."""
-        return str(self.connection.getsockname()[0])
-
-    @property
-    def there(self) -> str:
-        return str(self.connection.getpeername()[0])
+    def say(self, body: Mapping[str, object], deadline: float) -> None:
+        with suppress(OSError):  # one who has left is missed soon enough
+            self.caller.say(self.conversation.sealed(LISTENER, json.dumps(body).encode()), deadline)
 
 
 class _Bad(Exception):
@@ -162,165 +190,155 @@ class _RollCall:
         self._me = hello
         self._key = key
         self._waiting = waiting
-        self._visitors: dict[socket.socket, _Visitor] = {}
         self._present: dict[int, _Visitor] = {}
+        self._unfit: list[_Visitor] = []
+        self._strangers = Counter[str]()  # by address, those who have spoken as a rank does
 
     def run(self) -> tuple[str, ...]:
         """Raises DistributedError."""
-        with selectors.DefaultSelector() as self._selector, self._listener() as self._server:
-            self._selector.register(self._server, selectors.EVENT_READ)
+        with Callers([self._listener()], _MOST_BYTES) as self._callers:
             try:
                 return self._wait()
             except _Bad as problem:
                 self._say_all({"kind": "error", "message": str(problem)})
                 raise DistributedError(str(problem), where="rank 0", hint=_HINT) from None
-            finally:
-                for visitor in self._visitors.values():
-                    visitor.connection.close()
 
     def _listener(self) -> socket.socket:
         """On the first port that is free; what is in the way may be another rank 0 of this very job."""
-        refused = ""
+        refused, address = "", self._own_address()
         for port in self._point.ports:
-            server = socket.socket()
-            # Not SO_REUSEPORT: another job of the same user would share the port and take half of the guests.
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                server.bind((LOOPBACK if self._point.is_local else "", port))
-                server.listen(128)
+                # Not SO_REUSEPORT: another job of the same user would share the port and take half of the guests.
+                return listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR,))
             except OSError as error:
-                server.close()
                 refused = f"{port}: {error.strerror}"
-                _Guest(self._point, self._me, self._key, self._waiting).ask_double(port)
-                continue
-            server.setblocking(False)
-            return server
+                double = _Guest(self._point, self._me, self._key, self._waiting)
+                double.ask_double(address or LOOPBACK, port)
         ports = f"{self._point.ports[0]} to {self._point.ports[-1]}"
         raise DistributedError(
             f"rank 0 can listen on none of the ports {ports} ({refused})",
             hint="end what uses them (ss -ltnp), or choose others with MASTER_PORT",
         )
 
+    def _own_address(self) -> str:
+        """The address that the launcher named; all of this computer's, and why, where it is none that can be had."""
+        host = self._point.host
+        if self._point.is_local:
+            return LOOPBACK
+        try:
+            address = self._waiting.patience.resolve(host)
+        except OSError as error:
+            reason = f"the name {host} has no address here ({error.strerror or error})"
+        else:
+            try:
+                with socket.socket() as probe:
+                    probe.bind((address, 0))
+            except OSError as error:
+                named = host if host == address else f"{host} is {address}, which"
+                reason = f"{named} is no address of this computer ({error.strerror})"
+            else:
+                if not _is_loopback(address) or host in _LOOPBACK_NAMES or host == address:
+                    return address
+                reason = f"{host} is {address} here, which no other computer can reach"
+        self._waiting.patience.tell(f"rank 0 listens on all addresses of this computer: {reason}")
+        return _EVERYWHERE
+
     def _wait(self) -> tuple[str, ...]:
         while len(self._present) < self._me.size - 1:
             if self._waiting.left_s <= 0:
-                raise _Bad(f"{self._missing()} did not come within {format_duration(self._waiting.patience.total_s)}")
+                limit = format_duration(self._waiting.patience.total_s)
+                raise _Bad(f"{self._missing()} did not come within {limit}{self._who_else()}")
             self._waiting.tell(f"waiting for {self._missing()}")
-            events = self._selector.select(_TICK_S)
-            ready = [cast(socket.socket, key.fileobj) for key, _ in events]
-            # Ends before arrivals: a rank that comes again has left before.
-            for connection in ready:
-                if connection is not self._server and connection in self._visitors:
-                    self._hear(self._visitors[connection])
-            if self._server in ready:
-                self._let_in()
-            self._turn_out_strangers()
+            for caller, line in self._callers.wait(_TICK_S):
+                self._hear(caller, line)
         peers = self._peers()
         self._say_all({"kind": "list", "peers": peers})
         self._farewell()
         return peers
 
-    def _let_in(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-            self._visitors[connection] = _Visitor(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
+    def _hear(self, caller: Caller, line: bytes | None) -> None:
+        """Greet a rank, see another one off, or drop a stranger.
 
-    def _turn_out_strangers(self) -> None:
-        strangers = [visitor for visitor in self._visitors.values() if visitor.hello is None]
-        too_many = len(strangers) - _MOST_STRANGERS
-        for index, visitor in enumerate(strangers):
-            if index < too_many or time.monotonic() - visitor.since > _STRANGER_S:
-                self._drop(visitor)
-
-    def _drop(self, visitor: _Visitor) -> None:
-        del self._visitors[visitor.connection]
-        self._selector.unregister(visitor.connection)
-        visitor.connection.close()
-        if visitor.hello is not None and self._present.get(visitor.hello.rank) is visitor:
-            del self._present[visitor.hello.rank]
-
-    def _hear(self, visitor: _Visitor) -> None:
-        try:
-            heard = visitor.connection.recv(_MOST_BYTES)
-        except BlockingIOError:
+        Raises:
+            _Bad: a rank of this job does not fit.
+        """
+        if line is None:
+            self._present = {rank: one for rank, one in self._present.items() if one.caller is not caller}
             return
-        except OSError:
-            heard = b""
-        visitor.said += heard
-        if not heard or visitor.hello is not None or len(visitor.said) > _MOST_BYTES:
-            self._drop(visitor)
-        elif b"\n" in visitor.said:
-            body = _opened(self._key, visitor.said.partition(b"\n")[0])
-            if body is None:
-                self._drop(visitor)
-            else:
-                self._greet(visitor, body)
+        conversation = caller.conversation(self._key)
+        words = conversation.opened(CALLER, line)
+        hello = None if words is None else _Hello.read(words)
+        if hello is None:
+            if len(self._strangers) < _MOST_STRANGERS:
+                self._strangers[caller.there] += 1
+            self._callers.drop(caller)
+        else:
+            self._greet(_Visitor(caller, hello, conversation))
 
-    def _greet(self, visitor: _Visitor, body: dict[str, Any]) -> None:
+    def _greet(self, visitor: _Visitor) -> None:
         """Write down who has come.
 
         Raises:
             _Bad: one who does not fit.
         """
-        said: dict[str, Any] = {name: body.get(name) for name in _Hello.__dataclass_fields__}
-        hello = visitor.hello = _Hello(**said)
+        caller, hello = visitor.caller, visitor.hello
+        self._unfit = [visitor]
         if hello.version != _VERSION:
             raise _Bad(
-                f"the rank at {visitor.there} has another version of allhands "
+                f"the rank at {caller.there} has another version of allhands "
                 f"(its meeting is of version {hello.version}, rank 0's of {_VERSION})"
             )
         if hello.size != self._me.size:
             raise _Bad(
-                f"rank {hello.rank} at {visitor.there} was started for {hello.size} ranks, rank 0 for {self._me.size}"
+                f"rank {hello.rank} at {caller.there} was started for {hello.size} ranks, rank 0 for {self._me.size}"
             )
         before = self._present.get(hello.rank)
-        if hello.rank == 0 or (before is not None and before.hello and before.hello.nonce != hello.nonce):
-            place = visitor.here if before is None else before.there
-            raise _Bad(f"there are two ranks {hello.rank}: at {place} and at {visitor.there}")
+        if hello.rank == 0 or (before is not None and before.hello.nonce != hello.nonce):
+            place = caller.here if before is None else before.caller.there
+            raise _Bad(f"there are two ranks {hello.rank}: at {place} and at {caller.there}")
+        self._unfit = []
         if before is not None:
-            self._drop(before)
+            self._callers.drop(before.caller)
         self._present[hello.rank] = visitor
-        self._say(visitor, {"kind": "welcome"})
+        caller.proved = True
+        visitor.say({"kind": "welcome"}, time.monotonic() + _REACH_S)
 
     def _missing(self) -> str:
         absent = [rank for rank in range(1, self._me.size) if rank not in self._present]
         shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         return f"rank{'s' * (len(absent) > 1)} {shown} of {self._me.size}"
 
+    def _who_else(self) -> str:
+        """Ranks of another start, or without the key, or strangers."""
+        if not self._strangers:
+            return ""
+        shown = ", ".join(address for address, _ in self._strangers.most_common(3))
+        return f"; who called from {shown} did not prove to be of this job: compare {MEETING_KEY} and the port there"
+
     def _peers(self) -> tuple[str, ...]:
         """Where everybody is. Ranks beside rank 0 may have come over the loopback: other computers need its address."""
-        others = [
-            (visitor, hello) for rank in range(1, self._me.size) if (hello := (visitor := self._present[rank]).hello)
-        ]
-        seen = [visitor.here for visitor, hello in others if not _is_loopback(hello.address)]
+        others = [self._present[rank] for rank in range(1, self._me.size)]
+        seen = [visitor.caller.here for visitor in others if not _is_loopback(visitor.hello.address)]
         own = seen[-1] if seen else LOOPBACK
-        addresses = [own if _is_loopback(hello.address) else hello.address for _, hello in others]
-        ports = [self._me.port, *(hello.port for _, hello in others)]
+        addresses = [own if _is_loopback(visitor.hello.address) else visitor.hello.address for visitor in others]
+        ports = [self._me.port, *(visitor.hello.port for visitor in others)]
         return tuple(f"{address}:{port}" for address, port in zip((own, *addresses), ports, strict=True))
 
     def _say_all(self, body: Mapping[str, object]) -> None:
-        for visitor in list(self._visitors.values()):
-            if visitor.hello is not None:
-                self._say(visitor, body)
-
-    def _say(self, visitor: _Visitor, body: Mapping[str, object]) -> None:
-        assert visitor.hello is not None
-        with suppress(OSError):  # one who has left is missed soon enough
-            visitor.connection.settimeout(_REACH_S)
-            visitor.connection.sendall(_sealed(self._key, {**body, "nonce": visitor.hello.nonce}))
-            visitor.connection.setblocking(False)
+        deadline = time.monotonic() + _REACH_S
+        for visitor in [*self._present.values(), *self._unfit]:
+            visitor.say(body, deadline)
 
     def _farewell(self) -> None:
         """Let the others hang up first: then the port is free at once, and not kept for a minute."""
-        for visitor in [one for one in self._visitors.values() if one.hello is None]:
-            self._drop(visitor)
+        staying = [visitor.caller for visitor in self._present.values()]
+        for caller in self._callers.all():
+            if not caller.proved:
+                self._callers.drop(caller)
         deadline = time.monotonic() + _FAREWELL_S
-        while self._visitors and time.monotonic() < deadline:
-            for key, _ in self._selector.select(_TICK_S):
-                if key.fileobj is not self._server:
-                    self._drop(self._visitors[cast(socket.socket, key.fileobj)])
+        while staying and time.monotonic() < deadline:
+            gone = [caller for caller, line in self._callers.wait(_TICK_S) if line is None]
+            staying = [caller for caller in staying if caller not in gone]
 
 
 # --- the other ranks ---------------------------------------------------------------------------------
@@ -360,14 +378,14 @@ class _Guest:
             hint=f"see whether rank 0 runs, and from here: nc -vz {self._point.host} {port}",
         )
 
-    def ask_double(self, port: int) -> None:
+    def ask_double(self, address: str, port: int) -> None:
         """See whether whoever listens on this port of our own computer is rank 0 of the same job.
 
         Raises:
             DistributedError: it is; it ends, too.
         """
         with suppress(_NotYet):
-            self._knock(LOOPBACK, port)
+            self._knock(address, port)
 
     def _visit(self) -> tuple[str, ...]:
         """Try each port once.
@@ -389,36 +407,44 @@ class _Guest:
         raise _NotYet(_most_telling(reasons))
 
     def _knock(self, address: str, port: int) -> tuple[str, ...]:
+        deadline = time.monotonic() + _REACH_S
         try:
-            connection = socket.create_connection((address, port), timeout=_REACH_S)
+            call = Call((address, port), _REACH_S)
         except OSError as error:
             raise _NotYet(f"{address}:{port}: {error.strerror or 'no answer'}") from None
-        with connection, connection.makefile("rb") as lines:
-            with suppress(OSError):
-                hello = replace(self._me, address=connection.getsockname()[0])
-                connection.sendall(_sealed(self._key, vars(hello)))
-            if self._heard(lines) is None:
-                raise _NotYet(f"{address}:{port}: who listens there is not rank 0 of this job")
-            connection.settimeout(max(0.0, self._waiting.left_s) + _REACH_S)
-            body = self._heard(lines)
-        if body is None:
-            late = self._waiting.left_s <= 0
-            raise _NotYet("it waits for other ranks" if late else "it has ended before all had come")
+        with call:
+            try:
+                conversation = call.begin(self._key, deadline)
+                hello = json.dumps(asdict(replace(self._me, address=call.own_address))).encode()
+                call.say(conversation.sealed(CALLER, hello), deadline)
+                self._heard(conversation, call.line(_MOST_BYTES, deadline), "welcome")
+            except (OSError, Unproved):
+                raise _NotYet(f"{address}:{port}: who listens there is not rank 0 of this job") from None
+            try:
+                until = time.monotonic() + max(0.0, self._waiting.left_s) + _REACH_S
+                body = self._heard(conversation, call.line(_MOST_LIST_BYTES, until), "list")
+            except (OSError, Unproved):
+                late = self._waiting.left_s <= 0
+                reason = "it waits for other ranks" if late else "it has ended before all had come"
+                raise _NotYet(reason) from None
         return tuple(body["peers"])
 
-    def _heard(self, lines: BinaryIO) -> dict[str, Any] | None:
-        """What rank 0 says to this process, and not to one before it; ``None``: nothing.
+    def _heard(self, conversation: Conversation, line: bytes, kind: str) -> dict[str, Any]:
+        """What rank 0 says to this very call.
 
         Raises:
+            Unproved: that is nothing, or not what it should be.
             DistributedError: it says that the ranks do not belong together.
         """
-        body: dict[str, Any] | None = None
-        with suppress(OSError):
-            body = _opened(self._key, lines.readline(_MOST_LIST_BYTES))
-        if body is None or body.get("nonce") != self._me.nonce:
-            return None
-        if body.get("kind") == "error":
-            raise DistributedError(str(body["message"]), where=f"rank {self._me.rank}", hint=_HINT)
+        words = conversation.opened(LISTENER, line)
+        body = None if words is None else read_object(words, most_depth=2)
+        if body is None:
+            raise Unproved
+        if body.get("kind") == "error" and isinstance(body.get("message"), str):
+            message = "".join(letter for letter in body["message"][:_MOST_LETTERS] if letter.isprintable())
+            raise DistributedError(message, where=f"rank {self._me.rank}", hint=_HINT)
+        if body.get("kind") != kind or (kind == "list" and not _are_peers(body.get("peers"), self._me.size)):
+            raise Unproved
         return body
 
 

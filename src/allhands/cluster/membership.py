@@ -68,6 +68,10 @@ class Members(Protocol):
         """Return why the ranks should regroup: more could take part than those of ``current``. Returns at once."""
         ...
 
+    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
+        """Return the computers that would then be there besides those of ``current``."""
+        ...
+
 
 class LocalMembers:
     """This computer alone; what can be left out is one of its slots.
@@ -95,6 +99,10 @@ class LocalMembers:
     def changed(self, current: Sequence[Place]) -> str | None:
         """Nobody else can come."""
         return None
+
+    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
+        """Nobody else can come."""
+        return ()
 
 
 class HostfileMembers:
@@ -187,7 +195,7 @@ class HostfileMembers:
         edited = self._read_again()
         names = {place.name for place in current}
         self._keep_asking(names, at_once=edited)
-        able = [h for h in self._hosts if h.name in names | self._back and h.name not in self._left_out]
+        able = self._able(current)
         if sum(place.num_ranks for place in self._places(able)) <= sum(place.num_ranks for place in current):
             return None
         new = [host.name for host in able if host.name not in names]
@@ -195,6 +203,15 @@ class HostfileMembers:
             return "the hostfile gives more ranks"
         known = all(name in self._took_part for name in new)
         return f"{', '.join(new)} {'can take part again' if known else 'can take part now'}"
+
+    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
+        """Return who answers, is not left out, and is not among those of ``current``."""
+        names = {place.name for place in current}
+        return tuple(place for place in self._places(self._able(current)) if place.name not in names)
+
+    def _able(self, current: Sequence[Place]) -> list[Host]:
+        names = {place.name for place in current} | self._back
+        return [host for host in self._hosts if host.name in names and host.name not in self._left_out]
 
     def _places(self, hosts: Iterable[Host]) -> tuple[Place, ...]:
         """Those hosts with their slots, up to the limit."""

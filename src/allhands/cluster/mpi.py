@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
+from allhands.staging import Scratch
 
 _LIBRARIES = ("libmpi.so.40", "libmpi.40.dylib", "libmpi.so", "libmpi.dylib")
 
 
 _TRANSPORTS = "OMPI_MCA_btl"
+MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
+_SHARED_MEMORY = "/dev/shm"
 
 # mpirun's options changed with it.
 _OLDEST = (5,)
@@ -132,3 +136,12 @@ def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
         return None
     match = re.search(r"Open MPI\)? (\d+)\.(\d+)\.(\d+)", answer.stdout)
     return tuple(map(int, match.groups())) if match else None
+
+
+def shared_memory(reaper: Reaper) -> Scratch | None:
+    """A directory for the memory that Open MPI's ranks share: one that is killed leaves its part there for ever."""
+    if MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
+        return None  # a person's choice; no such place on macOS
+    scratch = Scratch(_SHARED_MEMORY)
+    reaper.directory(scratch.path)
+    return scratch

@@ -31,6 +31,7 @@ from allhands.errors import ConfigError
 from allhands.files import make_directory
 
 _PROGRAM = ("-P", "-m", "allhands.cluster.bench_groups")
+_LONGEST_LINE = 1 << 20
 _EVERY_PAIR = 6  # hosts at most; of more only neighbours are measured
 _GRACE_S = 5.0  # for the program to end by itself after the deadline
 _REMOVE_S = 10.0
@@ -224,7 +225,9 @@ def _ask(request: Mapping[str, Any], answers: _Answers, deadline: float) -> None
                 program.stdin.close()
             for line in _lines(program, deadline):
                 if line.startswith(mark):
-                    answers.take(json.loads(line.removeprefix(mark)), noise.new)
+                    # A rank on another computer has written it; what makes no sense is as good as not said.
+                    with suppress(ValueError, KeyError, TypeError, RecursionError):
+                        answers.take(json.loads(line.removeprefix(mark)), noise.new)
             code = program.wait(timeout=_GRACE_S) if time.monotonic() < deadline else None
         except subprocess.TimeoutExpired:
             code = None
@@ -263,6 +266,7 @@ def _lines(program: subprocess.Popen[bytes], deadline: float) -> Iterator[str]:
             if not data:
                 return
             *lines, pending = (pending + data).split(b"\n")
+            pending = pending if len(pending) < _LONGEST_LINE else b""
             yield from (line.decode(errors="replace") for line in lines)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from allhands.cluster.reaper import Reaper
 from allhands.cluster.watch import Limits, ProgressWatch
 from allhands.errors import DistributedError, PeerLostError
 from allhands.files import make_directory
+from allhands.staging import Scratch
 
 _TICK_S = 0.05
 _COLLECT_S = 2.0  # after the first failure, for the rank that is the cause to say so
@@ -87,11 +87,11 @@ def run_node(job: NodeJob) -> NodeEnd:
         (job.spec.log_dir / f"error-rank-{rank}.json").unlink(missing_ok=True)
     with (
         _caught_signals() as signals,
-        tempfile.TemporaryDirectory(prefix="allhands-", ignore_cleanup_errors=True) as private,
+        Scratch() as private,
         Reaper() as reaper,
     ):
-        reaper.directory(Path(private))
-        return _Node(job, signals, reaper, Path(private)).run()
+        reaper.directory(private)
+        return _Node(job, signals, reaper, private).run()
 
 
 @contextmanager

@@ -8,10 +8,13 @@ from typing import Literal
 
 # Ranks end with this code after a checkpoint when they were told "regroup": sysexits' EX_TEMPFAIL.
 REGROUP_CODE = 75
+# What ranks of a ring are told when all of them can be called.
+ALL_LISTEN = "listening"
 
-# "error": an exception; "killed": a signal; "memory": killed by the kernel for want of memory; "hang": no progress;
-# "lost host": its computer does not answer; "not started": not in time; "ended early": left its peers.
-FaultKind = Literal["error", "killed", "memory", "hang", "lost host", "not started", "ended early"]
+# "error": an exception; "misfit": differs from the others in what must be equal; "killed": a signal; "memory": killed
+# by the kernel for want of memory; "hang": no progress; "lost host": its computer does not answer; "blocked": another
+# rank cannot connect to it, though it listens; "not started": not in time; "ended early": left its peers.
+FaultKind = Literal["error", "misfit", "killed", "memory", "hang", "lost host", "blocked", "not started", "ended early"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Fault:
         phase: what it was doing then.
         error: type and message of the exception that the rank wrote down.
         explanation: the message with place and remedy of an error that was foreseen.
+        misfits: the ranks without which the others could go on, where that is known; of a "misfit" or an error before
+            the first step.
         detected_s: from the rank's last sign of life, or its end, to the decision.
     """
 
@@ -38,6 +43,7 @@ class Fault:
     explanation: str | None = None
     log_path: Path | None = None
     log_tail: tuple[str, ...] = ()
+    misfits: tuple[int, ...] = ()
     detected_s: float = 0.0
 
     @property

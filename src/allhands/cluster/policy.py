@@ -46,6 +46,8 @@ _LASTING = {
     NumericsError.exit_code: "the numbers",
     CheckpointError.exit_code: "the checkpoint",
 }
+# Of these, what each rank looks for on its own computer; what only rank 0 looks at is nobody else's fault either.
+_LACKING = (DataError.exit_code, ModelError.exit_code)
 # Signals that come from outside a program; it brings the others on itself.
 _FROM_OUTSIDE = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)}
 
@@ -105,7 +107,7 @@ class Restart:
         reason: why, or what the pause is for.
         exclude: seats to leave out from now on.
         slack: factor on the deadlines for progress.
-        fault: whether a fault is the cause, which counts against the budget.
+        fault: whether a fault is the cause, which counts against the budget; a computer that does not fit is none.
     """
 
     pause_s: float
@@ -125,9 +127,26 @@ def judge(history: Sequence[Past], limits: Limits) -> Done | GiveUp | Restart:
         return Restart(0.0, "to go on with other ranks", fault=False)
     if fault is None:
         return Done(outcome.code)
-    if limits.max_restarts == 0 or outcome.stopped:
+    if unfit := _unfit(history, fault, limits):
+        return Restart(0.0, f"without {', '.join(sorted(unfit))}", unfit, fault=False)
+    if limits.max_restarts == 0 or outcome.stopped or fault.kind == "misfit":
         return GiveUp(None, outcome.code)
     return _after_fault(history, fault, limits)
+
+
+def _unfit(history: Sequence[Past], fault: Fault, limits: Limits) -> frozenset[str]:
+    """The seats that do not fit, if the others are enough: to start again with them would end the same way.
+
+    An error before the first step, such as a model that is missing, is a computer's own as long as no other one has it
+    too.
+    """
+    last = history[-1]
+    unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
+    before = history[-2].outcome.fault if len(history) > 1 else None
+    everywhere = fault.kind != "misfit" and before is not None and _essence(before)[:2] == _essence(fault)[:2]
+    left = sum(seat not in unfit for seat in last.seats)
+    enough = limits.min_ranks is not None and left >= limits.min_ranks
+    return unfit if _is_own(last, fault) and enough and not everywhere and not last.outcome.stopped else frozenset()
 
 
 def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
@@ -140,6 +159,8 @@ def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
 
 def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveUp | Restart:
     code = history[-1].outcome.code
+    if fault.kind == "blocked" and not any(past.outcome.started for past in history):
+        return _around(history, limits, code)
     foreseen = _LASTING.get(fault.exit_code) if fault.explanation else None
     if same := foreseen or _COMMAND.get(fault.exit_code):
         return GiveUp(f"{same} would be the same after a restart", code)
@@ -147,7 +168,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     exclude, unless = _leave_out(stalled, fault, limits)
     if reason := unless or (None if exclude else _repetition(stalled, fault)):
         return GiveUp(reason, code)
-    restarts = sum(past.outcome.fault is not None and not past.outcome.ports_taken for past in history[:-1])
+    restarts = sum(_counts(past) for past in history[:-1])
     if restarts >= limits.max_restarts:
         return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
     # The first hang at a place is believed; one that comes again may have been a step that takes long.
@@ -161,13 +182,35 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
 
 
+def _around(history: Sequence[Past], limits: Limits, code: int) -> GiveUp | Restart:
+    """What follows where ranks have never met because one cannot be connected to: without its computer, if allowed."""
+    last = history[-1]
+    seat = last.culprit
+    left = sum(other != seat for other in last.seats)
+    if last.apart and seat is not None and limits.min_ranks is not None and left >= limits.min_ranks:
+        return Restart(0.0, f"without {seat}", frozenset({seat}), fault=False)
+    return GiveUp("what is in the way would be there after a restart", code)
+
+
+def _counts(past: Past) -> bool:
+    """Whether it ended by a fault that is tried again: not by a computer that did not fit."""
+    fault = past.outcome.fault
+    return not (fault is None or past.outcome.ports_taken or _is_own(past, fault))
+
+
+def _is_own(past: Past, fault: Fault) -> bool:
+    """Whether the fault is that a computer does not fit, or lacks something that it needs to begin."""
+    lacks = fault.exit_code in _LACKING or (fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits)
+    return fault.kind == "misfit" or (past.apart and bool(fault.misfits) and lacks)
+
+
 def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
     """The latest faults, newest first, back to the last attempt that got further than all before it.
 
     With each, whether it did. That one is included, for the next may fail where it did.
     """
     for past, gained in reversed(list(zip(history, _gains(history), strict=True))):
-        if past.outcome.ports_taken:
+        if past.outcome.fault is not None and not _counts(past):
             continue
         if past.outcome.fault is None:
             return  # a checkpoint was reached, at which the ranks regrouped
@@ -249,7 +292,7 @@ def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
 
 def _patience(fault: Fault) -> int | None:
     """How often in a row the same fault may happen before it is believed to last; ``None``: for ever."""
-    if fault.kind == "lost host" or fault.exit_code == PeerLostError.exit_code:
+    if fault.kind in ("lost host", "blocked") or fault.exit_code == PeerLostError.exit_code:
         return None  # a computer, or the network, that may come back
     outside = fault.kind in ("hang", "memory", "not started") or fault.exit_code in _FROM_OUTSIDE
     unconnected = fault.kind == "error" and fault.exit_code == DistributedError.exit_code

@@ -1,10 +1,11 @@
 """What the doctor runs on every computer: a conversation in JSON lines with a program that is sent over ssh.
 
-The program (:func:`program`) is this module and the parts in :mod:`allhands.cluster.doctor.probes`, joined into one
-text that needs nothing but Python 3.9. :data:`BOOTSTRAP`, given to ``python -c``, reads the first line of its input
-(``TOKEN LENGTH``), then the text, and hands over to :func:`converse`; it runs on any Python since 2.7, so that an old
-one can say that it is old. Each request is a line of JSON, each answer a line of the token and JSON: what a login
-shell or a library prints is told from it. The program ends when its input does, or when nothing is asked for long.
+The program (:func:`program`) is this module, :mod:`allhands.versions` and the parts in
+:mod:`allhands.cluster.doctor.probes`, joined into one text that needs nothing but Python 3.9. :data:`BOOTSTRAP`,
+given to ``python -c``, reads the first line of its input (``TOKEN LENGTH``), then the text, and hands over to
+:func:`converse`; it runs on any Python since 2.7, so that an old one can say that it is old. Each request is a line
+of JSON, each answer a line of the token and JSON: what a login shell or a library prints is told from it. The program
+ends when its input does, or when nothing is asked for long.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _joined() -> str:
 
     here = Path(__file__)
     texts = ["from __future__ import annotations\n"]
-    for path in (*(here.parent / "doctor" / "probes" / f"{part}.py" for part in _PARTS), here):
+    parts = (here.parent / "doctor" / "probes" / f"{part}.py" for part in _PARTS)
+    for path in (here.parent.parent / "versions.py", *parts, here):
         lines = path.read_text(encoding="ascii").splitlines(keepends=True)
         for node in ast.parse("".join(lines)).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("__future__", "allhands"):

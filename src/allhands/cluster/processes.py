@@ -7,14 +7,14 @@ for :mod:`allhands.cluster.supervisor`, which holds all the judgement.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-import shutil
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,15 +24,17 @@ from typing import Any
 
 import psutil
 
+from allhands.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
+from allhands.callers import RING_KEY
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
-from allhands.cluster.mpi import mpi_variables, mpirun_command, require_mpi
-from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
+from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
-from allhands.errors import DistributedError
-from allhands.files import private_opener
+from allhands.errors import AllhandsError, DistributedError
+from allhands.files import private_opener, storage_error_of
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -50,10 +52,10 @@ _FOREIGN = (
         "MPI_LOCALNRANKS",
     ),
     *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
-    *("ALLHANDS_HOST_CORES", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT"),
+    *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT", RING_KEY),
+    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE, ATTEST_VARIABLE, TRIAL_VARIABLE),
 )
-_SHARED_MEMORY = "/dev/shm"
-_MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
+_OFFER_S = 5.0
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -84,7 +86,7 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
     ``reaper`` ends them if we are killed.
 
     Raises:
-        DistributedError: there is no usable Open MPI, or the system refuses another process.
+        AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be written.
     """
     if spec.places:
         from allhands.cluster.remote import start_remote
@@ -94,19 +96,28 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
         kind = _MpirunsChildren if spec.backend == "mpi" else _OwnChildren
         return kind(spec, run_dir, reaper)
     except OSError as error:
-        raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
+        raise _unstarted(error) from error
 
 
 def start_share(spec: LaunchSpec, run_dir: Path, share: Share, reaper: Reaper) -> RankProcesses:
     """Start some of the ranks of a job over several computers, whose ports somebody else holds.
 
     Raises:
-        DistributedError: the system refuses another process.
+        AllhandsError: the system refuses another process, or a log cannot be written.
     """
     try:
         return _OwnChildren(spec, run_dir, reaper, share)
     except OSError as error:
-        raise DistributedError(f"the processes could not be started: {error}", hint="start fewer with -n") from error
+        raise _unstarted(error) from error
+
+
+def _unstarted(error: OSError) -> AllhandsError:
+    """Why there are no processes: the system has none left, or it is a file that cannot be had."""
+    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return DistributedError(f"the processes could not be started: {error.strerror}", hint="start fewer with -n")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        return storage_error_of(error, "a file")
+    return DistributedError(f"the processes could not be started: {error}")
 
 
 def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tuple[list[socket.socket], list[int]]:
@@ -211,6 +222,8 @@ class _OwnChildren(_Local):
         self._share = share or self._everything(spec)
         self._name = self._share.name
         shared = _shared_environment(spec, run_dir) | _rendezvous(spec, run_dir, self._share.peers)
+        if share is None:  # otherwise whoever starts the other computers' ranks has made one for all
+            shared[RING_KEY] = secrets.token_hex(32)
         environments = [shared | _rank_environment(spec, self._share, rank) for rank in self._own()]
         self._show_all(self._own(), self._share.tell)
         try:
@@ -292,10 +305,10 @@ class _MpirunsChildren(_Local):
         super().__init__(spec, run_dir, reaper)
         self._ends: dict[int, RankExit] = {}
         installation = require_mpi()
-        self._memory = _shared_memory(reaper)
+        self._memory = shared_memory(reaper)
         env = _shared_environment(spec, run_dir) | mpi_variables(installation, run_dir)
         if self._memory is not None:
-            env[_MEMORY_VARIABLE] = str(self._memory)
+            env[MEMORY_VARIABLE] = str(self._memory.path)
         ranks = mpirun_command(installation, spec.num_processes, _guarded("mpi-rank", spec.command))
         self._output = _offer_output(run_dir / "output.socket")
         self._show_all(range(spec.num_processes), to_screen)
@@ -359,19 +372,10 @@ class _MpirunsChildren(_Local):
         self._mpirun.wait()
         self._end_sessions([self._mpirun.pid])
         if self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
+            self._memory.close()
         with contextlib.suppress(OSError):
             self._output.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._output.close()
-
-
-def _shared_memory(reaper: Reaper) -> Path | None:
-    """A directory for the memory that Open MPI's ranks share: one that is killed leaves its part there for ever."""
-    if _MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
-        return None  # a person's choice; no such place on macOS
-    directory = Path(tempfile.mkdtemp(prefix="allhands-", dir=_SHARED_MEMORY))
-    reaper.directory(directory)
-    return directory
 
 
 def _guarded(mode: str, command: Sequence[str]) -> list[str]:
@@ -429,6 +433,7 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
         "ALLHANDS_RANK": str(rank),
         "ALLHANDS_LOCAL_RANK": str(rank - share.first),
         "ALLHANDS_LOCAL_SIZE": str(share.count),
+        COMPUTER_VARIABLE: share.name,
     }
     if spec.num_processes > 1:
         env["MLX_RANK"] = str(rank)
@@ -448,13 +453,16 @@ def _offer_output(path: Path) -> socket.socket:
     """Serve our own standard output and error to rank 0, so that a terminal stays one under mpirun."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(str(path))
-    server.listen(1)
+    server.listen(16)
 
     def serve() -> None:
+        """Until the socket is shut: whoever came first need not be the rank."""
         with contextlib.suppress(OSError):
-            connection, _ = server.accept()
-            with connection:
-                socket.send_fds(connection, [b"o"], [1, 2])
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(_OFFER_S)
+                    socket.send_fds(connection, [b"o"], [1, 2])
 
     threading.Thread(target=serve, name="offer-output", daemon=True).start()
     return server
@@ -478,5 +486,5 @@ def _exists(process: int | None) -> bool | None:
 def _read_json(path: Path) -> dict[str, float] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 Phase = Literal["start", "first", "load", "compute", "reduce", "update", "validate", "save", "end"]
 
 
+# Set where ranks shall tell what they have agreed on, and where one shall only find out whether it would fit: to the
+# moment whose date the data have, or 1.
+ATTEST_VARIABLE = "ALLHANDS_ATTEST"
+TRIAL_VARIABLE = "ALLHANDS_TRIAL"
+
+
 @dataclass(frozen=True)
 class Place:
     """A computer and how many ranks it gets; ``host`` is ``None`` for this computer, without ssh."""
@@ -40,6 +46,7 @@ class LaunchSpec:
         rdma: for JACCL, of each computer its devices by which it reaches the others, in their order.
         tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
         log_dir_there: how other computers are told of ``log_dir``; ``None``: as it is here.
+        examine: the command that finds what is wrong with the computers of ``places``.
         keep_logs: otherwise other computers remove ``log_dir`` when their ranks have ended without an error.
     """
 
@@ -59,6 +66,7 @@ class LaunchSpec:
     log_dir_there: str | None = None
     keep_logs: bool = True
     rdma: Sequence[Sequence[Any]] | None = None
+    examine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,16 @@ class Beat:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time."""
+    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time.
+
+    ``listening``: other ranks can connect to it.
+    """
 
     ready: bool = False
     started: bool = False
     busy_time: float | None = None
     beat: Beat | None = None
+    listening: bool = False
 
 
 class RankProcesses(Protocol):

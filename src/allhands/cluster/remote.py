@@ -6,33 +6,40 @@ import logging
 import os
 import queue
 import re
+import secrets
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from allhands.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
+from allhands.callers import RING_KEY
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
-from allhands.cluster.connection import Connection, HostError
+from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
-from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
+from allhands.cluster.ranks import ATTEST_VARIABLE, Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
 from allhands.cluster.tails import tagged
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, private_opener
 from allhands.monitor.samples import decode_sample, relayed_file
+from allhands.versions import MUST_BE_EQUAL, described, required, unequal
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0
 _CHECK_S = 0.2
 _REPORT_S = 2.0
 _KILL_S = 5.0
+_LONGEST_GRACE_S = 1e9  # infinity is no number in a frame
 _LOST_CODE = -9
+_SPOKEN = ("allhands", "mlx")  # what agents and whoever starts them need the same of
 # Settings that a person made here and means for all ranks; MLX's and NCCL's of another job are left out there.
 _FORWARDED = ("ALLHANDS_", "MLX_", "NCCL_")
 
@@ -51,6 +58,7 @@ def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     """
     _check(spec)
     make_directory(spec.log_dir, private=True)
+    spec = replace(spec, env={**spec.env, RING_KEY: secrets.token_hex(32)})
     ranks = RemoteRanks(spec, addresses(spec.places))
     try:
         ranks.start()
@@ -100,6 +108,7 @@ class RemoteRanks:
         self._exits: dict[int, RankExit] = {}
         self._reports: dict[int, Mapping[str, Any]] = {}
         self._connections: list[Connection] = []
+        self._attested: Mapping[str, Any] | None = None
         self._homes = [index for index, place in enumerate(spec.places) for _ in range(place.num_ranks)]
         self._firsts = [sum(place.num_ranks for place in spec.places[:i]) for i in range(len(spec.places))]
         self._over = threading.Event()
@@ -124,7 +133,7 @@ class RemoteRanks:
                 failed.append(error)
         if failed:
             raise _together(failed)
-        _compare_versions(self._spec.places, frames)
+        _compare_versions(self._spec, frames)
         peers = [
             f"{address}:{port}"
             for address, frame in zip(self._addresses, frames, strict=True)
@@ -164,6 +173,10 @@ class RemoteRanks:
             way = "this computer" if _is_here(place.host) else f"over {interface_to(address) or 'an unknown interface'}"
             found.append(f"{ranks}{place.name} {address} ({way})")
         return ", ".join(found)
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """Return what the ranks have agreed on, as rank 0 tells it; ``None``: they have not yet."""
+        return self._attested
 
     def host(self, rank: int) -> str:
         """Return the name of the rank's computer."""
@@ -216,7 +229,7 @@ class RemoteRanks:
         # Rank 0 on this computer writes where we do, so that a terminal stays one.
         own_screen = index == 0 and _is_here(place.host) and not self._spec.tag_output
         descriptors = [os.dup(1), os.dup(2)] if own_screen else []
-        hello = _orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
+        hello = orders(self._spec, place, own, self._addresses[index]) | {"descriptors": descriptors}
         try:
             self._connections.append(Connection(place.host, place.name, hello, log, partial(self._listen, own)))
         finally:
@@ -233,6 +246,8 @@ class RemoteRanks:
             self._output.write(1, tagged(rank, frame["data"].encode("latin-1"), self.host(rank)))
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
+        elif frame["kind"] == "attested":
+            self._attested = frame["content"]
         elif frame["kind"] == "sample":
             self._keep_sample(self.host(own.start), str(frame["line"]))
         elif frame.get("rank") in own:
@@ -251,8 +266,12 @@ class RemoteRanks:
     def _take(self, frame: Frame, rank: int, now: float) -> None:
         if frame["kind"] == "marks":
             busy, beat = frame["busy_age"], frame["beat"]
-            last = Beat(time=now - beat.pop("age"), **beat) if beat else None
-            self._marks[rank] = Marks(frame["ready"], frame["started"], None if busy is None else now - busy, last)
+            last = None
+            if beat is not None:
+                waited_s = beat.get("waited_s", 0.0)
+                last = Beat(beat["step"], beat["phase"], beat["count"], now - beat["age"], waited_s)
+            busy_time = None if busy is None else now - busy
+            self._marks[rank] = Marks(frame["ready"], frame["started"], busy_time, last, frame["listening"])
         elif frame["kind"] in ("exit", "report"):
             self._reports[rank] = frame["report"]
         if frame["kind"] == "exit":
@@ -357,7 +376,8 @@ def check_devices(places: Sequence[Place]) -> None:
             )
 
 
-def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
+    """What the agent of a computer is told: to start the ranks ``own`` of the job, and to listen on ``address``."""
     host = place.host
     return {
         **_who(place.name, host),
@@ -370,7 +390,7 @@ def _orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "cores_per_rank": spec.cores_per_rank,
         # What the supervisor sets is for it to set.
         "env": {**(host.envs if host else {}), **spec.env},
-        "stop_grace_s": spec.stop_grace_s,
+        "stop_grace_s": min(spec.stop_grace_s, _LONGEST_GRACE_S),
         "weights": spec.weights,
         "tag_output": spec.tag_output,
         "keep_logs": spec.keep_logs or _is_here(host),
@@ -430,18 +450,35 @@ def _is_here(host: Host | None) -> bool:
     return host is None or host.ssh is None
 
 
-def _compare_versions(places: Sequence[Place], frames: Sequence[Frame]) -> None:
-    """Refuse computers that would not understand each other, or would sum different things."""
+def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
+    """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here.
+
+    A person's own program may do with less than what the ranks of a training have to have in common.
+    """
+    places = spec.places
+    names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN
+    statements = [
+        Statement(place.name, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have)
+        for place, have in zip(places, (frame["versions"] for frame in frames), strict=True)
+    ]
+    here = next((place.name for place in places if _is_here(place.host)), "")
+    given = circumstances_in(spec.env, here)
     own = self_description()["versions"]
-    for place, frame in zip(places, frames, strict=True):
-        for name in ("allhands", "mlx"):
-            here, there = own.get(name), frame["versions"].get(name)
-            if here != there:
-                raise HostError(
-                    [place.name],
-                    f"host {place.name} has {name} {there or 'not installed'}, this computer {here or 'none'}",
-                    hint="install the same versions everywhere",
-                )
+    verdict = judge(statements, given)
+    like = frozenset(one.name for one in statements if not here and not unequal(own, one.software))
+    if verdict and like:
+        trusted = given.trusted if verdict.misfits else like
+        given = replace(given, trusted=trusted, exemplary=not like <= set(verdict.misfits))
+        verdict = judge(statements, given)
+    if verdict:
+        raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
+    for name in set(unequal(own, statements[0].software)) & set(_SPOKEN) if not here else ():
+        there, mine = described(name, statements[0].software), described(name, own).partition(" ")[2]
+        raise HostError(
+            [place.name for place in places],
+            f"host {places[0].name} has {there}, this computer {mine}",
+            hint=init_command([place.name for place in places], given.option),
+        )
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
@@ -453,4 +490,5 @@ def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
     names = [name for error in unreachable for name in error.hosts]
     first = unreachable[0]
     more = "".join(f"; {error.message}" for error in unreachable[1:])
-    return HostError(names, first.message + more, where=first.where, hint=first.hint)
+    kind = UnfitHosts if all(isinstance(error, UnfitHosts) for error in unreachable) else HostError
+    return kind(names, first.message + more, where=first.where, hint=first.hint)

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from allhands.cluster.frames import BEAT, ERROR
 from allhands.cluster.ranks import Beat, Marks
+from allhands.strict_json import read_object
 
 BEAT_BYTES = 128  # of the file with the latest beat, which is written over in place
+ATTESTED_FILE = "attested.json"  # what the ranks have agreed on
 _LOG_LINES = 20
+_MOST_BYTES = 4 << 20  # of what a rank writes about itself
 _TAIL_BYTES = 65536
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _LOOK_S = 1.0  # between two looks at what the kernel has killed
@@ -36,8 +39,8 @@ class RunFiles:
 
     def marks(self, rank: int) -> Marks:
         """Return what the rank has said of itself so far; beat and work are timed by when they are seen here first."""
-        ready, started = (self._path(rank, name).exists() for name in ("ready", "started"))
-        return Marks(ready, started, self._busy_time(rank), self._beat(rank))
+        ready, started, listening = (self._path(rank, name).exists() for name in ("ready", "started", "listening"))
+        return Marks(ready, started, self._busy_time(rank), self._beat(rank), listening)
 
     def tell(self, word: str) -> None:
         """Tell all ranks ``word``."""
@@ -47,7 +50,8 @@ class RunFiles:
         """Return the content of the rank's error file; ``None`` if there is none that can be read."""
         name = f"error-rank-{rank}.json"
         # A rank whose disk is full cannot write beside its log.
-        return _read_object(self.log_dir / name) or _read_object(self.run_dir / name)
+        found = (_read_object(directory / name) for directory in (self.log_dir, self.run_dir))
+        return next((error for error in found if error and ERROR(error)), None)
 
     def tells_error(self, rank: int, line: bytes) -> bool:
         """Whether a line of the rank's log is one of the error that it has written down, which the supervisor tells.
@@ -55,10 +59,10 @@ class RunFiles:
         How a run ended that a person has stopped is told by rank 0 itself.
         """
         error = self.error(rank)
-        if not error or not isinstance(error.get("text"), str) or (rank == 0 and error.get("type") == "Interrupted"):
+        if not error or not error.get("text") or (rank == 0 and error["type"] == "Interrupted"):
             return False
         text = line.decode("utf-8", errors="replace").removeprefix("allhands: ").removeprefix("error: ")
-        return bool(text.strip()) and text in str(error["text"]).splitlines()
+        return bool(text.strip()) and text in error["text"].splitlines()
 
     def log_path(self, rank: int) -> Path:
         """Return the file with the rank's output."""
@@ -99,19 +103,18 @@ class RunFiles:
 
     def _beat(self, rank: int) -> Beat | None:
         found, last = _read_object(self._path(rank, "beat")), self._beats.get(rank)
-        if found and (last is None or found.get("count") != last.count):
-            last = Beat(
-                int(found["step"]),
-                str(found["phase"]),
-                int(found["count"]),
-                time.monotonic(),
-                float(found.get("waited_s", 0.0)),
-            )
+        if found and BEAT(found) and (last is None or found["count"] != last.count):
+            last = Beat(found["step"], found["phase"], found["count"], time.monotonic(), found.get("waited_s", 0.0))
             self._beats[rank] = last
         return last
 
     def _count_oom_kills(self) -> int:
         return sum(_counter(path) for path in self._counters)
+
+
+def read_attested(run_dir: Path) -> dict[str, Any] | None:
+    """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+    return _read_object(run_dir / ATTESTED_FILE)
 
 
 def tail(log: Path) -> tuple[str, ...]:
@@ -158,7 +161,7 @@ def _counter(path: Path) -> int:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with path.open("rb") as stream:
+            return read_object(stream.read(_MOST_BYTES), halves=True)
+    except OSError:
         return None
-    return cast(dict[str, Any], content) if isinstance(content, dict) else None

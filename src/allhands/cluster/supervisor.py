@@ -13,17 +13,20 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from allhands.blame import TRUSTED_VARIABLE
 from allhands.cluster.attempt import Attempt, SupervisorEvent
+from allhands.cluster.connection import UnfitHosts
 from allhands.cluster.journal import Journal
 from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.cluster.membership import LocalMembers, Members, Roster
+from allhands.cluster.newcomers import Newcomers, TryOut
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.policy import Done, GiveUp, Limits, Past, Restart, judge
 from allhands.cluster.ranks import LaunchSpec
@@ -31,12 +34,14 @@ from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
 from allhands.files import make_directory
 from allhands.monitor import Identity, ProcessSampler, monitor_file
+from allhands.staging import Scratch
 
 __all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
 
 Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
 _ASK_AGAIN_S = 2.0  # while computers are waited for
+_TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 _FIRST_WAIT_S = 30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
 # A warning that the time is up (Slurm's --signal=USR1) is a wish to end.
 _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -51,6 +56,7 @@ class SuperviseOptions:
         min_ranks: go on with no fewer; ``None``: all.
         run_id: one for all attempts (``ALLHANDS_RUN_ID``); made up if not given.
         wait_s: how long computers that are needed are waited for.
+        try_out: looks whether newcomers fit before the running ranks are stopped; ``None``: all are believed to.
         resize: adapts what depends on the number of ranks, such as ``cores_per_rank``.
     """
 
@@ -58,6 +64,7 @@ class SuperviseOptions:
     min_ranks: int | None = None
     run_id: str | None = None
     wait_s: float = 600.0
+    try_out: TryOut | None = None
     resize: Callable[[LaunchSpec], LaunchSpec] | None = None
 
 
@@ -65,11 +72,15 @@ class Runs(Protocol):
     """An attempt, as far as it is used here."""
 
     def run(self, poll: Callable[[], None]) -> Outcome:
-        """Run it to its end; ``poll`` is called about once a second."""
+        """Run it to its end; ``poll`` is called about twice a second."""
         ...
 
     def request_regroup(self) -> None:
         """Ask all ranks to end at their next checkpoint."""
+        ...
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """What the ranks have agreed on; ``None``: nothing yet."""
         ...
 
 
@@ -114,10 +125,10 @@ def supervise(
     root = _temporary_root()
     with (
         _caught_signals() as signals,
-        tempfile.TemporaryDirectory(prefix="allhands-", dir=root, ignore_cleanup_errors=True) as private,
+        Scratch(root) as private,
         Reaper() as reaper,
     ):
-        reaper.directory(Path(private))
+        reaper.directory(private)
         return _Job(
             spec=spec,
             events=events,
@@ -127,7 +138,7 @@ def supervise(
             seams=seams or Seams(),
             signals=signals,
             reaper=reaper,
-            private=Path(private),
+            private=private,
         ).run()
 
 
@@ -167,6 +178,7 @@ class _Job:
     regrouping: bool = False
 
     def __post_init__(self) -> None:
+        self.newcomers = Newcomers(self.members, self.options.try_out, self._tell, self.seams.now)
         run_id = self.options.run_id or secrets.token_hex(8)
         # By the clock on the wall here, whatever time zones the ranks are in.
         began = datetime.now().isoformat()
@@ -277,6 +289,9 @@ class _Job:
 
     def _fit(self, roster: Roster) -> LaunchSpec:
         env = {**self.spec.env, "ALLHANDS_ATTEMPT": str(self.number)}
+        # Who has trained together is right about what must be equal, and not whoever comes later.
+        proven = [past.seats for past in self.history if past.outcome.started and past.apart]
+        env |= {TRUSTED_VARIABLE: ",".join(dict.fromkeys(proven[-1]))} if proven else {}
         weights = _weights(self.spec.weights, roster)
         spec = replace(self.spec, num_processes=len(roster.seats), places=roster.places, weights=weights, env=env)
         return self.options.resize(spec) if self.options.resize else spec
@@ -289,19 +304,28 @@ class _Job:
         self.running = True
         try:
             attempt = self.seams.make_attempt(spec, run_dir, self.signals, self._tell, self.reaper, slack)
-            outcome = attempt.run(partial(self._look_for_more, roster, attempt))
+            outcome = attempt.run(partial(self._look_for_more, spec, roster, attempt))
         except DistributedError as error:
-            if not self.history:
+            fault = _unstarted(error, roster)
+            if not self.history and not self._enough_without(fault, roster):
                 raise
             # What could be started before can be so again: a computer may have gone just now.
-            outcome = Outcome(_unstarted(error, roster))
+            outcome = Outcome(fault)
         finally:
             self.running = self.regrouping = False
+            self.newcomers.stop()
+        if outcome.started:
+            self.newcomers.proven.update(roster.seats)
         return Past(outcome, roster.seats, roster.apart, roster.edition, self.seams.now() - began)
 
-    def _look_for_more(self, roster: Roster, attempt: Runs) -> None:
-        """Have the ranks regroup once more of them could take part."""
+    def _enough_without(self, fault: Fault, roster: Roster) -> bool:
+        return bool(fault.misfits) and len(roster.seats) - len(fault.misfits) >= self._least(roster)
+
+    def _look_for_more(self, spec: LaunchSpec, roster: Roster, attempt: Runs) -> None:
+        """Have the ranks regroup once more of them could take part, and fit."""
         if not self.regrouping and (reason := self.members.changed(roster.places)):
+            if not self.newcomers.all_fit(spec, roster, lambda: attempt.attested()):
+                return
             self.regrouping = True
             self._tell(SupervisorEvent("regrouping", f"{reason}: the ranks regroup at the next checkpoint"))
             attempt.request_regroup()
@@ -323,9 +347,8 @@ class _Job:
             self._tell(_report("fault", replace(fault, log_path=log_path)))
         if restart.exclude:
             self.members.leave_out(restart.exclude)
-        for seat in sorted(restart.exclude):
-            text = f"{seat} is left out from now on: it has failed again and again"
-            self._tell(SupervisorEvent("left out", text, host=seat))
+        for number, seat in enumerate(sorted(restart.exclude)):
+            self._tell(_left_out(seat, None if restart.fault else fault, first=number == 0))
         if restart.pause_s >= 1:
             text = f"the next start is in {restart.pause_s:g} s"
             self._tell(SupervisorEvent("waiting", text, pause_s=restart.pause_s))
@@ -409,9 +432,22 @@ def _hint(roster: Roster) -> str | None:
 
 def _unstarted(error: DistributedError, roster: Roster) -> Fault:
     """The fault of an attempt that could not be started: of the first rank on the computer that is named, if any."""
-    host = next((name for name in getattr(error, "hosts", ()) if name in roster.seats), "")
-    rank = roster.seats.index(host) if host else -1
-    return Fault("not started", rank, host, error.message, error.exit_code, explanation=str(error))
+    hosts = [name for name in getattr(error, "hosts", ()) if name in roster.seats]
+    if isinstance(error, UnfitHosts):
+        misfits = tuple(rank for rank, seat in enumerate(roster.seats) if seat in hosts)
+        return Fault("misfit", -1, "", error.message, error.exit_code, explanation=str(error), misfits=misfits)
+    rank = roster.seats.index(hosts[0]) if hosts else -1
+    return Fault("not started", rank, "".join(hosts[:1]), error.message, error.exit_code, explanation=str(error))
+
+
+def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
+    """That a seat is left out, because it does not fit (``fault``) or else because it fails again and again."""
+    if fault is None:
+        return SupervisorEvent("left out", f"{seat} is left out from now on: it has failed again and again", host=seat)
+    text = f"{seat} is left out: {fault.message}"
+    told = f": {fault.explanation}" if first else ", too"
+    explanation = f"{seat} is left out{told}"
+    return SupervisorEvent("left out", text, host=seat, error=fault.error, explanation=explanation)
 
 
 def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ...] | None:

@@ -27,14 +27,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import psutil
 
+from allhands.blame import MisfitError
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
-from allhands.cluster.runfiles import BEAT_BYTES
+from allhands.cluster.ranks import TRIAL_VARIABLE
+from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import private_opener, storage_error_of
 from allhands.kernels import publish
@@ -101,7 +103,16 @@ class WorkerContext:
     def mark_busy(self) -> None:
         """Tell the supervisor that this rank is at work on something that may take longer than a start should."""
         if self._run_dir:
-            (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+            with suppress(OSError):
+                (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
+
+    def attest(self, content: Mapping[str, Any]) -> None:
+        """Tell the supervisor what the ranks have agreed on; a rank on trial ends here."""
+        if self._run_dir:
+            write_whole(self._run_dir / ATTESTED_FILE, json.dumps(content, default=str))
+        if TRIAL_VARIABLE in os.environ:
+            publish(os.environ)
+            os._exit(0)
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
         """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
@@ -301,7 +312,10 @@ class WorkerContext:
             "message": known.message if known else str(error),
             "where": known.where if known else None,
             "hint": known.hint if known else None,
+            "misfits": list(known.misfits) if isinstance(known, MisfitError) else None,
             "text": str(known) if known else None,
+            "peer": getattr(error, "peer", None),
+            "problem": getattr(error, "problem", None),
             "exit_code": code,
             "time": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
@@ -429,9 +443,10 @@ def _meaning(number: int) -> int:
 
 def _trace_on_signal(log: Path) -> None:
     """Have the stacks written even while the main thread is in a call that never returns."""
-    # Not closed: the handler, which is no Python code, writes to its descriptor.
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
+    with suppress(OSError):  # without a log there is no place for them
+        # Not closed: the handler, which is no Python code, writes to its descriptor.
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
 
 
 def _supervisor(environ: Mapping[str, str]) -> psutil.Process | None:

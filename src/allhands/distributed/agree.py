@@ -2,28 +2,52 @@
 
 MLX's ring adds raw bytes: ranks that disagree about a shape or dtype get silently wrong sums. So each
 rank states its facts (options, parameter names, shapes and dtypes, data, versions), their hash is compared
-in a collective of fixed size, and only on a difference are the facts themselves exchanged and named.
+in a collective of fixed size, and only on a difference are the facts themselves exchanged, with the files behind
+them; :mod:`allhands.blame` says whose differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from allhands.blame import Circumstances, MisfitError, Statement, judge
 from allhands.distributed.backend import Communicator
-from allhands.errors import DistributedError
+from allhands.versions import software_here
+
+_GIVEN = ("launcher", "option", "model", "data", "adapter", "config")
 
 
-def agree(communicator: Communicator, facts: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class Witness:
+    """What a rank adds to its facts where they differ from the others'.
+
+    Attributes:
+        computer: its name.
+        leads: whether it is the first of its computer's ranks.
+        details: the files behind sections of the facts: ``files`` and ``places`` of a
+            :class:`~allhands.blame.Statement`; may take as long as it takes to read them.
+        given: for the words; ``launcher`` may be left out where it is the computer of rank 0.
+    """
+
+    computer: str = ""
+    leads: bool = True
+    details: Callable[[set[str]], Mapping[str, Any]] = lambda sections: {}
+    given: Circumstances = field(default_factory=Circumstances)
+
+
+def agree(communicator: Communicator, facts: Mapping[str, Any], witness: Witness | None = None) -> None:
     """Return if ``facts`` (JSON values) are the same on every rank.
 
     Raises:
-        DistributedError: on every rank alike, naming the first differences.
+        MisfitError: on every rank alike, naming the ranks that differ from the others, and in what.
     """
     if communicator.size == 1:
         return
@@ -32,46 +56,58 @@ def agree(communicator: Communicator, facts: Mapping[str, Any]) -> None:
     digests = _gather(communicator, digest)
     if (digests == digests[0]).all():
         return
-    # The lengths first, so that the texts travel in arrays of one size.
+    everyone = _exchange(communicator, text)
+    sections = {key for one in everyone for key in one if one.get(key) != everyone[0].get(key)}
+    raise _misfit(communicator, everyone, sections, witness or Witness())
+
+
+def _misfit(
+    communicator: Communicator, everyone: list[dict[str, Any]], sections: set[str], witness: Witness
+) -> MisfitError:
+    own = {
+        "computer": witness.computer,
+        "leads": witness.leads,
+        "software": software_here(),
+        **witness.details(sections),
+        "given": [getattr(witness.given, name) for name in _GIVEN],
+        "trusted": sorted(witness.given.trusted),
+    }
+    said = _exchange(communicator, json.dumps(own, default=str).encode())
+    names = _names(everyone, said)
+    # Of one computer's ranks, which say the same, the first speaks for all.
+    statements = [
+        Statement(name, everyone[rank], *(said[rank].get(part, {}) for part in ("files", "places", "software")))
+        for rank, name in enumerate(names)
+        if names.index(name) == rank
+    ]
+    launcher, *others = said[0]["given"]
+    given = Circumstances(launcher or names[0], *others, trusted=frozenset(said[0]["trusted"]))
+    verdict = judge(statements, given)
+    assert verdict is not None
+    misfits = tuple(rank for rank, name in enumerate(names) if name in verdict.misfits)
+    return MisfitError(verdict.message, hint=verdict.hint, misfits=misfits)
+
+
+def _names(everyone: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whose the statements are: computers', or ranks' where one computer's do not say the same."""
+    computers = [one["computer"] for one in said]
+    firsts = Counter(one["computer"] for one in said if one["leads"])
+    alike = all(everyone[computers.index(name)] == facts for name, facts in zip(computers, everyone, strict=True))
+    if len(firsts) > 1 and alike and set(firsts.values()) == {1} and all(computers):
+        return computers
+    several = len(set(computers)) > 1
+    return [f"rank {rank}" + (f" on {name}" if several else "") for rank, name in enumerate(computers)]
+
+
+def _exchange(communicator: Communicator, text: bytes) -> list[dict[str, Any]]:
+    """What each rank has to say, as JSON; the lengths first, so that the texts travel in arrays of one size."""
     lengths = _gather(communicator, np.array([len(text)], dtype=np.int32))[:, 0]
     words = -(-int(lengths.max()) // 4)
     padded = np.frombuffer(text.ljust(words * 4, b" "), dtype=np.int32)
-    everyone = [json.loads(row.tobytes()) for row in _gather(communicator, padded)]
-    raise DistributedError(
-        "the ranks disagree: " + "; ".join(_differences(everyone)),
-        hint="give every rank the same command, configuration, model, data and versions",
-    )
+    return [json.loads(row.tobytes()) for row in _gather(communicator, padded)]
 
 
 def _gather(communicator: Communicator, row: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, Any]:
     gathered = communicator.all_gather(mx.array(row)[None])
     mx.eval(gathered)
     return np.array(gathered).reshape(communicator.size, -1)
-
-
-def _differences(everyone: list[dict[str, Any]], limit: int = 3) -> list[str]:
-    found: list[str] = []
-    flat = [_flatten(facts) for facts in everyone]
-    for key in sorted(set().union(*flat)):
-        for rank, facts in enumerate(flat):
-            if facts.get(key) != flat[0].get(key):
-                found.append(
-                    f"{key} is {_short(flat[0].get(key))} on rank 0 and {_short(facts.get(key))} on rank {rank}"
-                )
-                break
-    more = len(found) - limit
-    return found[:limit] + ([f"and {more} more"] if more > 0 else [])
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    result: dict[str, Any] = {}
-    for key, inner in value.items():
-        result |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    return result
-
-
-def _short(value: Any) -> str:
-    text = "missing" if value is None else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."

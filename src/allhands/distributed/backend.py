@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from allhands.distributed.ring import take_turns
+from allhands.distributed.ring import Watch, take_turns
 from allhands.errors import ConfigError, DistributedError
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
+_LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
 
 # Operations that each of MLX 0.32's back-ends really has (the others throw when called).
 CAPABILITIES: dict[str, frozenset[str]] = {
@@ -102,7 +103,9 @@ def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
     return communicator.all_sum(row)[communicator.rank * each : (communicator.rank + 1) * each]
 
 
-def connect(backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S) -> Communicator:
+def connect(
+    backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S, watch: Watch | None = None
+) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
 
     May wait for ever for a peer that never comes, without letting any Python thread run: the caller keeps
@@ -112,7 +115,8 @@ def connect(backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds for which a ring's neighbours are waited for; a minute at most.
+        timeout_s: seconds for which a ring's neighbours are waited for; without a ``watch`` a minute at most.
+        watch: knows when all ranks of a ring listen, and sees to it that they come.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
@@ -123,7 +127,8 @@ def connect(backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
-        take_turns(Path(hostfile), rank, min(timeout_s, _NEIGHBOURS_S))
+        longest_s = _NEIGHBOURS_S if watch is None else timeout_s + _LATER_S
+        take_turns(Path(hostfile), rank, min(timeout_s + _LATER_S, longest_s), watch)
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.

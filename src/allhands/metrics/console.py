@@ -115,7 +115,7 @@ class ConsoleSink:
             case Logged():
                 pass  # a program of one's own shows what it likes
             case Warned():
-                self._print(f"warning: {event.message}")
+                self._print(f"{'note' if event.over else 'warning'}: {event.message}")
             case RunEnded():
                 self.close()
                 self._print(ended_line(event, self._before_s))

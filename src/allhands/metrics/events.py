@@ -139,10 +139,15 @@ class Logged:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something that does not end the run, but that a person should know."""
+    """Something that does not end the run, but that a person should know.
+
+    Of what has the same ``about`` only the last word counts, and none if it is ``over``.
+    """
 
     step: int
     message: str
+    about: str = ""
+    over: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class RunHistory:
     """A run as its file tells it, in order of steps, without what a restart made obsolete.
 
     ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first,
-    ``starts`` every start of it, ``warned`` what was warned of in any of them. ``unreadable`` has the
+    ``starts`` every start of it, ``warned`` what was warned of in any of them and is not over. ``unreadable`` has the
     places (from 1) of lines of the file that are damaged; not of a last one that a kill tore or that is being written.
     """
 
@@ -104,7 +104,8 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
             goes_on = event.step > 0 or event.attempt > 1
             history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
             history.starts = [*(history.starts if goes_on else []), event]
-            history.warned = history.warned if goes_on else []
+            # What is still wrong will be told again.
+            history.warned = [one for one in history.warned if not one.about] if goes_on else []
             history.name, history.started, history.ended = event.name or name, event, None
         elif isinstance(event, RunEnded):
             history.ended = replace(event, total_time_s=event.total_time_s + before_s)
@@ -112,7 +113,8 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
             # One that is repeated after a restart tells nothing new, and is not "best" again.
             kept.setdefault(_key(event), _later(event, before_s))
         elif isinstance(event, Warned):
-            history.warned.append(event)
+            history.warned = [one for one in history.warned if not event.about or one.about != event.about]
+            history.warned += [] if event.over else [event]
         elif not isinstance(event, Logged):
             # Twice only where the line of the start between them is lost: what was trained later is in the weights.
             kept[_key(event)] = _later(event, before_s)

@@ -27,6 +27,7 @@ from allhands.model.load import MODEL
 from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
+from allhands.train.copies import NUMBERS, Copies
 from allhands.train.result import StepResult
 from allhands.train.saving import CopyError, SaveKind
 from allhands.train.state import LoopState, Window
@@ -55,6 +56,7 @@ class LoopParts:
         sample: lets the model write, on rank 0; the others go on.
         tokens_per_byte: of the validation texts, if they are that and nothing else.
         loaded: micro-batches of an update before its turn, by the number of its first batch.
+        copies: what is known of the checkpoint's copies on other computers, one of which may be this rank's to keep.
     """
 
     config: TrainConfig
@@ -76,6 +78,7 @@ class LoopParts:
     sample: Callable[[int], list[Sampled]] = lambda step: []
     tokens_per_byte: float | None = None
     loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
+    copies: Copies = field(default_factory=Copies)
 
 
 def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
@@ -144,15 +147,18 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
 def _regroup(parts: LoopParts, state: LoopState) -> None:
     """End here if the checkpoint is written; if it could not be, the training goes on to the next.
 
+    So it does if a copy of it could not, once: one that cannot be kept for long keeps nobody from regrouping.
+
     Raises:
         Regroup: it is.
     """
-    failed = False
+    failed, before = False, parts.copies.trouble
     try:
         _tell_saved(parts, state, wait=True)
     except StorageError as error:
         failed = True
         parts.sink.emit(Warned(state.iteration, _not_saved(error)))
+    failed = failed or bool(parts.copies.trouble and not before)
     if not _any_rank(parts, state, failed):
         raise Regroup(f"stopped after batch {state.iteration} to go on with other ranks")
 
@@ -224,7 +230,7 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
         micro_batches,
         stop=parts.stop_requested,
         upcoming=partial(_load_ahead, parts, end),
-        tell=_own_peaks(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
+        tell=_told(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
     )
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
@@ -280,12 +286,15 @@ def _limit_cache(threshold: int) -> None:
 
 
 def _report(parts: LoopParts, state: LoopState, started: float, told: Sequence[float]) -> None:
-    """A report; ``told`` has the ranks' peaks, if the step has exchanged them."""
+    """A report; ``told`` has what the ranks tell each other for it, if the step has exchanged that."""
     window, state.window = state.window, Window()
     if not told:
         parts.beat("reduce", state.iteration)
-        told = numbers(parts.communicator.all_gather(mx.array(_own_peaks(parts), dtype=mx.float32)))
-    peaks = [tuple(int(value * 2**20) for value in told[kind::_PEAKS]) for kind in range(_PEAKS)]
+        told = numbers(parts.communicator.all_gather(mx.array(_told(parts), dtype=mx.float32)))
+    by_rank = [told[at : at + _PEAKS + NUMBERS] for at in range(0, len(told), _PEAKS + NUMBERS)]
+    for warned in parts.copies.hear([one for row in by_rank for one in row[_PEAKS:]], state.iteration):
+        parts.sink.emit(warned)
+    peaks = [tuple(int(row[kind] * 2**20) for row in by_rank) for kind in range(_PEAKS)]
     report = TrainReport(
         step=state.iteration,
         loss=window.loss_sum / max(window.num_targets, 1),
@@ -311,14 +320,14 @@ def _report(parts: LoopParts, state: LoopState, started: float, told: Sequence[f
         callback.on_train_report(report)
 
 
-def _own_peaks(parts: LoopParts) -> list[float]:
-    """What counts as this rank's peak, its resident memory's, that of MLX's arrays, and what it needs.
+def _told(parts: LoopParts) -> list[float]:
+    """What counts as this rank's peak, its resident memory's, that of MLX's arrays, what it needs; and of its copy.
 
-    In MiB, because float32 (which every back-end can exchange) is exact only to 2**24.
+    Memory in MiB, because float32 (which every back-end can exchange) is exact only to 2**24.
     """
     mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
     assert len(mine) == _PEAKS
-    return [peak / 2**20 for peak in mine]
+    return [*(peak / 2**20 for peak in mine), *parts.copies.told]
 
 
 def _on_main(parts: LoopParts) -> Sequence[Callback]:
@@ -381,7 +390,7 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
     """Report what has been written since the last time.
 
     A checkpoint that could not be written costs nothing yet, and the next one may succeed: only when there will be
-    no next one it is an error.
+    no next one it is an error, and not even then if it is a copy of rank 0's.
 
     Raises:
         StorageError: it was waited for, and it could not be written.
@@ -397,6 +406,10 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
         parts.sink.emit(report)
         for callback in _on_main(parts):
             callback.on_save(report.step, Path(report.path))
+    if parts.copies.keeps:
+        for warned in parts.copies.note(outcomes, state.iteration):
+            parts.sink.emit(warned)
+        return reports
     failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
     final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
     for failure in failures:
@@ -410,9 +423,11 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
 
 
 def _meet(parts: LoopParts, state: LoopState) -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks, which have written everything, and tell of copies that could not be."""
     parts.beat("reduce", state.iteration)
     barrier(parts.communicator)
+    for warned in parts.copies.settle(state.iteration):
+        parts.sink.emit(warned)
 
 
 def _not_saved(failure: AllhandsError) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect
 from allhands.arrays import hand_out_json
+from allhands.blame import Circumstances
 from allhands.checkpoints import Checkpoint, run_name
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
@@ -35,7 +35,6 @@ from allhands.model.adapters import (
     dated_as,
     load_trained,
     make_trainable,
-    trained_weights,
     unfit,
     untrained,
 )
@@ -54,6 +53,7 @@ from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
+from allhands.train.facts import RunFacts
 from allhands.train.gradient_check import StartCheck
 from allhands.train.restore import (
     AUTO,
@@ -94,6 +94,10 @@ class Surroundings:
         cores_per_rank: processor cores of each local process, if limited.
         log_file: where this rank's own lines go besides the console.
         short_lines: whether something will stand before each line, which should fit on a screen nevertheless.
+        computer: the name of this computer, as the launcher has it; empty: ranks are told apart by their numbers.
+        given: who started the ranks, for the words about those that differ.
+        attest: told by rank 0 what the ranks have agreed on; ``None``: nobody asks.
+        trial: whether this is no rank yet, but shall only find out whether it would fit: ``attest`` ends it.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -111,6 +115,10 @@ class Surroundings:
     cores_per_rank: int | None = None
     log_file: Path | None = None
     short_lines: bool = False
+    computer: str = ""
+    given: Circumstances = field(default_factory=Circumstances)
+    attest: Callable[[Mapping[str, Any]], None] | None = None
+    trial: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
             path = str(tokenizer.path)
-            compared = checkpoint is not None or mesh.size > 1
+            compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
             loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer, hashed=compared)
             if compared:
                 _ = loaded.fingerprint  # reads all weights
@@ -202,10 +210,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
-    if communicator.size > 1:
-        with _busy(surroundings):
-            data = _of_one_date(communicator, data, lambda moment: made_data(moment=moment))
-        agree(communicator, run_facts(config, loaded, data, start))
+    data = _agreed(communicator, surroundings, RunFacts(config, loaded, data, start), made_data)
     kernels = agreed(kernels, communicator)
     settle(kernels.choices)
     notes += kernels.notes
@@ -222,6 +227,33 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
     return Prepared(*parts, tuple(notes), run_id, kernels)
+
+
+def _agreed(
+    communicator: Communicator, surroundings: Surroundings, facts: RunFacts, made_data: Callable[..., Datasets]
+) -> Datasets:
+    """The data, with rank 0's date, once all ranks have stated the same.
+
+    Raises:
+        MisfitError: they have not.
+    """
+    mesh = surroundings.mesh
+    if communicator.size > 1:
+        with _busy(surroundings):
+            data = _of_one_date(communicator, facts.data, lambda moment: made_data(moment=moment))
+        facts = replace(facts, data=data)
+        witness = facts.witness(surroundings.computer, mesh, surroundings.given)
+
+        def read_again(sections: set[str]) -> Mapping[str, Any]:
+            with _busy(surroundings):
+                return witness.details(sections)
+
+        agree(communicator, facts.values(), replace(witness, details=read_again))
+    if surroundings.attest is not None and (mesh.is_main or surroundings.trial):
+        with _busy(surroundings):
+            attested = facts.attested()
+        surroundings.attest(attested)
+    return facts.data
 
 
 def _put_in_and_checked(
@@ -302,6 +334,8 @@ def _moment(
     config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None, checkpoint: Checkpoint | None
 ) -> datetime:
     """Whose date the chat template writes, if it writes the current one: the run's, once it has one."""
+    if surroundings.trial:
+        return surroundings.moment
     if not config.train:
         kept = dated_as(start.parent) if start is not None else None
     elif surroundings.mesh.is_main:
@@ -394,28 +428,6 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: Surroun
             )
         return saved
     return None
-
-
-def run_facts(config: TrainConfig, loaded: LoadedModel, data: Datasets, start: Path | None) -> dict[str, Any]:
-    """What every rank must have in common, as JSON values.
-
-    Weights are compared as files, because ranks on other devices may hold them in other types.
-    """
-    trained = trained_weights(loaded.model) if config.train or start is not None else {}
-    arrays = {name: [list(a.shape), str(a.dtype)] for name, a in trained.items()}
-    return {
-        "config": config.shared_values(),
-        "parameters": arrays,
-        "data": data.fingerprints(),
-        "model": {"weights": loaded.fingerprint},
-        "resume_adapter_file": {"weights": _sha256(start) if start else None},
-        "versions": {k: v for k, v in versions().items() if k != "platform"},
-    }
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def versions() -> dict[str, str]:

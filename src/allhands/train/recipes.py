@@ -6,14 +6,13 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import mlx.core as mx
-from rich.console import Console
 
 from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
@@ -25,36 +24,32 @@ from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
-from allhands.files import claimed, make_directory, private_opener
+from allhands.files import claimed
 from allhands.formatting import format_bytes
 from allhands.metrics import (
     METRICS_FILE,
-    ConsoleSink,
-    JsonlSink,
     RunEnded,
     RunStarted,
     Sampled,
     SavedReport,
     Sink,
-    Sinks,
     Warned,
-    read_metrics,
 )
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
-from allhands.monitor import Identity, ProcessSampler, monitor_file, read_samples
+from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
 from allhands.pretrain_config import pretraining
-from allhands.reporting import require_trackers, start_trackers, tracker_names
+from allhands.reporting import require_trackers, tracker_names
 from allhands.train.callbacks import Callback
 from allhands.train.dividing import divides
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
 from allhands.train.optim import has_schedule, make_optimizer, num_batches
+from allhands.train.outputs import Outputs, copies_of
 from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
-from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.train.samples import Sampler
 from allhands.train.saving import SaveKind, SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
@@ -97,7 +92,8 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         surroundings = _observed(surroundings, observer)
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
-        return _Run(ready.config, surroundings, callbacks, directory, ready, observer).execute()
+        outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
+        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs).execute()
 
 
 def _observer(surroundings: Surroundings) -> ProcessSampler:
@@ -129,6 +125,7 @@ class _Run:
     directory: Path
     ready: Prepared
     observer: ProcessSampler
+    outputs: Outputs
 
     @property
     def mesh(self) -> Mesh:
@@ -141,13 +138,13 @@ class _Run:
         except (Interrupted, NumericsError):
             # Raised on all ranks. The curves show what happened; a second failure must not hide the first.
             with suppress(AllhandsError):
-                self._plot()
+                self.outputs.plot()
             barrier(self.ready.communicator)
             raise
 
     def _execute(self) -> FinetuneResult:
         planned = self._planned() if self.config.train else None
-        with self._claim(), self._sinks() as sink:
+        with self.outputs.claim(), self.outputs.sinks() as sink:
             ended = self._train(sink, *planned) if planned else RunEnded(0, "finished", 0.0)
             try:
                 if self.config.test:
@@ -155,24 +152,7 @@ class _Run:
             finally:
                 self.surroundings.beat("end", ended.step)
                 sink.emit(ended)
-        return FinetuneResult(self.directory, ended, self._plot())
-
-    @contextmanager
-    def _claim(self) -> Generator[None, None, None]:
-        """Keep other runs off this computer's directory, where rank 0's is another one."""
-        other = self.ready.keeps_files and not self.mesh.is_main
-        with claimed(self.directory) if other else nullcontext():
-            yield
-
-    def _plot(self) -> Path | None:
-        if not self.ready.keeps_files:
-            return None
-        from allhands.monitor.picture import plot_memory
-        from allhands.plots import plot_losses  # matplotlib, in memory only now
-
-        with suppress(AllhandsError):  # nothing was sampled, or not for long enough
-            plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)
-        return plot_losses([read_metrics(self.directory)], self.directory / PLOT_FILE, private=True)
+        return FinetuneResult(self.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
         """What is trained on, in which order, in how many batches: refused before an earlier run is set aside."""
@@ -193,7 +173,9 @@ class _Run:
         sink.emit(self._started(total, state, largest))
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
-            self._say([f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"])
+            self.outputs.say(
+                [f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"]
+            )
 
         def load(iteration: int) -> list[MicroBatch]:
             fire("load", iteration, self.mesh.rank)
@@ -223,11 +205,12 @@ class _Run:
                 total=total,
                 sample=self._sampler(),
                 tokens_per_byte=self._tokens_per_byte(),
+                copies=self.outputs.copies,
             )
             ended = train_loop(parts, state)
         if config.log_level == "verbose":
             kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
-            self._say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
+            self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
     def _save(self, step: TrainStep, saver: Saver | None, state: LoopState, kind: SaveKind) -> None:
@@ -333,22 +316,22 @@ class _Run:
         self.observer.expect(expected, arrays=not ready.accelerator.eager)
         note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.eager else None
         if note:
-            self._say([f"note: {note}"])
+            self.outputs.say([f"note: {note}"])
         elif self.config.log_level == "verbose":
-            self._say([f"expected: at most {format_bytes(expected)} of memory for this process"])
+            self.outputs.say([f"expected: at most {format_bytes(expected)} of memory for this process"])
 
     def _explain(self, sizing: Sizing, step: TrainStep, compiled: bool) -> None:
         """With --log-level verbose: what was chosen, and why."""
         if self.config.log_level != "verbose":
             return
         stored = self.ready.data.stored.items()
-        self._say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
+        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
         kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
-        self._say(kernels)
+        self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
-        self._say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
+        self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
     @contextmanager
     def _saver(self, optimizer: Any, step: TrainStep) -> Generator[Saver | None, None, None]:
@@ -370,6 +353,7 @@ class _Run:
             chat_template=ready.data.template,
             constants=cache(self._constants),
             model=self._model_files(),
+            room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
         )
         saver = Saver(plan, lambda: snapshot(ready.loaded.model, optimizer, step.spare_bytes), self._described)
         try:
@@ -455,45 +439,3 @@ class _Run:
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
         )
-
-    @contextmanager
-    def _sinks(self) -> Generator[Sinks, None, None]:
-        """Rank 0 writes metrics and shows progress; every rank keeps a log of its own lines."""
-        told = (self.ready.accelerator.warning, *self.ready.data.notes, *self.ready.notes)
-        notes = [f"note: {note}" for note in told if note]
-        sinks: list[Sink] = []
-        short = self.surroundings.short_lines
-        with ExitStack() as stack:
-            if self.surroundings.log_file is not None:
-                make_directory(self.surroundings.log_file.parent, private=True)
-                file = self.surroundings.log_file
-                log = stack.enter_context(open(file, "a", encoding="utf-8", opener=private_opener))
-                stack.callback(_close_log, log)
-                print(*notes, sep="\n", end="\n" if notes else "", file=log)
-                sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False, short=short))
-            if self.ready.keeps_files:
-                room = make_room(self.directory, self.ready.restored, self.ready.run_id)
-                notes += [f"note: {note}" for note in room]
-            newcomer = self.ready.keeps_files and not self.mesh.is_main
-            share_history(self.ready.communicator, self.directory, self.ready.restored, self.ready.run_id, newcomer)
-            if self.ready.keeps_files:
-                sinks.append(JsonlSink(self.directory / METRICS_FILE))
-            if self.mesh.is_main and self.config.train:
-                names, values = tracker_names(self.config.report_to), self.config.shared_values()
-                sinks += start_trackers(names, self.config.project_name, self.directory, values)
-            self._say(notes)
-            if self.surroundings.console is not None:
-                sinks.append(ConsoleSink(self.surroundings.console, profile=self.config.profile, short=short))
-            yield stack.enter_context(Sinks(sinks))
-
-    def _say(self, lines: Sequence[str]) -> None:
-        """Print ``lines`` where this rank has a console."""
-        if self.surroundings.console is not None:
-            for line in lines:
-                self.surroundings.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _close_log(log: TextIO) -> None:
-    """Closing writes what is left, which a full disk refuses: that must not end the run, or hide why it ends."""
-    with suppress(OSError):
-        log.close()

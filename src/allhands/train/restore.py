@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -26,6 +27,7 @@ from allhands.checkpoints import (
     survey,
 )
 from allhands.checkpoints.layout import run_of
+from allhands.checkpoints.writing import sweep
 from allhands.config import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.distributed.backend import Communicator
@@ -38,6 +40,7 @@ from allhands.train.state import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.trees import numbers
 
 AUTO = "auto"
+_SEEN = ".seen-"
 
 
 @dataclass(frozen=True)
@@ -214,13 +217,21 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
     """
     if copies < 2 or mesh.local_size == mesh.size:
         return mesh.is_main
-    mark: str = hand_out_json(communicator, f".seen-{secrets.token_hex(8)}")
+    mark: str = hand_out_json(communicator, f"{_SEEN}{secrets.token_hex(8)}")
     probe = directory / mark
     if mesh.is_main:
         make_directory(directory, private=True)
+        for old in directory.glob(f"{_SEEN}*"):  # of a start that was killed here
+            old.unlink(missing_ok=True)
         probe.touch()
     barrier(communicator)
-    blind = mesh.local_rank == 0 and not mesh.is_main and not probe.exists()
+    blind = mesh.local_rank == 0 and not mesh.is_main and not os.path.exists(probe)
+    if blind:
+        # What a computer that lost its power was writing; where nothing will be written nobody else looks.
+        with suppress(OSError):
+            sweep(directory / CHECKPOINTS)
+        with suppress(OSError):
+            sweep(directory)
     flags = numbers(communicator.all_gather(mx.array([float(blind)])))
     if mesh.is_main:
         probe.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from allhands.checkpoints import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, q
 from allhands.checkpoints.layout import entries
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
+from allhands.errors import AllhandsError, CheckpointError
 from allhands.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
 from allhands.model.adapters import CONFIG_FILE
@@ -207,18 +209,27 @@ def share_history(
         newcomer: whether this rank keeps files, and is not rank 0.
 
     Raises:
-        StorageError: they cannot be written.
+        CheckpointError: what lies there cannot be read; the other ranks have got theirs.
+        StorageError: they cannot be written; likewise.
     """
     if restored is None or communicator.size == 1:
         return
-    lacks = newcomer and not _has_kept(directory, restored)
+    lacks = newcomer
+    with suppress(CheckpointError):  # it cannot be read
+        lacks = newcomer and not _has_kept(directory, restored)
     if not numbers(communicator.all_sum(mx.array([float(lacks)])))[0]:
         return
+    problem: AllhandsError | OSError | None = None
     try:
         if lacks:
             _make_way(directory, {run_id, restored.run_id})
+    except (AllhandsError, OSError) as error:
+        problem = error  # not before the others have theirs: all take part in handing out
+    try:
         curve = _handed_out(communicator, directory, [METRICS_FILE])
-        best = _handed_out(communicator, directory / BEST, _names(directory / BEST))
+        best = _handed_out(communicator, directory / BEST, _names(directory / BEST) if communicator.rank == 0 else [])
+        if problem is not None:
+            raise problem
         if lacks:
             _write(directory, curve, best)
     except OSError as error:

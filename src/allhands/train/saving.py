@@ -49,6 +49,7 @@ class SavePlan:
         constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
         model: makes the weights a model of their own, which is then written in place of an adapter.
         busy: called as the writing gets on.
+        room: makes way for the run's files; called before something is written, until it has once succeeded.
     """
 
     directory: Path
@@ -62,6 +63,7 @@ class SavePlan:
     chat_template: str | None = None
     model: ModelFiles | None = None
     busy: Callable[[], None] = lambda: None
+    room: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-save")
         self._pending: list[tuple[int, Future[SavedReport | None]]] = []
         self._troubles: deque[Warned] = deque()
+        self._has_room = False
         self._held: tuple[int, weakref.ref[_Tensors]] | None = None
 
     def save(self, state: LoopState, kind: SaveKind) -> None:
@@ -143,6 +146,9 @@ class Saver:
         """The report of what was written, if anything had to be."""
         begun = time.perf_counter()
         try:
+            if not self._has_room:
+                self._plan.room()
+                self._has_room = True
             there = self._there(request) if request.kind == "same" else frozenset[Path]()
             if there == self._wanted(request):
                 return None

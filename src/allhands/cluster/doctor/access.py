@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from allhands.blame import init_command
 from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Login, Trouble
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac, usual
 from allhands.formatting import format_duration
+from allhands.versions import (
+    MAY_DIFFER,
+    MLX_BACKENDS,
+    MUST_BE_EQUAL,
+    SOURCE,
+    described,
+    harmless,
+    merely_different,
+    required,
+    software_here,
+    unequal,
+)
 
 OLDEST_PYTHON = (3, 11)
 CLOCK_WARN_S = 2.0
 SLOW_LOGIN_S = 5.0
-COMPARED = ("allhands", "mlx", "mlx-lm")
 # Ranks with one of these set would believe that another launcher has started them.
 _LAUNCHERS = (
     *("MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR"),
@@ -163,7 +175,7 @@ def check_shell(cluster: Cluster) -> list[Finding]:
 
 
 def check_ssh_between(cluster: Cluster) -> list[Finding]:
-    """Every computer can reach every other over ssh: for mpirun on one of them, and for copying along a chain."""
+    """The first computer reaches the others over ssh, if ``mpirun`` is to be started there: nothing else needs that."""
     # Where no connection passes at all that is told with the ports, and where large packets get lost, with those.
     cut = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome not in ("ok", "stalls")}
     stalled = {(reach.source, reach.target) for reach in cluster.reached if reach.outcome == "stalls"}
@@ -181,7 +193,7 @@ def check_ssh_between(cluster: Cluster) -> list[Finding]:
 
 def _login_finding(cluster: Cluster, login: Login, trouble: Trouble) -> Finding:
     source, target = cluster.host(login.source), cluster.host(login.target)
-    # Nobody logs in to the computer at which the person sits, unless mpirun is started elsewhere.
+    # The person may mean to start mpirun here.
     severity: Severity = "note" if target.ssh is None else "warn"
     said = f": {trouble.reason}" if trouble.reason else ""
     words = _WORDS[trouble.kind].format(python="")
@@ -250,34 +262,56 @@ def _install(cluster: Cluster, host: HostReport, facts: HostFacts) -> str:
 
 
 def check_versions(cluster: Cluster) -> list[Finding]:
-    """allhands, mlx and mlx-lm are the same everywhere; other Pythons are told."""
+    """What must be equal for training is so everywhere, by the rule of :mod:`allhands.versions`; the rest is told."""
+    known = [(host, facts) for host, facts in cluster.answered() if facts.python.python_version and _new_enough(facts)]
     findings: list[Finding] = []
-    for package in (*COMPARED, "python"):
-        have = [
-            (host, facts, version)
-            for host, facts in cluster.answered()
-            if (version := facts.version(package)) and _new_enough(facts)
-        ]
-        if len({version for *_, version in have}) < 2:
-            continue
-        common = usual([version for *_, version in have])
-        same = listed(host.name for host, _, version in have if version == common)
-        for host, facts, version in have:
-            if version != common:
-                findings.append(_other_version(host, facts, (package, version, common), same))
+    for name in MUST_BE_EQUAL:
+        have = [(host, facts, required(facts.software)[name]) for host, facts in known if facts.version(name)]
+        findings += _other_versions(cluster, name, have, noted=False)
+    for name in MAY_DIFFER:
+        have = [(host, facts, facts.version(name) or "") for host, facts in known if facts.version("allhands")]
+        findings += _other_versions(cluster, name, have, noted=True)
     return findings
 
 
-def _other_version(host: HostReport, facts: HostFacts, versions: tuple[str, str, str], same: str) -> Finding:
-    package, own, common = versions
-    message = f"{package} {own}, but {common} on {same}"
-    if package == "python":
-        note = "note" if _numbers(own) == _numbers(common) else "warn"
-        return Finding("versions", (host.name,), note, message, ssh_remedy(host, "old-python"))
-    # Ranks of different releases of allhands or MLX would not take the same steps.
-    severity: Severity = "warn" if package == "mlx-lm" else "stop"
-    command = shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", f"{package}=={common}"])
-    return Finding("versions", (host.name,), severity, message, on(host, command))
+def _other_versions(
+    cluster: Cluster, name: str, have: Sequence[tuple[HostReport, HostFacts, str]], *, noted: bool
+) -> list[Finding]:
+    """Who has not what most have; what may differ is told only where it is not forbidden anyway."""
+    if len({value for *_, value in have}) < 2:
+        return []
+    common = usual([value for *_, value in have])
+    same = listed(host.name for host, _, value in have if value == common)
+    wanted = next(facts.software for _, facts, value in have if value == common)
+    findings: list[Finding] = []
+    for host, facts, value in have:
+        if value == common or (noted and name not in merely_different(facts.software, wanted)):
+            continue
+        message = f"{described(name, facts.software, wanted)}, but {described(name, wanted).split(' ', 1)[1]} on {same}"
+        remedy = _same_package(host, facts, name, wanted)
+        if not noted and (name == "python" or (name == "allhands" and SOURCE in wanted)):
+            remedy = _init(cluster, host, wanted)
+        message += f": {harmless(name)}" if noted else ""
+        findings.append(Finding("versions", (host.name,), "note" if noted else "stop", message, remedy))
+    return findings
+
+
+def _same_package(host: HostReport, facts: HostFacts, name: str, wanted: Mapping[str, str]) -> str:
+    """The command that gives a host the others' version of a package; of Python it lists what there is."""
+    if name == "python":
+        return on(host, f"{shlex.quote(host.python)} --version   # nothing has to be done")
+    names = [name]
+    if name == "mlx":
+        names += [one for one in MLX_BACKENDS if facts.version(one) not in (None, wanted[name])]
+    packages = [f"{one}=={wanted[name]}" for one in names]
+    return on(host, shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", *packages]))
+
+
+def _init(cluster: Cluster, host: HostReport, wanted: Mapping[str, str]) -> str:
+    """The command that makes this computer's environment there, or on all others if it is itself the odd one."""
+    alike = host.ssh is not None and not unequal(software_here(), wanted)
+    names = [host.ssh] if alike else [other.ssh for other in cluster.hosts if other.ssh is not None]
+    return init_command([name for name in names if name is not None], cluster.option)
 
 
 def check_clock(cluster: Cluster) -> list[Finding]:
@@ -389,5 +423,5 @@ CHECKS = (
     Check("names", "names of their own", check_names),
     Check("directory", "working directory", check_directory),
     Check("variables", "environment", check_variables),
-    Check("ssh-between", "ssh between them", check_ssh_between, lambda cluster: bool(cluster.logins), _all_logins),
+    Check("ssh-between", "ssh for mpirun", check_ssh_between, lambda cluster: bool(cluster.logins), _all_logins),
 )

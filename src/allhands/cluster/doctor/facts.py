@@ -241,6 +241,11 @@ class HostFacts(Fact):
         """Of an installed package, or of Python."""
         return self.python.python_version if package == "python" else self.python.versions.get(package)
 
+    @property
+    def software(self) -> dict[str, str]:
+        """What is compared among computers; see :mod:`allhands.versions`."""
+        return {**self.python.versions, "python": self.python.python_version}
+
 
 class Trouble(Fact):
     """Why a computer could not be asked: the kind, and the words of ssh or of its shell.

@@ -233,7 +233,11 @@ def _ask_facts(patient: Patient, options: CheckOptions, ips: Sequence[str]) -> N
     except Untold as untold:
         patient.lose(doing, untold.reason)
     except ValidationError as error:
-        patient.lose(doing, f"it answered what is not understood: {error.errors()[0]['msg']}")
+        patient.lose(doing, _not_understood(error))
+
+
+def _not_understood(error: ValidationError) -> str:
+    return f"it answered what is not understood: {error.errors()[0]['msg']}"
 
 
 def _sources(options: CheckOptions) -> dict[str, str]:
@@ -249,6 +253,8 @@ def _ask_trees(patient: Patient, sources: Mapping[str, str], hashed: bool) -> No
             patient.told["trees"] = tuple(Tree.model_validate(tree) for tree in trees)
         except Untold as untold:
             patient.lose("reading its files", untold.reason)
+        except ValidationError as error:
+            patient.lose("reading its files", _not_understood(error))
 
 
 def _listen(patient: Patient, secret: str) -> None:
@@ -261,7 +267,7 @@ def _listen(patient: Patient, secret: str) -> None:
 
 
 def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: CheckOptions) -> None:
-    """Connect to all others, and log in to them."""
+    """Connect to all others; and log in to them where ``mpirun`` would."""
     if not patient.well or patient.session is None:
         return
     others = [other for other in patients if other is not patient and other.well]
@@ -274,14 +280,19 @@ def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: 
             "timeout_s": limit,
         }
         answers = patient.session.ask("reach", 4 * limit + options.timeout_s, **asked)["reached"]
+        if len(answers) != len(targets):
+            raise Untold("it answered what is not understood")
         patient.reached = [
-            Reach(source=patient.host.name, target=name, own=answer.pop("source", None), **answer)
+            Reach.model_validate({**answer, "source": patient.host.name, "target": name, "own": answer.get("source")})
             for (name, *_), answer in zip(targets, answers, strict=True)
         ]
-        if patient.host.ssh is not None:
+        # Whoever starts mpirun there needs it. Everything else comes from this computer, which reaches all of them.
+        if options.backend == "mpi" and patient is patients[0] and patient.host.ssh is not None:
             _log_in(patient, others, options)
     except Untold as untold:
         patient.lose("connecting to the others", untold.reason)
+    except ValidationError as error:
+        patient.lose("connecting to the others", _not_understood(error))
 
 
 def _log_in(patient: Patient, others: Sequence[Patient], options: CheckOptions) -> None:
@@ -292,6 +303,8 @@ def _log_in(patient: Patient, others: Sequence[Patient], options: CheckOptions) 
     names = [(other, name) for other in others if (name := _login_name(other))]
     logins = [{"target": o.host.name, "argv": ssh.command(name, ["true"], settings)} for o, name in names]
     answers = patient.session.ask("logins", 4 * limit + options.timeout_s, logins=logins, timeout_s=limit)
+    if len(answers["logins"]) != len(names):
+        raise Untold("it answered what is not understood")
     for (other, name), answer in zip(names, answers["logins"], strict=True):
         trouble = None if answer["code"] == 0 else ssh_trouble(answer["code"], answer["said"])
         patient.logins.append(Login(source=patient.host.name, target=other.host.name, name=name, trouble=trouble))

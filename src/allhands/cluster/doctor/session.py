@@ -13,18 +13,29 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from allhands.cluster import probe, ssh
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.facts import Trouble
 from allhands.cluster.hosts import Host
+from allhands.strict_json import Check, integer, is_number, is_text, list_of, mapping_of, maybe, object_of, read_object
 
 _MOST_NOISE = 4096
 _MOST_SAID = 1 << 14
 _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
+# What each request is answered; facts and trees are looked at by who has asked for them.
+ANSWERS: Mapping[str, Check] = {
+    "time": object_of({"time": is_number}),
+    "facts": object_of({}),
+    "trees": object_of({"trees": list_of(object_of({}))}),
+    "listen": object_of({"ports": mapping_of(integer(1, 65535)), "errors": mapping_of(is_text)}),
+    "reach": object_of({"reached": list_of(object_of({}, {"source": is_text}))}),
+    "logins": object_of({"logins": list_of(object_of({"code": maybe(integer(-255, 255)), "said": is_text}))}),
+}
 
 
 class Untold(Exception):
@@ -106,8 +117,11 @@ class Session:
             answer = self._next(limit)
             if answer is None:
                 raise Untold("the connection broke" if self._ended.is_set() else f"no answer for {limit:g} s")
-            if "progress" not in answer:
-                return answer
+            if "progress" in answer:
+                continue
+            if not ANSWERS[kind](answer):
+                raise Untold("it answered what is not understood")
+            return answer
 
     def close(self) -> None:
         """End the probe, wait a moment for it, and give everything back."""
@@ -181,7 +195,7 @@ class Session:
     def _take(self, line: bytes) -> None:
         """An answer bears the token; before it on the line, or without it, is what something else has printed."""
         before, found, text = line.partition(self._token.encode())
-        answer = _parsed(text) if found else None
+        answer = read_object(text.strip(), halves=True) if found else None
         self._hear(line if answer is None else before)
         if answer is not None:
             self._ready = True
@@ -206,14 +220,6 @@ class Session:
         self._said.seek(0, os.SEEK_END)
         self._said.seek(max(0, self._said.tell() - _MOST_SAID))
         return self._said.read().decode(errors="replace")
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        answer: object = json.loads(text)
-    except ValueError:
-        return None
-    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else None
 
 
 def clock_offset(session: Session, rounds: int = 3) -> tuple[float, float]:

@@ -1,11 +1,11 @@
 """What a Python interpreter has of allhands: run by that interpreter, on any computer, as text after ``-c``.
 
-The standard library of Python 3.8 and nothing else, in ASCII; nothing of allhands is imported here.
+The standard library of Python 3.8 and nothing else, in ASCII: its text is sent with that of :mod:`allhands.versions`,
+from which it takes names, behind it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -14,33 +14,11 @@ import subprocess
 import sys
 from typing import Any
 
+from allhands.versions import fingerprint
+
 # What a rank does first. MLX last: it needs the drivers.
 STARTS = "import allhands.cluster.agent; import mlx.core"
 _STARTS_S = 60
-
-
-def fingerprint(root: str) -> str:
-    """SHA-256 over names and contents of a package's files; those that Python makes itself do not count."""
-    total = hashlib.sha256()
-    for name in package_files(root):
-        with open(os.path.join(root, name), "rb") as stream:
-            total.update(file_line(name, stream.read()))
-    return total.hexdigest()
-
-
-def file_line(name: str, content: bytes) -> bytes:
-    """What one file adds to the fingerprint."""
-    return f"{hashlib.sha256(content).hexdigest()} {name}\n".encode()
-
-
-def package_files(root: str) -> list[str]:
-    """Names of a package's files relative to it, with slashes, sorted."""
-    found: list[str] = []
-    for place, folders, names in os.walk(root):
-        folders[:] = [folder for folder in folders if folder != "__pycache__"]
-        inner = os.path.relpath(place, root).replace(os.sep, "/")
-        found += [name if inner == "." else f"{inner}/{name}" for name in names if not name.endswith(".pyc")]
-    return sorted(found)
 
 
 def versions(names: list[str]) -> dict[str, str]:

@@ -132,6 +132,12 @@ class Report:
         return [o.name for o in self.outcomes if o.trouble and not o.pending and o.name not in self.hosts]
 
     @property
+    def stays(self) -> list[str]:
+        """Computers that are in the hostfile, because an earlier one had them, though they cannot be used now."""
+        bad = {outcome.name for outcome in self.outcomes if outcome.trouble is not None}
+        return [name for name in self.hosts if name in bad]
+
+    @property
     def also(self) -> list[str]:
         """Computers that are in the hostfile only because an earlier one had them."""
         good = {outcome.name for outcome in self.outcomes if outcome.trouble is None}

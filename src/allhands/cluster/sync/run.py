@@ -22,6 +22,7 @@ from allhands.cluster.sync.wire import Broken, Security
 from allhands.cluster.sync.worker import Counts
 from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError
 from allhands.files import storage_error
+from allhands.strict_json import Check, integer, is_integer, is_text, list_of, object_of
 
 SOURCE = -1  # the number of this computer
 _OVER_SSH = -2
@@ -151,6 +152,28 @@ class _Duty:
     orders: int = 0
 
 
+_INDEX = integer(0, 1 << 32)
+_BYTES = integer(0, 1 << 60)
+
+
+def _is_address(row: Any) -> bool:
+    return list_of(lambda value: True)(row) and len(row) == 2 and is_text(row[0]) and is_integer(row[1], 1, 65535)
+
+
+_COUNTED = object_of({"read": _BYTES, "received": _BYTES, "sent": _BYTES})
+# What a host says, which may be anything.
+_SAID: Mapping[str, Check] = {
+    "hello": object_of({"addresses": list_of(_is_address), "source": is_text}),
+    "progress": _COUNTED,
+    "looked": object_of({"files": list_of(_INDEX), "needed": _BYTES, "roots": list_of(is_text)}),
+    "orphan": object_of({"number": _INDEX, "reason": is_text}),
+    "want": object_of({"rows": list_of(list_of(integer(0, 1 << 40)))}),
+    "complete": object_of({}),
+    "failed": object_of({"errno": integer(0, 1 << 16), "reason": is_text, "path": is_text}),
+    "ended": _COUNTED,
+}
+
+
 class _Run:
     def __init__(self, plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: Show) -> None:
         self._plan, self._hosts, self._options, self._show = plan, hosts, options, show
@@ -251,7 +274,9 @@ class _Run:
             host = self._state.hosts[number]
             self._fail(number, error or lost(host.name, "it has ended"))
         elif self._duties[number].member is not None:
-            getattr(self, f"_on_{said['kind']}", self._on_other)(number, said)
+            check = _SAID.get(said["kind"])
+            take = getattr(self, f"_on_{said['kind']}", self._on_other) if check and check(said) else self._on_other
+            take(number, said)
 
     def _take_own(self, said: Mapping[str, Any] | None, error: AllhandsError | None) -> None:
         if said is None:
@@ -297,7 +322,7 @@ class _Run:
         while waiting and time.monotonic() < deadline:
             with suppress(queue.Empty):
                 number, said, _ = self._events.get(timeout=_TICK_S)
-                if said is not None and said["kind"] == "ended":
+                if said is not None and said["kind"] == "ended" and _COUNTED(said):
                     self._on_progress(number, said)
                 if number != SOURCE and (said is None or said["kind"] == "ended"):
                     waiting.discard(number)
@@ -307,6 +332,9 @@ class _Run:
         host.read, host.received, host.sent = said["read"], said["received"], said["sent"]
 
     def _on_looked(self, number: int, said: Mapping[str, Any]) -> None:
+        if not (len(said["roots"]) == len(self._plan.roots) and all(i < len(self._entries) for i in said["files"])):
+            self._on_other(number, said)
+            return
         host = self._state.hosts[number]
         host.needed, host.lacking = said["needed"], tuple(said["files"])
         wanting = [self._entries[file] for file in host.lacking]
@@ -324,8 +352,10 @@ class _Run:
             self._choose_parent(number, said["reason"])
 
     def _on_want(self, number: int, said: Mapping[str, Any]) -> None:
-        feed = cast(Member, self._duties[number].member).feed()
-        shelf = cast(SourceShelf, self._shelf)
+        feed, shelf = cast(Member, self._duties[number].member).feed(), self._shelf
+        if shelf is None:
+            self._on_other(number, said)
+            return
 
         def send() -> None:
             with suppress(Broken, OSError):

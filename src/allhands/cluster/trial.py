@@ -1,0 +1,215 @@
+"""Whether computers that could join would fit, found out on them while the running ranks go on undisturbed.
+
+An agent there starts the job's command as if it were one more rank; instead of joining the group it tells what it has
+loaded, which is compared with what the running ranks have agreed on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from allhands.blame import SOFTWARE, Statement, circumstances_in, judge
+from allhands.cluster.addresses import addresses
+from allhands.cluster.connection import Connection, HostError, UnfitHosts
+from allhands.cluster.frames import Frame
+from allhands.cluster.newcomers import Refusal
+from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
+from allhands.cluster.remote import READY_S, orders
+from allhands.errors import AllhandsError
+from allhands.versions import TOKEN_MAKERS, required, unequal
+
+_TICK_S = 0.2
+_END_S = 2.0
+_STOP_S = 3.0  # a computer that does not answer must not hold up the end of the others
+_RANKS = range(1, 2)  # the second of two: it leads nothing, and writes into its log alone
+
+
+class Trial:
+    """All newcomers looked at side by side, in threads of their own; :meth:`stop` ends what is left of it.
+
+    Args:
+        spec: of the running attempt.
+        attested: what its ranks have agreed on, as rank 0 tells it.
+        known: the computer of rank 0.
+    """
+
+    def __init__(self, spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str) -> None:
+        self.names = frozenset(place.name for place in newcomers)
+        self.fit: set[str] = set()
+        self.unfit: dict[str, Refusal] = {}
+        self._over = threading.Event()
+        self._spec, self._attested, self._known = spec, attested, known
+        self._threads = [
+            threading.Thread(target=self._look_at, args=(place,), name=f"trial-{place.name}", daemon=True)
+            for place in newcomers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether all is known that will be; a computer that is in neither list has not answered."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """End it: the attempt is over."""
+        self._over.set()
+        deadline = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _look_at(self, place: Place) -> None:
+        try:
+            if self._has_the_same(place):
+                self.fit.add(place.name)
+                return
+            if self._over.is_set():
+                return
+            found = _One(self._spec, place, self._attested, self._over).run()
+            if found is not None:
+                self._compare(_statement(self._known, self._attested), _statement(place.name, found))
+        except _Failed as failed:
+            self.unfit[place.name] = failed.refusal
+        except _Others as others:
+            self._compare(*(_of_software(name, have) for name, have in self._both(place.name, others.software)))
+        except AllhandsError as error:
+            # Another error of a computer's is that it has gone again, or not come yet.
+            if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
+                self.unfit[place.name] = Refusal(error.message, str(error))
+
+    def _both(self, name: str, software: Mapping[str, str]) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        return (self._known, self._attested["software"]), (name, software)
+
+    def _compare(self, known: Statement, new: Statement) -> None:
+        told = circumstances_in(self._spec.env)
+        given = replace(told, **self._attested["options"], trusted=frozenset({self._known}))
+        verdict = judge([known, new], given)
+        if verdict is None:
+            self.fit.add(new.name)
+        else:
+            self.unfit[new.name] = Refusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
+
+    def _has_the_same(self, place: Place) -> bool:
+        """Whether its files and software are those of rank 0's computer; if not, it may make the same of them still."""
+        if not self._attested["exam"]:
+            return False
+        command = [self._spec.command[0], "-P", "-m", "allhands.cluster.exam", json.dumps(self._attested["exam"])]
+        try:
+            found = _One(replace(self._spec, command=command), place, self._attested, self._over).run()
+        except _Failed:
+            return False
+        if found is None:
+            return False
+        have, theirs = found["software"], self._attested["software"]
+        alike = all(have.get(name) == theirs.get(name) for name in TOKEN_MAKERS)
+        return alike and found["files"] == self._attested["files"]
+
+
+def _statement(name: str, attested: Mapping[str, Any]) -> Statement:
+    parts = (attested[part] for part in ("facts", "files", "places", "software"))
+    return Statement(name, *parts)
+
+
+def _of_software(name: str, have: Mapping[str, str]) -> Statement:
+    return Statement(name, {SOFTWARE: required(have)}, software=have)
+
+
+class _Others(Exception):
+    """The computer has other versions than may be, so that nothing is started there."""
+
+    def __init__(self, software: Mapping[str, str]) -> None:
+        super().__init__("other versions")
+        self.software = software
+
+
+class _Failed(Exception):
+    """The rank there has failed with an error that it foresaw."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+@dataclass
+class _One:
+    """One computer's part of it."""
+
+    spec: LaunchSpec
+    place: Place
+    attested: Mapping[str, Any]
+    over: threading.Event
+    _found: dict[str, Any] | None = None
+    _error: dict[str, Any] | None = None
+    _ended: int | None = None
+    _lost: bool = False
+    _busy: float = field(default_factory=time.monotonic)
+
+    def run(self) -> Mapping[str, Any] | None:
+        """What the computer would bring into the group; ``None``: it has been stopped.
+
+        Raises:
+            AllhandsError: it cannot take part, with the reason.
+        """
+        place = replace(self.place, num_ranks=1)
+        spec = self._trial_spec()
+        log = self.spec.log_dir / f"host-{re.sub(r'[^A-Za-z0-9._-]', '_', place.name)}.log"
+        (address,) = addresses([place])
+        hello = {**orders(spec, place, _RANKS, address), "relay": False}
+        connection = Connection(place.host, place.name, hello, log, self._listen)
+        try:
+            versions = connection.wait_until_ready(time.monotonic() + READY_S)["versions"]
+            if unequal(versions, self.attested["software"]):
+                raise _Others(versions)
+            connection.send("start", peers=[f"{address}:0", f"{address}:0"])
+            while self._ended is None and not (self._lost or self.over.wait(_TICK_S)):
+                connection.check()
+                if time.monotonic() > self._busy + spec.start_deadline_s:
+                    what = f"it did not come to the point of joining within {spec.start_deadline_s:g} s"
+                    raise UnfitHosts([place.name], what, hint=f"see the logs in {spec.log_dir_there} there")
+        finally:
+            connection.send("end")
+            connection.finish(time.monotonic() + _END_S)
+        return self._result()
+
+    def _result(self) -> Mapping[str, Any] | None:
+        if self._lost:
+            raise HostError([self.place.name], f"{self.place.name} does not answer any more")
+        if self._ended is None or (self._ended == 0 and self._found is not None):
+            return self._found
+        error = self._error or {}
+        if not error.get("text"):
+            what = error.get("message") or f"a rank on trial ended with code {self._ended}"
+            raise _Failed(Refusal(what, f"{what}\n  what to do: see the logs of {self.place.name}"))
+        kind = f"{error['type']}: {error['message']}"
+        raise _Failed(Refusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind))
+
+    def _trial_spec(self) -> LaunchSpec:
+        there = self.spec.log_dir_there
+        return replace(
+            self.spec,
+            num_processes=2,
+            backend="ring",
+            weights=None,
+            tag_output=False,
+            keep_logs=False,
+            places=(),
+            log_dir=self.spec.log_dir / "trial",
+            log_dir_there=f"{there}/trial" if there else None,
+            env={**self.spec.env, TRIAL_VARIABLE: self.attested["dated"] or "1"},
+        )
+
+    def _listen(self, frame: Frame | None) -> None:
+        if frame is None:
+            self._lost = self._ended is None
+        elif frame["kind"] == "attested":
+            self._found = frame["content"]
+        elif frame["kind"] == "marks":
+            self._busy = time.monotonic() if frame["busy_age"] is not None else self._busy
+        elif frame["kind"] == "exit":
+            self._error, self._ended = frame["report"].get("error"), frame["code"]

@@ -1,0 +1,47 @@
+"""The files that stand behind what a run has loaded, by their content: to say which of them differs on a computer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from allhands.data.store import input_hash
+from allhands.data.tokenise import tokenizer_files_of
+
+_MOST_FILES = 200
+_CALLED = {"valid": ("valid", "val", "dev")}
+
+
+def files_behind_data(data: Path, splits: Iterable[str], model: Path) -> dict[str, str]:
+    """SHA-256 of the data's files of these splits and of the tokenizer's, by ``role/name``."""
+    return {**hashes("data", _data_files(data, splits)), **hashes("tokenizer", _tokenizer(model))}
+
+
+def files_behind_options(paths: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 of the files that options name, by ``option/NAME``."""
+    found = {name: Path(path) for name, path in paths.items() if Path(path).is_file()}
+    return {f"option/{name}": input_hash(path) for name, path in found.items()}
+
+
+def hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of those files that can be read, by ``role/name``."""
+    found: dict[str, str] = {}
+    for file in files:
+        try:
+            found[f"{role}/{file.name}"] = input_hash(file)
+        except OSError:
+            continue  # it is told as missing
+    return found
+
+
+def _tokenizer(model: Path) -> list[Path]:
+    return tokenizer_files_of(model) if model.is_dir() else []
+
+
+def _data_files(path: Path, splits: Iterable[str]) -> list[Path]:
+    """The files of these splits by their names, unless there are very many."""
+    if path.is_file():
+        return [path]
+    begin = tuple(name for split in splits for name in _CALLED.get(split, (split,)))
+    found = [file for name in begin for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*")) if file.is_file()]
+    return sorted(set(found)) if len(found) <= _MOST_FILES else []

@@ -1,0 +1,136 @@
+"""JSON that somebody else has written: an object, or nothing; never more than it may be, and never an exception.
+
+Python's own reader takes NaN, numbers of thousands of digits, names that come twice, halves of letters that cannot be
+written, and lists in lists until its stack ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+Check = Callable[[Any], bool]
+
+_MOST_DEPTH = 16
+_MOST_DIGITS = 20
+_MOST_WHOLE = 1 << 53
+# A string that has no end goes to the end: what follows is not looked at again and again.
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*+"?|[\[\]{}]', re.DOTALL)
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_object(content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = False) -> dict[str, Any] | None:
+    """The object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound one.
+
+    Args:
+        content: of a bounded length: that is for who reads it to see to.
+        most_depth: of lists and objects in each other.
+        halves: whether strings may hold halves of letters, by which Python writes the bytes of odd file names.
+    """
+    try:
+        text = content.decode("utf-8")
+        if not _is_flat(text, most_depth):
+            return None
+        found = json.loads(
+            text, parse_constant=_refuse, parse_int=_integer, parse_float=_number, object_pairs_hook=_without_repeats
+        )
+        if not halves and _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+def _is_flat(text: str, most_depth: int) -> bool:
+    if text.count("[") + text.count("{") <= most_depth:
+        return True
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth > most_depth:
+            return False
+    return True
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError("too many digits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("too large")
+    return value
+
+
+def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} comes twice")
+        found[name] = value
+    return found
+
+
+# --- what an object must hold -------------------------------------------------------------------------
+
+
+def is_integer(value: object, least: int, most: int) -> bool:
+    """Whether ``value`` is an integer, not a truth value, between these two."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string."""
+    return isinstance(value, str)
+
+
+def is_flag(value: Any) -> bool:
+    """Whether it is true or false."""
+    return isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, float) or is_integer(value, -_MOST_WHOLE, _MOST_WHOLE)
+
+
+def integer(least: int, most: int) -> Check:
+    """An integer between these two."""
+    return lambda value: is_integer(value, least, most)
+
+
+def maybe(check: Check) -> Check:
+    """Null, or that."""
+    return lambda value: value is None or check(value)
+
+
+def list_of(check: Check) -> Check:
+    """A list of such values."""
+    return lambda value: isinstance(value, list) and all(map(check, cast("list[Any]", value)))
+
+
+def mapping_of(check: Check) -> Check:
+    """An object with any names, whose values are such."""
+    return lambda value: isinstance(value, dict) and all(map(check, cast("dict[str, Any]", value).values()))
+
+
+def object_of(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """An object that has the needed names, and maybe the optional and any others."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return False
+        known = {name: one for name, one in (optional or {}).items() if name in value}
+        return all(name in value and one(value[name]) for name, one in {**needed, **known}.items())
+
+    return check

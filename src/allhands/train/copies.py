@@ -1,0 +1,123 @@
+"""The copies of checkpoints on other computers: whether they are kept is told by rank 0, and ends no run.
+
+Rank 0's own files are the run's; a copy is there for the loss of its computer. What keeps a rank from writing one (a
+full disk, a directory that it may not write into) is a warning when it begins, when it is over, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from allhands.distributed.backend import Alone, Communicator
+from allhands.errors import AllhandsError
+from allhands.metrics import SavedReport, Warned
+from allhands.trees import numbers
+
+NUMBERS = 2  # of a rank, for the others
+_TEXT_BYTES = 512  # of what a rank says of its copy
+_NAME = 64
+
+
+@dataclass
+class Copies:
+    """What a rank knows of the copies.
+
+    Attributes:
+        keeps: whether this rank keeps a copy.
+        computer: the name of this rank's computer, for people.
+        newest: the step of the newest whole checkpoint of the run here; 0: there is none.
+        trouble: why the latest copy here could not be written; empty: nothing is wrong.
+    """
+
+    communicator: Communicator = field(default_factory=Alone)
+    keeps: bool = False
+    computer: str = ""
+    newest: Callable[[], int] = lambda: 0
+    trouble: str = ""
+    _changes: int = 0  # odd while something is wrong
+    _step: int = 0
+    _heard: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._look()
+
+    def fail(self, error: AllhandsError) -> bool:
+        """Note that the copy here cannot be written now; whether that is new."""
+        new, self.trouble = not self.trouble, f"{error.where}: {error.message}" if error.where else error.message
+        self._changes += new
+        return new
+
+    def note(self, outcomes: Sequence[SavedReport | Warned | AllhandsError], step: int) -> list[Warned]:
+        """Take in what has been written here, or could not be; what is to be told of it on this rank."""
+        told: list[Warned] = []
+        for outcome in outcomes:
+            if isinstance(outcome, AllhandsError) and self.fail(outcome):
+                told.append(Warned(step, f"no copy of the checkpoint is kept here ({self.trouble}); training goes on"))
+            elif isinstance(outcome, SavedReport) and self.trouble:
+                self.trouble, self._changes = "", self._changes + 1
+        if outcomes:
+            self._look()
+        return told
+
+    @property
+    def told(self) -> list[float]:
+        """:data:`NUMBERS` numbers of this rank for all others: the changes for the worse or better, and the step."""
+        return [float(self._changes), float(self._step)]
+
+    def hear(self, told: Sequence[float], step: int, *, ends: bool = False) -> list[Warned]:
+        """What rank 0 is to tell of the copies at ``step``; called on all ranks together.
+
+        Args:
+            told: :attr:`told` of every rank, one after the other.
+            ends: whether nothing more will be written: what is wrong is told again then.
+        """
+        changes, steps = tuple(told[::NUMBERS]), told[1::NUMBERS]
+        before, self._heard = self._heard or (0.0,) * len(changes), changes
+        news = [
+            rank
+            for rank, (old, now) in enumerate(zip(before, changes, strict=True))
+            # What began and was over between two looks is no news.
+            if (now % 2 and ends) or old % 2 != now % 2
+        ]
+        if not news:
+            return []
+        texts = self._gathered()
+        if self.communicator.rank != 0:
+            return []
+        return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
+
+    def settle(self, step: int) -> list[Warned]:
+        """The last word, when all has been written; called on all ranks together."""
+        if self.communicator.size == 1:
+            return []
+        return self.hear(numbers(self.communicator.all_gather(mx.array(self.told))), step, ends=True)
+
+    def _look(self) -> None:
+        if self.keeps:
+            try:
+                self._step = self.newest()
+            except (AllhandsError, OSError):
+                self._step = 0
+
+    def _gathered(self) -> list[tuple[str, str]]:
+        """Every rank's computer, and what is wrong with its copy."""
+        text = self.computer.encode()[:_NAME].ljust(_NAME) + self.trouble.encode()
+        row = np.frombuffer(text[:_TEXT_BYTES].ljust(_TEXT_BYTES), np.uint8).astype(np.float32)
+        table = np.asarray(self.communicator.all_gather(mx.array(row))).astype(np.uint8).reshape(-1, _TEXT_BYTES)
+        whole = [(row[:_NAME].tobytes(), row[_NAME:].tobytes()) for row in table]
+        return [(name.decode(errors="ignore").strip(), text.decode(errors="ignore").strip()) for name, text in whole]
+
+
+def _warning(said: tuple[str, str], copied: int, step: int, *, ends: bool) -> Warned:
+    computer, trouble = said
+    about = f"copy on {computer}"
+    if not trouble:
+        text = f"the copy of the checkpoint on {computer} is kept again: it is of step {copied}"
+        return Warned(step, text, about, over=True)
+    copy = f"the copy of the checkpoint on {computer} is of step {copied}"
+    copy = copy if copied else f"there is no copy of the checkpoint on {computer}"
+    return Warned(step, f"{copy}: {trouble}" + ("" if ends else "; training goes on"), about)

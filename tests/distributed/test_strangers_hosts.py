@@ -1,0 +1,143 @@
+"""A stranger on a third computer, while ranks on two others look for each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from namespaces import Cluster, namespaces
+from ring_ranks import allhands_command
+from runs import read_run
+
+STRANGER = Path(__file__).parents[1] / "support" / "strangers.py"
+PORT = 29517
+KEY = "our secret"
+_STRANGE = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "MLX_", "ALLHANDS_MEETING", "TORCHELASTIC_")
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with namespaces(3, tmp_path_factory.mktemp("strangers")) as made:
+        yield made
+
+
+@pytest.fixture
+def started(cluster: Cluster) -> Iterator[list[Process]]:
+    """What a test has started; nothing of it is left on any computer."""
+    processes: list[Process] = []
+    yield processes
+    for one in processes:
+        one.kill()
+        one.communicate()
+    for name in cluster.names:
+        for left in cluster.processes(name):
+            left.kill()
+
+
+def start(cluster: Cluster, name: str, argv: Sequence[str | Path], started: list[Process], **more: str) -> Process:
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)}
+    process = subprocess.Popen(
+        cluster.command(name, [str(word) for word in argv]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=usual | more,
+    )
+    started.append(process)
+    return process
+
+
+def start_rank(
+    cluster: Cluster, rank: int, out: Path, started: list[Process], model: Path, data: Path, **more: str
+) -> Process:
+    """A rank as torchrun starts it, on a computer of its own, that trains."""
+    paths = ["--model", model, "--data", data, "--adapter-path", out]
+    options = [
+        "--iters",
+        "2",
+        "--batch-size",
+        "4",
+        "--steps-per-report",
+        "1",
+        "--val-batches",
+        "0",
+        "--num-layers",
+        "2",
+    ]
+    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": PORT}
+    env = {name: str(value) for name, value in numbers.items()}
+    env |= {"MASTER_ADDR": "node0", "ALLHANDS_MEETING_KEY": KEY, "OPENBLAS_NUM_THREADS": "1"}
+    env |= {"ALLHANDS_PEERS_TIMEOUT_S": "120"}
+    argv = allhands_command("train", "--train", *paths, *options)
+    return start(cluster, f"node{rank}", argv, started, **(env | more))
+
+
+def stranger(cluster: Cluster, started: list[Process], way: str, *words: str) -> Process:
+    """Of node2, with node0's address."""
+    argv = [sys.executable, STRANGER, way, cluster.nodes["node0"].address, str(PORT), *words]
+    return start(cluster, "node2", argv, started)
+
+
+def finish(ranks: Sequence[Process]) -> None:
+    for rank in ranks:
+        text = rank.communicate(timeout=90)[0]
+        assert rank.returncode == 0, text
+        assert "Traceback" not in text
+
+
+def listening(cluster: Cluster, name: str) -> list[str]:
+    """Where that computer listens at the port of the meeting."""
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        lines = cluster.run(name, ["ss", "-ltnH"]).stdout.splitlines()
+        if found := [line.split()[3] for line in lines if line.split()[3].endswith(f":{PORT}")]:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens on {name}")
+
+
+def test_a_stranger_on_a_third_computer_ends_nothing(
+    cluster: Cluster, tmp_path: Path, started: list[Process], tiny_model: Path, tiny_data: Path
+) -> None:
+    """And rank 0 listens at the address by which the launcher has named it, only."""
+    plain = [start_rank(cluster, rank, tmp_path / "plain", started, tiny_model, tiny_data) for rank in range(2)]
+    assert listening(cluster, "node0") == [f"{cluster.nodes['node0'].address}:{PORT}"]
+    finish(plain)
+    rank_0 = start_rank(cluster, 0, tmp_path / "pestered", started, tiny_model, tiny_data)
+    pest = stranger(cluster, started, "pester", "3000")
+    assert pest.stdout is not None
+    assert int(pest.stdout.readline()) <= 65  # nothing but a random number; it stays, with 300 idle callers and more
+    assert rank_0.poll() is None
+    finish([rank_0, start_rank(cluster, 1, tmp_path / "pestered", started, tiny_model, tiny_data)])
+    losses = read_run(tmp_path / "plain").losses
+    assert len(losses) == 2
+    assert read_run(tmp_path / "pestered").losses == losses
+
+
+def test_a_recorded_hello_is_no_key_at_the_next_start(
+    cluster: Cluster, tmp_path: Path, started: list[Process], tiny_model: Path, tiny_data: Path
+) -> None:
+    """Node2 passes on, and keeps, what rank 1 and rank 0 say; at the next start it comes first and says it again."""
+    node2 = cluster.nodes["node2"].address
+    recorder = stranger(cluster, started, "record", node2)
+    time.sleep(0.5)
+    ranks = [start_rank(cluster, 0, tmp_path / "first", started, tiny_model, tiny_data)]
+    ranks.append(start_rank(cluster, 1, tmp_path / "first", started, tiny_model, tiny_data, MASTER_ADDR=node2))
+    finish(ranks)
+    recorded = recorder.communicate("")[0]
+    assert b"rank" in bytes.fromhex(json.loads(recorded)["there"])
+    rank_0 = start_rank(cluster, 0, tmp_path / "again", started, tiny_model, tiny_data)
+    listening(cluster, "node0")
+    heard = json.loads(stranger(cluster, started, "replay").communicate(recorded, timeout=60)[0])
+    assert max(heard) <= 65
+    assert rank_0.poll() is None
+    finish([rank_0, start_rank(cluster, 1, tmp_path / "again", started, tiny_model, tiny_data)])
+    assert read_run(tmp_path / "again").losses == read_run(tmp_path / "first").losses
