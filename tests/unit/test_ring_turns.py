@@ -212,7 +212,7 @@ def test_somebody_else_at_the_neighbours_address_is_told_of(tmp_path: Path) -> N
             take_turns(path, 0, 0.5)
 
 
-@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[[]]", "[1, 2]"])
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[[]]", "[1, 2]", "[" * 5000])
 def test_what_mlx_cannot_read_is_left_to_mlx_to_tell(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "hosts.json"
     if text is not None:
