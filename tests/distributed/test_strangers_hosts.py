@@ -10,11 +10,17 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from namespaces import Cluster, namespaces
 from ring_ranks import allhands_command
 from runs import read_run
 
+from allhands.cluster.hosts import read_hostfile
+from allhands.cluster.ranks import LaunchSpec, Place
+from allhands.cluster.remote import start_remote
+
+RANK = Path(__file__).parents[1] / "support" / "remote_rank.py"
 STRANGER = Path(__file__).parents[1] / "support" / "strangers.py"
 PORT = 29517
 KEY = "our secret"
@@ -141,3 +147,43 @@ def test_a_recorded_hello_is_no_key_at_the_next_start(
     assert rank_0.poll() is None
     finish([rank_0, start_rank(cluster, 1, tmp_path / "again", started, tiny_model, tiny_data)])
     assert read_run(tmp_path / "again").losses == read_run(tmp_path / "first").losses
+
+
+def test_secrets_of_a_start_are_new_and_no_one_elses(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of ranks are in their environment, which is their user's; not on a command line, nor in a log."""
+    monkeypatch.setenv("ALLHANDS_MEETING_KEY", "the person's own")
+    hosts = read_hostfile(cluster.hostfile(tmp_path / "hosts.json", names=["node0", "node1"]))
+    places, found = tuple(Place(host.name, 1, host) for host in hosts), list[str]()
+    for number in range(2):
+        logs = tmp_path / f"logs-{number}"
+        spec = LaunchSpec([sys.executable, str(RANK), "plain", "60"], 2, "ring", logs, places=places, cores_per_rank=1)
+        ranks = start_remote(spec, tmp_path / "run")
+        try:
+            deadline = time.monotonic() + 30.0
+            while not all(ranks.marks(rank).started for rank in range(2)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            there = [process for name in ("node0", "node1") for process in cluster.processes(name)]
+            said = "".join(path.read_text() for path in logs.rglob("*") if path.is_file())
+            said += "".join(words_of(process) for process in (*there, *psutil.Process().children(recursive=True)))
+            environments = [process.environ() for process in there if str(RANK) in words_of(process)]
+        finally:
+            ranks.kill()
+        assert {environ["ALLHANDS_MEETING_KEY"] for environ in environments} == {"the person's own"}
+        (key,) = {environ["ALLHANDS_RING_KEY"] for environ in environments}
+        assert len(key) == 64
+        assert str(RANK) in said
+        assert key not in said
+        assert "the person's own" not in said
+        found.append(key)
+    assert found[0] != found[1]
+
+
+def words_of(process: psutil.Process) -> str:
+    """Its command line; nothing if it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

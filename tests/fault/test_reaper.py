@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -164,6 +165,28 @@ def test_an_owner_that_fails_has_everything_ended(tmp_path: Path) -> None:
     assert child.wait(timeout=5) == -signal.SIGKILL
     assert not directory.exists()
     assert tmp_path.exists()
+
+
+def test_lines_that_are_none_keep_no_others_from_being_heeded(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    lines = [
+        b"group x",
+        b"forget",
+        b'mark "',
+        b"directory [",
+        b"\xff\xfe",
+        b"",
+        b"dance 3",
+        b"directory 3",
+        b'mark "x"',
+        b'directory "/"',
+    ]
+    lines += [b"directory " + json.dumps(str(private)).encode(), b"group 1e5", b"directory " + b"[" * 9000]
+    command = [sys.executable, "-I", "-S", reaper.__file__]
+    done = subprocess.run(command, input=b"".join(line + b"\n" for line in lines), capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert not private.exists()
 
 
 def test_a_helper_that_was_killed_is_not_missed(tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_a_hundred_thousand_inputs_twice(
     assert_the_same(tmp_path, undisturbed)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
 @pytest.mark.parametrize("key", [None, "our secret"])
 def test_a_recorded_hello_is_no_key(jobs: list[Job], key: str | None) -> None:
     """What rank 1 has said once gets nobody in at the next start with the same key, and keeps rank 1 not out."""
@@ -208,6 +209,7 @@ def test_a_recorded_hello_is_no_key(jobs: list[Job], key: str | None) -> None:
     again.finish()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
 def test_a_false_rank_0_with_recorded_answers_is_left(jobs: list[Job]) -> None:
     """It says what rank 0 has said at the last start; rank 1 goes on looking, and finds the true one."""
     first = Job(key="our secret")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -136,6 +137,7 @@ def test_others_with_a_number_wait_beside_a_flood_without() -> None:
                 assert conversation.opened(LISTENER, slow.line(4096, until)) == b"HELLO"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
 def test_of_too_many_those_go_whose_address_has_most() -> None:
     with listening() as address:
         until = time.monotonic() + 20.0

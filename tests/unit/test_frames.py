@@ -41,6 +41,7 @@ SOUND: dict[str, Frame] = {
     "marks": {"rank": 0, "ready": True, "started": False, "busy_age": 0.25, "beat": BEAT},
     "exit": {"rank": 0, "code": -9, "age": 0.0, "report": REPORT | {"error": {"type": "Boom", "message": "bang"}}},
     "report": {"rank": 3, "report": REPORT},
+    "attested": {"content": {"model": {"files": "abc"}}},
     "ended": {},
 }
 ODD = (None, True, -1, 10**15, 1.5, "x", [], [None], {}, {"a": 1})

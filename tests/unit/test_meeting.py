@@ -348,6 +348,7 @@ def test_no_port_at_all_is_told() -> None:
         ("head", None, "0.0.0.0", "the name head has no address here"),
     ],
 )
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one loopback address")
 def test_rank_0_listens_where_the_launcher_says(host: str, address: str | None, bound: str, why: str | None) -> None:
     """And on all addresses only where that cannot be had, which is said at once."""
 

@@ -282,7 +282,7 @@ def test_a_neighbour_that_can_be_called_late_is_not_blocked(tmp_path: Path) -> N
     assert found == []
 
 
-@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[[]]", "[1, 2]"])
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", "[[]]", "[1, 2]", "[" * 5000])
 def test_what_mlx_cannot_read_is_left_to_mlx_to_tell(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "hosts.json"
     if text is not None:

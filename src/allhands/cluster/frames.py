@@ -129,6 +129,7 @@ FROM_AGENT: Mapping[str, Check] = {
     ),
     "exit": object_of({"rank": _RANK, "code": _CODE, "age": is_number, "report": _REPORT}),
     "report": object_of({"rank": _RANK, "report": _REPORT}),
+    "attested": object_of({"content": object_of({})}),
     "ended": object_of({}),
 }
 

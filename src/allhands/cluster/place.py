@@ -254,7 +254,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DistributedError(f"{source} is not JSON: {error}", hint=f"correct or remove {source}") from error
     if not isinstance(content, dict):
         raise DistributedError(f"{source} is not a JSON object", hint=f"correct or remove {source}")

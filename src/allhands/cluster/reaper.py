@@ -218,18 +218,24 @@ class _Register:
         for line in stream:
             if not line.endswith(b"\n"):
                 break  # cut off with its writer
-            word, _, rest = line.decode().strip().partition(" ")
+            word, _, rest = line.decode(errors="replace").strip().partition(" ")
             if word == "done":
                 return True
-            if word == "group":
-                self._births[int(rest)] = _birth(int(rest))
-            elif word == "forget":
-                self._births.pop(int(rest), None)
-            elif word == "mark":
-                self._marks.append(json.loads(rest))
-            elif word == "directory":
-                self._directories.append(json.loads(rest))
+            with contextlib.suppress(
+                ValueError, RecursionError
+            ):  # a line that is none must not keep the others from being heeded
+                self._take(word, rest)
         return False
+
+    def _take(self, word: str, rest: str) -> None:
+        if word == "group":
+            self._births[int(rest)] = _birth(int(rest))
+        elif word == "forget":
+            self._births.pop(int(rest), None)
+        elif word in ("mark", "directory"):
+            path = json.loads(rest)
+            if isinstance(path, str) and os.path.isabs(path) and path.strip("/"):
+                (self._marks if word == "mark" else self._directories).append(path)
 
     def clear_up(self) -> None:
         """End the processes, then remove the directories, which they might fill again."""

@@ -156,7 +156,7 @@ class _Proof:
 
 def _hosts(hostfile: Path) -> list[str]:
     """The first address of every rank."""
-    with suppress(OSError, ValueError, TypeError, LookupError):
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         return [str(addresses[0]) for addresses in json.loads(hostfile.read_text(encoding="utf-8"))]
     return []
 
