@@ -454,6 +454,7 @@ class _Run:
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
+            vocabulary=self.ready.loaded.vocabulary,
         )
 
     @contextmanager
