@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allhands.report.curves import Curve, trend
-from allhands.report.words import Course, Judgement, judge
+from allhands.report.words import Judgement, judge
 
 
 def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:

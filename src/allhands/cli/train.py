@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands import faults
+from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import Job, check, run, way_on
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
@@ -59,6 +60,7 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
                 hint = "leave it out to train, or add --test to evaluate what was trained"
                 raise ConfigError("there is nothing to do", where="--no-train", hint=hint)
             config = config.model_copy(update={"train": True})  # as the command is called
+        require_place_of_run(config)
         check_launch(config, launch)
         if launch.launcher == "single":
             config = with_hostfile(config, Path(config.adapter_path))

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import mlx.core as mx
 from rich.console import Console
 
+from allhands.checkpoints.place import require_place_of_run
 from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
@@ -87,22 +88,19 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     """
     if not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
+    require_place_of_run(config)
     directory = Path(config.adapter_path)
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
-    with limits_told(use_of(config)), ExitStack() as stack, _observer(surroundings) as observer:
+    identity = Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt)
+    with limits_told(use_of(config)), ExitStack() as stack, ProcessSampler(identity) as observer:
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         surroundings = _observed(surroundings, observer)
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         return _Run(ready.config, surroundings, callbacks, directory, ready, observer).execute()
-
-
-def _observer(surroundings: Surroundings) -> ProcessSampler:
-    """What looks at this process's memory, from before anything is loaded."""
-    return ProcessSampler(Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt))
 
 
 def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
