@@ -17,8 +17,21 @@ from allhands.report.curves import SURE, Curve, ends, scatter, tenth, trend
 
 Level = Literal["good", "note", "warning", "bad"]
 Kind = Literal[
-    *("worse", "guessing", "excursion", "skipped", "gradients", "overfitting", "underfitting", "diverging", "numbers"),
-    *("validation", "short", "scatter", "fitting", "time", "plan"),
+    "worse",
+    "guessing",
+    "excursion",
+    "skipped",
+    "gradients",
+    "overfitting",
+    "underfitting",
+    "diverging",
+    "numbers",
+    "validation",
+    "short",
+    "scatter",
+    "fitting",
+    "time",
+    "plan",
 ]
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
