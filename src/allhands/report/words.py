@@ -386,9 +386,12 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         if line is None:
             return
         if _would_be_seen(train, valid):
-            text = f"training loss is hardly below its start: {line.first:.3f} at first, {line.last:.3f} at the end"
+            where = "hardly below" if line.change < 0 else "not below"
+            text = f"training loss is {where} its start: {line.first:.3f} at first, {line.last:.3f} at the end"
+            if len(valid) > 1:
+                text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
             advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
-            yield Judgement("underfitting", "warning", f"Underfitting: {text} ({line.change:+.1%}). {advice}")
+            yield Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}")
             return
         share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
         text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said."
