@@ -96,3 +96,9 @@ def ends(curve: Curve) -> tuple[float, float]:
     """The middle of the first tenth, and of the last."""
     count = tenth(curve)
     return float(np.median(curve.losses[:count])), float(np.median(curve.losses[-count:]))
+
+
+def from_to(curve: Curve) -> str:
+    """Where a curve began and where it is, in words: a line through it may end where no loss can be."""
+    first, last = ends(curve)
+    return f"{first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from allhands.metrics.history import RunHistory
-from allhands.report.curves import SURE, Curve, ends, scatter, tenth, trend
+from allhands.report.curves import SURE, Curve, ends, from_to, scatter, tenth, trend
 
 Level = Literal["good", "note", "warning", "bad"]
 Kind = Literal[
@@ -274,13 +274,14 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         rises = rising is not None and rising.sure and rising.change > 0
     if not rises or last < low * (1 + RISE):
         return
-    falling = trend(train.since(float(after.steps[0])))
+    meanwhile = train.since(float(after.steps[0]))
+    falling = trend(meanwhile)
     numbers = (
         f"validation loss was lowest at step {after.steps[0]:.0f} ({low:.3f}) and has risen in the {count} "
         f"validation{'s' * (count > 1)} since, to {last:.3f} ({(last - low) / low:+.0%})"
     )
     if falling is not None and falling.sure and falling.change < -FALL:
-        fell = f"while training loss fell from {falling.first:.3f} to {falling.last:.3f} ({falling.change:+.0%})"
+        fell = f"while training loss fell from {from_to(meanwhile)}"
         if count >= RISING:
             advice = (
                 f"The weights of step {after.steps[0]:.0f} are the better ones (best/, if they were kept); "
@@ -292,11 +293,11 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
                 "overfitting", "note", f"Perhaps the beginning of overfitting: {numbers}, {fell}. Watch what follows."
             )
     elif count >= RISING and falling is not None and falling.sure and falling.change > FALL:
-        rose = f"and training loss has risen, too, from {falling.first:.3f} to {falling.last:.3f}"
+        rose = f"and training loss has risen, too, from {from_to(meanwhile)}"
         advice = "That is not overfitting: the run diverges. Lower the learning rate, or clip gradients."
         yield Judgement("diverging", "bad", f"Diverging: {numbers}, {rose}. {advice}")
     elif count >= RISING:
-        seen = "" if falling is None else f": it went from {falling.first:.3f} to {falling.last:.3f}"
+        seen = "" if falling is None else f": it went from {from_to(meanwhile)}"
         text = f"Perhaps overfitting: {numbers}, while training loss shows no clear fall{seen}. The weights of step "
         yield Judgement("overfitting", "note", f"{text}{after.steps[0]:.0f} are the better ones.")
 
@@ -386,8 +387,9 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         if line is None:
             return
         if _would_be_seen(train, valid):
-            where = "hardly below" if line.change < 0 else "not below"
-            text = f"training loss is {where} its start: {line.first:.3f} at first, {line.last:.3f} at the end"
+            first, last = ends(train)
+            where = "hardly below" if last < first else "not below"
+            text = f"training loss is {where} its start: {first:.3f} at first, {last:.3f} at the end"
             if len(valid) > 1:
                 text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
             advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
@@ -402,8 +404,7 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
     falling = trend(train.since(third))
     if falling is None or not falling.sure or falling.change > -FALL or len(train.since(third)) < 3:
         return
-    numbers = f"over the last third (from step {third:.0f}) training loss fell from {falling.first:.3f} to "
-    numbers += f"{falling.last:.3f} ({falling.change:+.0%})"
+    numbers = f"over the last third (from step {third:.0f}) training loss fell from {from_to(train.since(third))}"
     if len(valid) < 2:
         text = f"Still learning at the end: {numbers}. More steps may help; without validation it cannot be said."
         yield Judgement("underfitting", "note", text)
