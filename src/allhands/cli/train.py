@@ -291,12 +291,11 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 def tell_troubles(directory: Path) -> None:
     """That training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
     from allhands.metrics.history import read_metrics
-    from allhands.report.words import judge_run
+    from allhands.report.words import harm
 
     with suppress(AllhandsError, OSError):
-        for one in judge_run(read_metrics(directory)):
-            if one.level == "bad" or (one.kind == "worse" and one.level == "warning"):
-                print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
+        for one in harm(read_metrics(directory)):
+            print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
 
 
 def _console(launch: Launch, tagged: bool) -> Console:

@@ -100,6 +100,11 @@ def judge_run(history: RunHistory) -> list[Judgement]:
     return judge(train, valid, course)
 
 
+def harm(history: RunHistory) -> list[Judgement]:
+    """That training did harm: what must be said wherever a run is spoken of."""
+    return [one for one in judge_run(history) if one.level == "bad" or (one.kind, one.level) == ("worse", "warning")]
+
+
 def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgement]:
     """What the curves of a run say, the gravest first.
 
