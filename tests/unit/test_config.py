@@ -56,6 +56,12 @@ def test_aliases_lead_to_fields_and_nothing_else_is_shadowed() -> None:
 
 ALIASED: dict[str, tuple[Any, Any]] = {
     "num_train_epochs": (2, 2.0),
+    "num_epochs": (2, 2.0),
+    "model_name_or_path": ("models/mine", "models/mine"),
+    "max_seq_len": (512, 512),
+    "cutoff_len": (512, 512),
+    "global_batch_size": (16, 16),
+    "wandb_project": ("herring", "herring"),  # only with report_to
     "resume_from_checkpoint": ("auto", "auto"),
     "save_total_limit": (3, 3),
     "max_steps": (7, 7),
