@@ -68,6 +68,13 @@ class LoraParameters(_Strict):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     keys: list[str] | None = Field(None, description="Module paths within a block; default: every linear layer.")
 
+    @field_validator("keys")
+    @classmethod
+    def _some_keys(cls, value: list[str] | None) -> list[str] | None:
+        if value == []:
+            raise ValueError("names no layer: leave keys out for every linear layer, or name some")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _explain_alpha(cls, value: Any) -> Any:
@@ -441,6 +448,7 @@ def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainCo
     """Rename aliases and refuse unknown keys with a suggestion."""
     result: dict[str, Any] = {}
     spelled: dict[str, Any] = {}
+    unknown: list[tuple[str, str, str]] = []  # where, which, and what to do
     for raw, value in values.items():
         key = canonical_key(raw)
         where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
@@ -450,7 +458,8 @@ def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainCo
             known = [*kind.model_fields, *ALIASES]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else f"see allhands {kind.VERB} --help for all options"
-            raise ConfigError(f"unknown option {raw!r}", where=where, hint=hint)
+            unknown.append((where, f"unknown option {raw!r}", hint))
+            continue
         if key in spelled:
             names = f"{spelled[key]} and {raw}"
             raise ConfigError(f"{key} is given twice, as {names}", where=where, hint="keep one of them")
@@ -458,4 +467,8 @@ def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainCo
         # mlx_lm's file writes "null" for "not set"; our defaults say the same.
         if value is not None:
             result[key] = value
+    if unknown:
+        (where, problem, hint), *others = unknown
+        more = "".join(f"; and {place}: {what} ({advice})" for place, what, advice in others)
+        raise ConfigError(problem + more, where=where, hint=hint)
     return result

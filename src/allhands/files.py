@@ -201,6 +201,13 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
             temporary.unlink(missing_ok=True)
 
 
+def of_peft(directory: Path) -> str | None:
+    """What to do where an adapter is looked for and PEFT has written one; ``None`` if it has not."""
+    if not (directory / "adapter_model.safetensors").is_file():
+        return None
+    return f"PEFT has written this: allhands import {directory} --from peft --out DIRECTORY makes an adapter of it"
+
+
 def require_writable(path: Path) -> None:
     """Find out before long work that a file can be written at ``path``, by making another beside it for a moment.
 

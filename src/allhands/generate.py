@@ -18,6 +18,7 @@ from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import ChatChoice
 from allhands.data.token_roles import stop_at_answers
 from allhands.errors import ConfigError, ModelError
+from allhands.files import of_peft
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
@@ -88,7 +89,7 @@ def check_adapter(adapter_path: Path) -> None:
             there = "" if adapter_path.is_dir() else "; there is no such directory"
             if adapter_path.is_file():
                 there = "; this is a file, not a directory"
-            hint = "give the directory that allhands train wrote (--adapter-path there)"
+            hint = of_peft(adapter_path) or "give the directory that allhands train wrote (--adapter-path there)"
             raise ModelError(f"{file.name} is missing{there}", where=str(adapter_path), hint=hint)
     try:
         described: Any = json.loads(config.read_text(encoding="utf-8"))

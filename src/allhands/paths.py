@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from allhands.errors import ConfigError
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
 # Variables of the environment that are paths.
 VARIABLES = (
     *("ALLHANDS_CACHE", "ALLHANDS_TOKEN_CACHE", "ALLHANDS_KERNEL_CACHE", "ALLHANDS_CHECKPOINT_DIR", "ALLHANDS_FAULTS"),
@@ -33,9 +34,14 @@ def expanded(text: str | os.PathLike[str]) -> str:
     """``text`` with the home directory for a ``~`` or ``~user`` at its beginning; all else stays as it is.
 
     Raises:
-        ValueError: there is no such user here, nor a file of that name.
+        ValueError: there is no such user here, nor a file of that name; or no file can be called so.
     """
     text = os.fspath(text)
+    require_words(text)
+    if "\0" in text:
+        raise ValueError("it has a NUL byte, which no path can have")
+    if len(text.encode()) > _LONGEST_PATH or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
+        raise ValueError(f"it is too long for a path: names have up to {_LONGEST_NAME} bytes")
     if not text.startswith("~"):
         return text
     first = text.partition("/")[0]
@@ -46,16 +52,28 @@ def expanded(text: str | os.PathLike[str]) -> str:
     return HomePath(home + text[len(first) :], text)
 
 
+def require_words(text: str) -> None:
+    """
+    Raises:
+        ValueError: bytes of it are no UTF-8, as what a terminal of another encoding has sent.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8 text") from None
+
+
 def local_path(path: str | os.PathLike[str], where: str) -> str:
     """:func:`expanded`, of what ``where`` gives: an option, an argument or a variable.
 
     Raises:
-        ConfigError: there is no such user here.
+        ConfigError: there is no such user here, or no file can be called so.
     """
     try:
         return expanded(path)
     except ValueError as error:
-        hint = "correct the path; ./~name is a file whose name begins with ~"
+        tilde = os.fspath(path).startswith("~")
+        hint = "correct the path" + "; ./~name is a file whose name begins with ~" * tilde
         raise ConfigError(str(error), where=where, hint=hint) from None
 
 

@@ -23,10 +23,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"the configuration file cannot be read: {reason}", where=str(path), hint="check the path after --config"
-        ) from None
+        reason, hint = "it is not UTF-8 text", "save it as UTF-8, as editors offer it when a file is saved"
+        if isinstance(error, OSError):
+            reason, hint = str(error.strerror), "check the path after --config"
+        raise ConfigError(f"the configuration file cannot be read: {reason}", where=str(path), hint=hint) from None
     try:
         content = yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:

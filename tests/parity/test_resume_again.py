@@ -11,7 +11,7 @@ from test_resume import BATCHES, Killed, content, options, train
 from tiny import write_chat_data, write_model
 
 from allhands.config import build_config
-from allhands.errors import CheckpointError, Interrupted
+from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted
 from allhands.metrics import read_metrics
 from allhands.train.recipes import Surroundings, run_finetune
 
@@ -135,3 +135,19 @@ def test_if_all_are_damaged_nothing_is_begun_or_moved(flags: dict[str, Any]) -> 
     assert {f"checkpoints.1/{name}" for name in ("step-0000006", "step-0000004")} == {
         str(path.relative_to(directory)) for path in directory.glob("checkpoints.1/*")
     }
+
+
+def test_a_chat_template_that_was_given_is_asked_for_again(flags: dict[str, Any]) -> None:
+    """By name, or as the checkpoint holds it: both are what was trained with."""
+    flags = {**flags, "warmup_steps": 0, "save_every": 2}
+    directory = train(flags, chat_template="zephyr", iters=2)
+    with pytest.raises(ConfigError) as told:
+        train(flags, iters=4, resume="auto")
+    kept = directory / "checkpoints" / "step-0000002" / "chat_template.jinja"
+    assert told.value.where == "--chat-template"
+    assert str(kept) in (told.value.hint or "")
+    train(flags, iters=4, resume="auto", chat_template=str(kept))
+    train(flags, iters=6, resume="auto", chat_template="zephyr")
+    with pytest.raises(DataError):
+        train(flags, iters=8, resume="auto", chat_template="chatml")
+    assert [report.step for report in read_metrics(directory).train][-1] == 6

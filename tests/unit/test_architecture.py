@@ -42,6 +42,7 @@ LAYERS: dict[str, int] = {
     "allhands.kept_structures": 0,
     "allhands.formatting": 0,
     "allhands.gpus": 0,
+    "allhands.http_guard": 0,
     "allhands.faults": 0,
     "allhands.versions": 0,
     "allhands.kernels": 0,

@@ -212,6 +212,20 @@ def test_an_error_in_a_callback_stays_what_it_is(train: Callable[..., Any], tiny
         train(tiny_model, (Wrong(),))
 
 
+@pytest.mark.parametrize("rank", [10_000, 10**6, 10**9])
+def test_a_rank_beyond_any_layers_sides_is_refused(train: Callable[..., Any], tiny_model: Path, rank: int) -> None:
+    with pytest.raises(ConfigError) as told:
+        train(tiny_model, lora_parameters={"rank": rank})
+    assert told.value.where == "--lora-parameters"
+    train(tiny_model, lora_parameters={"rank": 64})
+
+
+def test_no_keys_at_all_are_refused(train: Callable[..., Any], tiny_model: Path) -> None:
+    with pytest.raises(ConfigError) as told:
+        train(tiny_model, lora_parameters={"keys": []})
+    assert "lora" in (told.value.where or "")
+
+
 # --- adapter keys ---------------------------------------------------------------------------------------
 
 

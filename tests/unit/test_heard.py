@@ -92,6 +92,32 @@ KEEPING = {
 }
 
 
+@pytest.mark.parametrize("key", ["thought", "thoughts", "reasoning_text", "analysis", "chain_of_thought"])
+def test_thinking_is_thinking_by_any_usual_name(key: str) -> None:
+    tokenizer = looped("{{ m.content }}")
+    thinking = {key: "It is winter, and the ferry is in the dock."}
+    assert codes(tokenizer, user(), answer("No.", **thinking)) == ["reasoning-key-unread"]
+    reads = looped("{{ m.reasoning_content or '' }}{{ m.content }}")
+    assert codes(reads, user(), answer("No.", **thinking)) == []
+    assert "ferry is in the dock" in rendered(reads, user(), answer("No.", **thinking))
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"my_notes": "It is winter, and the ferry is in the dock."}, ["fields-dropped"]),
+        ({"my_notes": "No."}, []),
+        ({"id": "msg 01 of 12 of the third day"}, ["fields-dropped"]),
+        ({"date": "on the third of May, late in the evening"}, []),
+        ({"model": "a-model-of-somebody-4b"}, []),
+    ],
+)
+def test_words_under_other_keys_are_said_to_be_unread(more: dict[str, str], found: list[str]) -> None:
+    assert codes(looped("{{ m.content }}"), user(), answer("No.", **more)) == found
+    writes_all = looped("{{ m.content }}{% for k, v in m.items() if k not in ['role', 'content'] %}{{ v }}{% endfor %}")
+    assert codes(writes_all, user(), answer("No.", **more)) == []
+
+
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("result", ["{{ m.content }}", "{{ m.content | tojson }}", "{{ m.content | string | e }}"])
 def test_a_template_that_writes_everything_is_not_blamed(name: str, result: str) -> None:

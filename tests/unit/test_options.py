@@ -213,6 +213,24 @@ def test_paths_inside_and_those_of_the_other_kinds(monkeypatch: pytest.MonkeyPat
     assert build_config({}, tmp_path / "null.yaml").adapter_path == "adapters"
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "a/" + "é" * 130 + "/b", "a/" * 2100, "a\0b", "caf\udce9"])
+def test_what_no_file_can_be_called_is_one_message(path: str) -> None:
+    for key in ("model", "data", "adapter_path", "resume"):
+        with pytest.raises(ConfigError) as told:
+            build_config({"train": True, key: path})
+        assert key.replace("_", "-") in (told.value.where or "")
+    if "\0" not in path:
+        for words in (["data", "check", path], ["report", path], ["model", "get", path], ["monitor", path]):
+            assert call_allhands(*words).returncode == 2
+    build_config({"train": True, "model": "é" * 127, "data": "/".join(["x" * 255] * 15)})
+
+
+def test_words_of_another_encoding_are_one_message() -> None:
+    for words in (["generate", "--prompt", "b\udcffd"], ["chat", "--system-prompt", "b\udcffd"]):
+        done = call_allhands(*words, "--model", "demo")
+        assert (done.returncode, words[1] in done.stderr) == (2, True), done.stderr
+
+
 def test_homes_of_other_users_and_files_of_such_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert expanded("~root/x") == os.path.expanduser("~root") + "/x"

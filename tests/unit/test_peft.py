@@ -171,6 +171,25 @@ def test_ranks_and_scales_of_their_own(rslora: bool) -> None:
         assert made.weights[f"{module}.lora_a"].shape == (6, 4)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"r": 8},
+        {"rank_pattern": {"4.self_attn.q_proj": 2}},
+        {"lora_alpha": float("nan")},
+        {"lora_alpha": float("inf")},
+        {"lora_alpha": True},
+    ],
+    ids=str,
+)
+def test_a_description_that_contradicts_the_weights_is_refused(wrong: dict[str, Any]) -> None:
+    module = "model.layers.4.self_attn.q_proj"
+    assert from_peft(Adapter(tensors(module, 4), PLAIN), below(module), num_layers=5).weights
+    with pytest.raises(ModelError) as told:
+        from_peft(Adapter(tensors(module, 4), {**PLAIN, **wrong}), below(module), num_layers=5)
+    assert told.value.where == "adapter_config.json"
+
+
 def test_what_stands_outside_of_the_blocks_is_named_in_full() -> None:
     embedding = {
         "base_model.model.model.embed_tokens.lora_embedding_A": mx.ones((4, 20)),
@@ -327,6 +346,8 @@ def test_wrong_input_is_one_message_and_nothing_is_written(model_path: Path, tmp
         (["export", "--adapter-path", mine, "--to", "peft", "--out", small, "--force"], 2, "is there already"),
         (["import", peft, "--from", "peft", "--out", out, "--model", small], 4, f"{peft}: the adapter does not fit"),
         (["import", mine, "--from", "peft", "--out", out], 4, "adapter_model.safetensors is missing"),
+        (["generate", "--model", model_path, "--adapter-path", peft, "--prompt", "x"], 4, f"allhands import {peft}"),
+        (["eval", "--model", model_path, "--adapter-path", peft, "--data", "demo"], 4, f"allhands import {peft}"),
         (["import", pickled, "--from", "peft", "--out", out], 4, "pickle"),
         (["export", "--adapter-path", whole, "--to", "peft", "--out", out], 4, "fine_tune_type full"),
         (["import", strange, "--from", "peft", "--out", out, "--model", small], 4, f"{strange}/adapter_config.json"),

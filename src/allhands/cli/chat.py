@@ -13,6 +13,7 @@ import typer
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.errors import AllhandsError
+from allhands.paths import require_words
 
 if TYPE_CHECKING:
     from allhands.conversation import Conversation
@@ -65,8 +66,17 @@ def _talk(conversation: Conversation) -> None:
             print("(forgotten)", file=sys.stderr)
         elif line.startswith("/"):
             print(f"no command {line.split()[0]}: {_HELP}", file=sys.stderr)
-        elif line:
+        elif line and _is_text(line):
             _answer(conversation, line)
+
+
+def _is_text(line: str) -> bool:
+    try:
+        require_words(line)
+    except ValueError as error:
+        print(f"allhands: error: this line cannot be asked: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _lines() -> Generator[str]:

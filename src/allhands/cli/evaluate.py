@@ -17,6 +17,7 @@ import typer
 
 from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
+from allhands.files import of_peft
 
 if TYPE_CHECKING:
     from allhands.cluster.environment import Launch
@@ -163,7 +164,8 @@ def _check_adapter(config: EvalConfig) -> None:
         raise ModelError(
             "there is no adapter (adapters.safetensors)",
             where=config.adapter_path,
-            hint="give the directory of a training run, or leave --adapter-path out for the model alone",
+            hint=of_peft(Path(config.adapter_path))
+            or "give the directory of a training run, or leave --adapter-path out for the model alone",
         )
 
 

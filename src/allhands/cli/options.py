@@ -64,6 +64,26 @@ System = Annotated[
     ),
 ]
 
+# Of the verbs that listen: ``serve`` and ``dashboard``.
+Host = Annotated[
+    str, typer.Option("--host", help="Address to listen on; of others than this computer's a token is asked for.")
+]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="ALLHANDS_TOKEN",
+        help="What visitors must know; also ALLHANDS_TOKEN, which no list of processes shows. "
+        "[made anew where others can reach it]",
+        show_envvar=False,
+    ),
+]
+HostNames = Annotated[
+    list[str] | None,
+    typer.Option("--name", help="Further name or address under which it is asked for. Repeatable."),
+]
+
 
 def chat_choice(template: str | None, system: str) -> ChatChoice:
     """What the two options ask for.

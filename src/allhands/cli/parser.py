@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from allhands.errors import ConfigError
-from allhands.paths import local_path
+from allhands.paths import local_path, require_words
 
 # Options and arguments that are read as text and are paths, or names that may be: of models, of data sets.
 TEXT_PATHS = frozenset(
@@ -56,6 +56,8 @@ class Command(TyperCommand):
             return [self._at_home(option, *pair) for pair in pairs]
         if isinstance(value, Path):
             return Path(local_path(typed, _flag_of(option)))
+        if type(value) is str:
+            _require_words(value, _flag_of(option))
         is_text = type(value) is str and option.name in self.text_paths  # a choice is a text, too
         return local_path(typed, _flag_of(option)) if is_text else value
 
@@ -74,6 +76,14 @@ class App(typer.Typer):
     ) -> Callable[[Any], Any]:
         """As typer has it."""
         return super().command(name, cls=cls, **settings)
+
+
+def _require_words(value: str, where: str) -> None:
+    try:
+        require_words(value)
+    except ValueError as error:
+        hint = "see to it that the terminal or the script sends UTF-8"
+        raise ConfigError(str(error), where=where, hint=hint) from None
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:

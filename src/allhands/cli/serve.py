@@ -10,9 +10,7 @@ from typing import Annotated
 
 import typer
 
-from allhands.cli.options import ChatTemplate, System, chat_choice
-
-_HERE = ("127.0.0.1", "::1", "localhost")
+from allhands.cli.options import ChatTemplate, Host, HostNames, Port, System, Token, chat_choice
 
 
 def serve(
@@ -20,14 +18,22 @@ def serve(
         str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
     ] = "demo",
     adapter_path: Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")] = 8080,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    token: Token = None,
+    name: HostNames = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            "--allowed-origins",
+            metavar="URL",
+            help="Web pages elsewhere that may ask: http://localhost:3000. Repeatable; * is all. [none]",
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer, unless asked otherwise.")] = 512,
     temp: Annotated[float, typer.Option("--temp", min=0.0, help="Temperature, unless asked otherwise.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Top-p, unless asked otherwise.")] = 1.0,
-    allowed_origins: Annotated[
-        str, typer.Option("--allowed-origins", help="Web pages that may ask, by origin (a,b); * is all.")
-    ] = "*",
     chat_template: ChatTemplate = None,
     system: System = "template",
     trust_remote_code: Annotated[
@@ -36,18 +42,34 @@ def serve(
 ) -> None:
     """Answer requests to a model over HTTP, as OpenAI does.
 
-    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Ends with Ctrl-C.
+    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this computer may ask;
+    web pages may not, unless --allow-origin names them; other computers only if --host lets them, with a token.
+    Ends with Ctrl-C.
     """
+    from allhands.http_guard import listen
+
+    choice = chat_choice(chat_template, system)
+    listening = listen(host, port, token=token, names=name or (), origins=allowed_origins or ())
+    if listening.is_open:
+        print(
+            "allhands: note: it is not encrypted: whoever listens on the way can read along, and learn the token",
+            file=sys.stderr,
+        )
+    if "*" in listening.guard.origins:
+        every = "every web page that is open in a browser"
+        told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
+        print(f"allhands: warning: {told}", file=sys.stderr)
     from allhands.shipping.serving import ServeOptions
     from allhands.shipping.serving import serve as answer
 
-    if host not in _HERE:
-        print(f"allhands: note: whoever reaches {host}:{port} can use the model: there is no password", file=sys.stderr)
-    origins = tuple(origin.strip() for origin in allowed_origins.split(",") if origin.strip())
-    choice = chat_choice(chat_template, system)
-    options = ServeOptions(model, adapter_path, host, port, max_tokens, temp, top_p, origins, trust_remote_code, choice)
+    def ready() -> None:
+        if listening.made:
+            print(f"token (of clients, their api_key): {listening.guard.token}")
+        print(f"{model} is served at {listening.address}/v1", flush=True)
+
+    options = ServeOptions(model, adapter_path, max_tokens, temp, top_p, trust_remote_code, choice)
     signal.signal(signal.SIGTERM, _stop)
-    answer(options, lambda address: print(f"{model} is served at {address}/v1", flush=True))
+    answer(options, listening, ready)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

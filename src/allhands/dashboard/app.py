@@ -6,8 +6,8 @@ What changes anything, the stop button, needs a header that no other web page ca
 
 from __future__ import annotations
 
-import hmac
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +18,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -34,12 +33,12 @@ from allhands.dashboard.runs import (
     tail_of,
 )
 from allhands.errors import AllhandsError
+from allhands.http_guard import Guard
 from allhands.report.html import asset, page_parts
 from allhands.report.page import make_page
 
 _COOKIE = "allhands-token"
 _HEADER = "x-allhands"
-_LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
 _POLICY = (
     "default-src 'none'; img-src data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -56,13 +55,11 @@ class Settings:
 
     Attributes:
         root: where runs are looked for.
-        hosts: names under which it may be asked for; of others, a web page elsewhere might be behind it.
-        token: that a visitor must know; ``None``: none, because only this computer reaches it.
+        guard: under which names it may be asked for, and with which token.
     """
 
     root: Path
-    hosts: tuple[str, ...] = _LOCAL
-    token: str | None = None
+    guard: Guard = Guard()  # noqa: RUF009 - it is frozen
 
 
 def make_app(settings: Settings) -> Starlette:
@@ -75,40 +72,51 @@ def make_app(settings: Settings) -> Starlette:
         Route("/api/log", partial(_log, settings)),
         Route("/api/stop", partial(_stop, settings), methods=["POST"]),
     ]
-    guard = [Middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts)), Middleware(_Guard, settings.token)]
+    guard = [Middleware(_Guard, settings.guard)]
     return Starlette(routes=routes, middleware=guard, exception_handlers={AllhandsError: _told})
 
 
 class _Guard:
-    """Asks for the token, and adds the headers that every answer has."""
+    """Looks at every request before anything else does, and adds the headers that every answer has."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app, self._guard = app, guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = self._refusal(Request(scope, receive))
-        await (self._app if answer is None else answer)(scope, receive, partial(_with_headers, send))
+        begun = False
+
+        async def answered(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await _with_headers(send, message)
+
+        try:
+            await (self._refusal(Request(scope)) or self._app)(scope, receive, answered)
+        except Exception as error:
+            print(f"allhands: error: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if not begun:
+                failed = JSONResponse({"error": "the dashboard could not answer this request"}, status_code=500)
+                await failed(scope, receive, answered)
 
     def _refusal(self, request: Request) -> Response | None:
-        if self._token is None:
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
+        refusal = self._guard.refusal(request.method, headers)
+        if refusal is not None:
+            return PlainTextResponse(f"{refusal.message}\n", status_code=refusal.status)
+        if self._guard.knows_token(headers):
             return None
         given = request.query_params.get("token")
-        if given is not None and _same(given, self._token):
+        if given is not None and self._guard.is_token(given):
             # Not to be left in the address, from which it gets into histories and logs.
-            answer = RedirectResponse(request.url.path, status_code=303)
-            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            answer = RedirectResponse("/", status_code=303)
+            answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
             return answer
-        if _same(request.cookies.get(_COOKIE, ""), self._token):
+        if self._guard.is_token(request.cookies.get(_COOKIE, "")):
             return None
         return PlainTextResponse("the token is missing or wrong: open the address that was printed\n", status_code=403)
-
-
-def _same(given: str, token: str) -> bool:
-    """Compared as bytes, because of texts ``compare_digest`` takes ASCII only, and visitors may send anything."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode("utf-8", "surrogatepass"))
 
 
 async def _with_headers(send: Send, message: Any) -> None:

@@ -135,7 +135,7 @@ def head_of(facts: RunFacts) -> psutil.Process | None:
     rows = Board(facts.samples).rows()
     directors = [row for row in rows if row.last.role == "orchestrator"]
     for row in directors or [row for row in rows if row.last.role == "rank" and row.last.rank == 0]:
-        if row.last.host != here or row.last.ended:
+        if row.last.host != here or row.last.ended or row.last.pid == os.getpid():
             continue
         try:
             process = psutil.Process(row.last.pid)
@@ -169,9 +169,10 @@ def ask_to_stop(directory: Path) -> str:
 
 
 def logs_of(directory: Path) -> list[str]:
-    """Names of the ranks' logs, the current ones first."""
+    """Names of the ranks' logs, the current ones first; a link of such a name may lead to anything."""
     try:
-        names = [entry.name for entry in (directory / _LOGS).iterdir() if _LOG.fullmatch(entry.name)]
+        entries = [entry for entry in (directory / _LOGS).iterdir() if _LOG.fullmatch(entry.name)]
+        names = [entry.name for entry in entries if entry.is_file() and not entry.is_symlink()]
     except OSError:
         return []
     return sorted(names, key=lambda name: ("attempt" in name, name))

@@ -22,7 +22,9 @@ from allhands.data.calls import called_function
 from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
 from allhands.data.values import quoted
 
-Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "schema"]
+Kind = Literal[
+    "system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "schema", "field"
+]
 
 _WORD = re.compile(r"Zq(\d+)qZ|(?<!\d)731(\d{4})(?!\d)")
 _NUMBER = 7_310_000
@@ -40,6 +42,9 @@ _OPENING = re.compile(r"\A<[\w|/:.-]{1,40}>")
 _CLOSING = re.compile(r"<[\w|/:.-]{1,40}>\Z")
 # Shorter lines are no sign of anything.
 _SURE = 12
+# What is longer than this is no name or date; and keys of messages that are about them, not said in them.
+_FEW_WORDS = 3
+_BESIDE_WORDS = {"source", "model", "url", "timestamp", "date", "author", "comment", "tool_call_id", "from"}
 _SHOWN = 40
 
 
@@ -132,6 +137,8 @@ class _Marker:
                 marked[key] = self._spaced("reasoning", index, value)
             elif key == "name" and role not in TOOL_ROLES and isinstance(value, str):
                 marked[key] = self._word("name", index, value)
+            elif isinstance(value, str) and _is_said(key, value):
+                marked[key] = self._word("field", index, value)
             elif isinstance(value, str):
                 marked[key] = self._id(value) if "id" in key else "x" * bool(value)
             else:
@@ -224,6 +231,11 @@ class _Marker:
         if not isinstance(value, str):
             return value
         return names[value] if value in names else self._word("schema", -1, value)
+
+
+def _is_said(key: str, value: str) -> bool:
+    """Whether what stands under a key that no form of chats knows is words, not an id, a date or a name."""
+    return key not in _BESIDE_WORDS and len(value) >= _SURE and len(value.split()) > _FEW_WORDS
 
 
 def parsed_arguments(arguments: Any) -> Any:
@@ -353,6 +365,10 @@ WORDS: dict[str, tuple[str, str]] = {
     "media-dropped": (
         "pictures or sound are not trained on, only the words about them",
         "leave these records out, or put into words what is to be seen or heard",
+    ),
+    "fields-dropped": (
+        "the chat template does not look at other keys of messages, {sample} is never seen",
+        "none is needed if it is not to be trained; else move it into the message's content",
     ),
     COLUMN_UNREAD: (
         "columns beside the conversation are not trained, {sample} is never seen",

@@ -116,6 +116,8 @@ class Intake:
         self._ids: set[int] = set()
         # Names in rows, in order.
         self.columns: dict[str, None] = {}
+        # Files of which only a beginning could be read.
+        self.torn: list[Problem] = []
         self._done = 0
 
     def read(self) -> None:
@@ -141,6 +143,8 @@ class Intake:
             tally.rows += item.line > 0
             tally.left_out += item.line > 0
             tally.unread += item.line == 0
+            if item.is_rest:
+                self.torn.append(item)
             self._leave_out(item.error(), None)
             return
         tally.rows += 1

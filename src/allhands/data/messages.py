@@ -36,7 +36,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Where the thinking before an answer may stand, besides in its words.
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = (
+    *("reasoning_content", "reasoning", "thinking", "reasoning_text", "thinking_content", "thought", "thoughts"),
+    *("chain_of_thought", "analysis"),
+)
 # Pictures and sound that belong to a message or a record.
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 _OTHER_ROLES = {

@@ -77,7 +77,7 @@ def prepare(
 
     Raises:
         ConfigError: ``out`` is in use, or an option cannot take effect.
-        DataError: with ``strict``, the first bad row; else :class:`NothingLeft`.
+        DataError: a file of which the rest could not be read; with ``strict``, the first bad row; :class:`NothingLeft`.
         StorageError: it cannot be written.
     """
     check_output(out, [source.name for source in sources], options.force)
@@ -87,6 +87,8 @@ def prepare(
         left_out = LeftOut(left_out_file)
         intake = Intake(sources, options, Spool(file), left_out, measure, progress)
         intake.read()
+        if intake.torn:  # how much is missing, nobody knows
+            raise intake.torn[0].error()
         outcome = Outcome(intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed())
         outcome.options = options.to_json()
         if not len(intake.spool):

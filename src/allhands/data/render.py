@@ -14,6 +14,7 @@ A message may say whether it is trained: ``"weight": 0`` (OpenAI's field), ``"lo
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -297,6 +298,13 @@ class Written:
     def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
         """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
         return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
+
+
+def rendering_options() -> frozenset[str]:
+    """What transformers' rendering takes besides a template's own variables."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 class ChatTemplate:

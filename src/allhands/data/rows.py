@@ -63,12 +63,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Problem:
-    """What could not be read: one row, or the rest of the file if the message says so; line 0 is the file itself."""
+    """What could not be read: one row, or with ``is_rest`` all of the file from there; line 0 is the file itself."""
 
     source: str
     line: int
     message: str
     hint: str | None = None
+    is_rest: bool = False
 
     @property
     def where(self) -> str:
@@ -140,4 +141,4 @@ def _is_deep(value: Any) -> bool:
 def with_rest(problem: Problem) -> Problem:
     """The same, and that nothing after it was read."""
     what, _, why = problem.message.partition(":")
-    return replace(problem, message=f"{what}{_REST}:{why}")
+    return replace(problem, message=f"{what}{_REST}:{why}", is_rest=True)

@@ -149,6 +149,8 @@ def list_if_text(value: Any, what: str, place: Place) -> Any:
         return None
     if isinstance(value, str) and value.lstrip()[:2] == '"[':
         value = parse_json(value, what, place)  # encoded twice
+    if isinstance(value, str) and not is_list_text(value) and value.lstrip()[:1] == "[" and "{" in value:
+        return parse_json(value, what, place)  # cut off, or with something behind it: that is said
     return list_of_text(value, what, place) if is_list_text(value) else value
 
 

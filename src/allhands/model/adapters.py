@@ -59,6 +59,7 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
     if config.fine_tune_type == "full":
         _unfreeze(model, num_layers)
     else:
+        _require_rank(model, num_layers, config.lora_parameters.rank)
         # Every rank starts from the same adapters: they are drawn from the run's seed.
         mx.random.seed(config.seed)
         use_dora = config.fine_tune_type == "dora"
@@ -154,6 +155,20 @@ def _unfreeze(model: Any, num_layers: int) -> None:
             if hasattr(module, "bits") and hasattr(module, "scales"):
                 raise full_of_quantised(f"{name}: {module.bits} bits")
         part.unfreeze()
+
+
+def _require_rank(model: Any, num_layers: int, rank: int) -> None:
+    """A matrix has no larger rank than its sides are long; far beyond, memory ends before anything is said."""
+    sides: list[int] = []
+    for block in model.layers[-max(num_layers, 0) :]:
+        for _, module in block.named_modules():
+            if hasattr(module, "to_quantized") or hasattr(module, "bits"):
+                rows, columns = module.weight.shape[-2:]
+                sides += [rows, columns * 32 // module.bits if hasattr(module, "bits") else columns]
+    if rank > max(sides, default=rank):
+        problem = f"the rank {rank} is more than the longest side of any layer, {max(sides)}"
+        hint = "give a smaller one: 4 to 64 are usual; --fine-tune-type full trains the whole matrices"
+        raise ConfigError(problem, where="--lora-parameters", hint=hint)
 
 
 def _linear_names(model: Any, num_layers: int) -> list[str]:

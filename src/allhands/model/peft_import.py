@@ -314,6 +314,10 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
         raise ModelError(f"{name}: factors of shape {shapes} are none of a linear layer", where=WEIGHTS_FILE)
     if bool(config.get("use_dora")) != (magnitudes is not None):
         raise ModelError(f"{name}: use_dora and lora_magnitude_vector contradict each other", where=CONFIG_FILE)
+    rank = _of_pattern(config.get("rank_pattern"), name, config.get("r", a.shape[0]))
+    if rank != a.shape[0]:
+        problem = f"{name} is described as of rank {rank!r}, and its weights are of rank {a.shape[0]}"
+        raise ModelError(problem, where=CONFIG_FILE, hint=_HOW)
     flat = None if magnitudes is None else magnitudes.reshape(-1)
     scale = _scale(name, int(a.shape[0]), config)
     return _Module(mx.contiguous(a.T), mx.contiguous(b.T), scale, flat)
@@ -322,7 +326,7 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
     """What PEFT multiplies the update of a module with."""
     alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
-    if not isinstance(alpha, int | float):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise ModelError(f"lora_alpha is not a number: {alpha!r}", where=CONFIG_FILE, hint=_HOW)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

@@ -199,8 +199,9 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
                 where=str(path / "config.json"),
                 hint="correct that value, or fetch config.json of a conversion that Transformers can read",
             ) from error
-        raise ModelError(
-            f"the tokenizer cannot be loaded: {first_line(error)}",
-            where=str(path),
-            hint="fetch the model again; --trust-remote-code if it brings its own code and you trust it",
-        ) from error
+        hint = "fetch the model again; --trust-remote-code if it brings its own code and you trust it"
+        if isinstance(error, AttributeError) and str(error).startswith("module "):  # which no file of it can mend
+            hint = "look for newer versions: pip install -U mlx-lm transformers"
+        elif isinstance(error, ImportError):
+            hint = "install the package that is named there"
+        raise ModelError(f"the tokenizer cannot be loaded: {first_line(error)}", where=str(path), hint=hint) from error

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Role = Literal["orchestrator", "agent", "rank"]
 LOGS = "logs"
 _PATTERN = "monitor-*.jsonl"
+_NUMBERS = 2**31  # of ranks and processes are lower
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -100,9 +101,11 @@ def decode_sample(line: str) -> Sample | None:
     """The sample of a line; ``None`` if it is torn or something else."""
     try:
         record: Any = json.loads(line)
-        return _reader().validate_python({"rank": None, **record})
+        found = _reader().validate_python({"rank": None, **record})
     except (ValueError, TypeError, RecursionError):
         return None
+    # Whoever wrote it: these are taken for a place in a list, and for a process of the system.
+    return found if 0 <= (found.rank or 0) < _NUMBERS and 0 < found.pid < _NUMBERS else None
 
 
 def relayed_file(log_dir: Path, host: str) -> Path:

@@ -1,44 +1,53 @@
 """mlx_lm's OpenAI-compatible server for one model, with an adapter on it and made fast on this device.
 
-What mlx_lm's own does besides is left out: it loads any model that a request names, from the Hub if need be. Here every
-request is answered by the model that was chosen at the start, whatever it names, as with other local servers.
+What mlx_lm's own does besides is left out: it loads any model that a request names, from the Hub if need be, and lets
+any web page ask. Here every request is looked at first, and answered by the model that was chosen at the start.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
-import json
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
-from mlx_lm.server import APIHandler, CompletionRequest, ModelProvider, ResponseGenerator, get_system_fingerprint
+from mlx_lm.server import CompletionRequest, ModelProvider, ResponseGenerator, get_system_fingerprint
 
-from allhands.data.templates import ChatChoice
-from allhands.errors import ConfigError
+from allhands.data.messages import INSTRUCTION_ROLES
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import MERGE, ChatChoice
 from allhands.generate import check_adapter, load_for_generation
+from allhands.http_guard import Guard, Listening
 from allhands.model.load import LoadedModel
+from allhands.shipping.completions import Served
+from allhands.shipping.handler import Handler
+
+_MOST_CONNECTIONS = 128
+_BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
+    b'{"error": {"message": "too many requests wait for an answer", "type": "server_error"}}'
+)
+_LINGER_S = 2.0  # for what a refused client still sends; closed before that, it may not see the answer
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is served and where; sampling holds for requests that do not say otherwise. Port 0 is any free one."""
+    """What is served; sampling holds for requests that do not say otherwise."""
 
     model: str
     adapter_path: Path | None
-    host: str
-    port: int
     max_tokens: int
     temperature: float
     top_p: float
-    allowed_origins: tuple[str, ...]
     trust_remote_code: bool
     chat: ChatChoice | None = None
 
@@ -60,147 +69,150 @@ class _Provider(ModelProvider):
 
 
 class _Generator(ResponseGenerator):
-    """Leaves nothing of MLX's behind in its thread: a stream that outlives it aborts the process at its end."""
+    """Refuses what makes no prompt, and fails in one line.
 
-    def _run_generate(self) -> None:
-        super()._run_generate()
-        mx.clear_streams()
-
-
-class _Refusals:
-    """The stream of an answer, in which mlx_lm's ``{"error": "text"}`` becomes what clients of OpenAI's read."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes) -> int:
-        """Send ``data``, in another form if it is a refusal; mlx_lm writes each in one piece."""
-        if data.startswith(b'{"error": "'):
-            message = json.loads(data)["error"]
-            data = json.dumps({"error": {"message": message, "type": "invalid_request_error"}}).encode()
-        return self._stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _Handler(APIHandler):
-    """Lists the model that is served, and no others that happen to be in the cache of the Hub.
-
-    What cannot be answered is refused in one sentence, before the model is asked.
+    Nothing of MLX's is left behind in its thread: a stream that outlives it aborts the process at its end.
     """
 
-    def setup(self) -> None:
-        super().setup()
-        self.wfile: Any = _Refusals(self.wfile)
+    def _run_generate(self) -> None:
+        try:
+            self._generate()
+        except Exception as error:
+            self._generation_failed = True
+            print(f"allhands: error: the model failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            mx.clear_streams()
 
-    def handle_chat_completions(self) -> CompletionRequest:
-        if "messages" in self.body and (wrong := _wrong_messages(self.body["messages"])):
-            raise ValueError(wrong)
-        return super().handle_chat_completions()
-
-    def handle_text_completions(self) -> CompletionRequest:
-        if not isinstance(self.body.get("prompt", ""), str):
-            raise ValueError("prompt must be a text")
-        return super().handle_text_completions()
-
-    def handle_models_request(self) -> None:
-        self._set_completion_headers(200)
-        self.end_headers()
-        name = self.response_generator.cli_args.model
-        listed = {"object": "list", "data": [{"id": name, "object": "model", "created": self.created}]}
-        self.wfile.write(json.dumps(listed).encode())
-        self.wfile.flush()
-
-
-def _wrong_messages(messages: Any) -> str | None:
-    """What keeps ``messages`` from being a conversation; ``None`` if nothing does."""
-    if not isinstance(messages, list):
-        return 'messages must be a list, as in [{"role": "user", "content": "Hello"}]'
-    if not messages:
-        return "messages is empty: at least one is needed"
-    for place, message in enumerate(cast("list[Any]", messages)):
-        if not isinstance(message, dict):
-            return f'messages[{place}] must be an object, as in {{"role": "user", "content": "Hello"}}'
-        known = cast("dict[str, Any]", message)
-        if not isinstance(known.get("role"), str):
-            return f"messages[{place}] has no role: give user, assistant or system"
-        if not isinstance(known.get("content"), str | list | None):
-            return f"messages[{place}].content must be a text or a list of parts"
-        # Of an image mlx_lm fetches the address, whichever it is, in this computer's own network, too.
-        for part in known["content"] if isinstance(known.get("content"), list) else ():
-            kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text":
-                return f"messages[{place}].content has a part of type {kind}: only text is read here"
-    return None
+    def _tokenize(self, tokenizer: Any, request: CompletionRequest, args: Any) -> Any:
+        try:
+            found = super()._tokenize(tokenizer, request, args)
+        except Exception as error:
+            roles = {message["role"] for message in request.messages}
+            lost = roles & set(INSTRUCTION_ROLES) and not ChatTemplate(tokenizer).takes_system
+            way_out = f" (it has no place for system messages: start the server with {MERGE})" if lost else ""
+            raise ValueError(f"the model's chat template cannot write this: {error}{way_out}") from None
+        if not found[0]:
+            raise ValueError("the prompt is empty")
+        return found
 
 
-def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, and not too many of them.
+
+    Callers that never finish their request make room, the one that began first before others.
+    """
+
+    def __init__(self, listening: Listening, provider: _Provider, served: Served) -> None:
+        super().__init__(("", 0), Handler, bind_and_activate=False)  # type: ignore[arg-type]
+        self.socket.close()
+        self.socket = listening.listener
+        self.server_address = listening.listener.getsockname()
+        self.guard: Guard = listening.guard
+        self.served = served
+        self._provider = provider
+        self._fingerprint = get_system_fingerprint()
+        self._generator = self._new_generator()
+        self._lock = threading.Lock()
+        self._reading: dict[socket.socket, bool] = {}  # of each connection whether its request is still awaited
+
+    # --- the model ------------------------------------------------------------------------------------
+
+    def _new_generator(self) -> _Generator:
+        return _Generator(self._provider, LRUPromptCache(self._provider.cli_args.prompt_cache_size))
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer; by a new generator if one has failed, as where memory was too small for some prompt."""
+        with self._lock:
+            if not self._generator.is_healthy:
+                self._generator = self._new_generator()
+        Handler(self._generator, request, client_address, self, system_fingerprint=self._fingerprint)
+
+    def stop(self) -> None:
+        """Drop what was begun."""
+        self.server_close()
+        self._generator.stop_and_join()
+
+    # --- connections ----------------------------------------------------------------------------------
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take a connection, if need be in place of one that has not asked yet."""
+        with self._lock:
+            if len(self._reading) >= _MOST_CONNECTIONS:
+                slowest = next((one for one, reading in self._reading.items() if reading), request)
+                self._reading.pop(slowest, None)
+                with suppress(OSError):
+                    if slowest is request:
+                        request.sendall(_BUSY)
+                    slowest.shutdown(socket.SHUT_RDWR)
+            self._reading[request] = True
+        super().process_request(request, client_address)
+
+    def has_asked(self, request: socket.socket) -> None:
+        """Its request is complete: it keeps its place."""
+        with self._lock:
+            if request in self._reading:
+                self._reading[request] = False
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close, after what the client still sends: it would not see the answer otherwise."""
+        with self._lock:
+            if request in self._reading:
+                self._reading[request] = True
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_WR)
+            until = time.monotonic() + _LINGER_S
+            while (left := until - time.monotonic()) > 0:
+                request.settimeout(left)
+                if not request.recv(65536):
+                    break
+        with self._lock:
+            self._reading.pop(request, None)
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever closes a window in the middle of an answer is no fault of the server."""
+        error = sys.exc_info()[1]
+        if isinstance(error, ConnectionError | TimeoutError):
+            print(f"{client_address[0]} left before the answer was complete", file=sys.stderr, flush=True)
+        else:
+            print(f"allhands: error: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]) -> None:
     """Answer requests until ``KeyboardInterrupt``; what was begun is dropped then.
 
     Args:
-        ready: told the address once requests are answered.
+        listening: the address, taken before: that it is another's should not be found after minutes of loading.
+        ready: called once requests are answered.
 
     Raises:
-        ConfigError: the address cannot be had.
         ModelError: model or adapter cannot be loaded.
     """
-    if options.adapter_path is not None:
-        check_adapter(options.adapter_path)
-    generator: _Generator | None = None
-
-    def handle(*arguments: Any, **named: Any) -> APIHandler:
-        assert generator is not None
-        return _Handler(generator, *arguments, system_fingerprint=get_system_fingerprint(), **named)
-
-    # The address first: that it is taken should not be found after minutes of loading.
-    server = _bind(options, handle)
+    server: _Server | None = None
     try:
+        if options.adapter_path is not None:
+            check_adapter(options.adapter_path)
         trust = options.trust_remote_code
         loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
         for note in loaded.notes:
             print(f"allhands: note: {note}", file=sys.stderr)
-        provider = _Provider(_settings(options), loaded)
-        generator = _Generator(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        ready(f"http://{host}:{server.server_address[1]}")
+        tokenizer: Any = loaded.tokenizer
+        if has_chat_template(tokenizer) and not ChatTemplate(tokenizer).takes_system:
+            told = f"the chat template has no place for system messages: {MERGE} puts them before questions"
+            print(f"allhands: note: {told}", file=sys.stderr)
+        settings = _settings(options)
+        model: Any = loaded.model
+        vocabulary = model(mx.array([[0]])).shape[-1]  # known without being computed
+        served = Served(options.model, settings.adapter_path, vocabulary)
+        server = _Server(listening, _Provider(settings, loaded), served)
+        ready()
         server.serve_forever()
     except KeyboardInterrupt:
         pass
     finally:
-        server.server_close()
-        if generator is not None:
-            generator.stop_and_join()
-
-
-def _bind(options: ServeOptions, handle: Callable[..., Any]) -> ThreadingHTTPServer:
-    try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-
-        class Server(ThreadingHTTPServer):
-            """Of the address's family."""
-
-            address_family = found[0]
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                # Whoever closes a window in the middle of an answer is no fault of the server.
-                if isinstance(sys.exc_info()[1], ConnectionError):
-                    print(f"{client_address[0]} left before the answer was complete", file=sys.stderr, flush=True)
-                else:
-                    super().handle_error(request, client_address)
-
-        return Server(found[4][:2], handle)  # type: ignore[arg-type]
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None)
-        if number == errno.EADDRINUSE:
-            message, hint = "another program listens there already", "choose another: --port, or 0 for any free one"
-        elif number == errno.EACCES:
-            message, hint = "ports below 1024 are for the administrator", "choose another: --port 8080"
-        elif isinstance(error, socket.gaierror) or number == errno.EADDRNOTAVAIL:
-            message, hint = "this is no address of this computer", "give --host 127.0.0.1, or 0.0.0.0 for all of them"
-        else:
-            message, hint = f"cannot listen there: {error}", "choose another --port or --host"
-        raise ConfigError(message, where=f"{options.host}:{options.port}", hint=hint) from None
+        listening.listener.close()
+        if server is not None:
+            server.stop()
 
 
 def _settings(options: ServeOptions) -> argparse.Namespace:
@@ -219,7 +231,7 @@ def _settings(options: ServeOptions) -> argparse.Namespace:
         top_k=0,
         min_p=0.0,
         max_tokens=options.max_tokens,
-        allowed_origins=list(options.allowed_origins),
+        allowed_origins=[],
         decode_concurrency=32,
         prompt_concurrency=8,
         prefill_step_size=2048,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -51,6 +52,16 @@ def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
     before = _settings_of(checkpoint, config)
     now = config.model_dump(mode="json")
     _check_fixed(checkpoint, config, before, now)
+    if (
+        checkpoint.state.get("chat_template") is not None
+        and config.chat_template is None
+        and config.system == "template"
+    ):
+        raise ConfigError(
+            "the checkpoint was trained with a chat template that is not the model's own",
+            where="--chat-template",
+            hint=f"give it again: --chat-template {checkpoint.path / TEMPLATE_FILE}",
+        )
     notes = [
         f"{key} changed from {_words(before[key])} to {_words(now[key])}"
         for key in sorted(TOLD)
@@ -77,8 +88,18 @@ def _check_fixed(checkpoint: Checkpoint, config: TrainConfig, before: dict[str, 
     raise ConfigError(
         f"the checkpoint was made with {_words(was[key])}, this is {_words(this[key])}: it would not be the same run",
         where=f"--{key.replace('_', '-')}",
-        hint=f"leave it as it was; or {hint}",
+        hint=f"{_as_it_was(key, was[key])}; or {hint}",
     )
+
+
+def _as_it_was(key: str, value: Any) -> str:
+    """What to do so that a setting is that of the checkpoint."""
+    flag = f"--{key.replace('_', '-')}"
+    if value is None:
+        return f"leave {flag} out, as it was"
+    if isinstance(value, bool):
+        return "leave it as it was"
+    return f"give it as it was: {flag} {shlex.quote(_words(value))}"
 
 
 def _with_shape(settings: dict[str, Any]) -> dict[str, Any]:
@@ -143,9 +164,14 @@ def _check_template(checkpoint: Checkpoint, template: str | None) -> None:
     raise DataError(
         "the chat template, or the place of system messages in it, is not that with which the checkpoint was trained",
         where="--chat-template",
-        hint=f"leave out --chat-template and --system, or give both as they were: {checkpoint.path / TEMPLATE_FILE} "
-        "holds the template that was used, if it was not the model's own",
+        hint=_own_template(checkpoint),
     )
+
+
+def _own_template(checkpoint: Checkpoint) -> str:
+    if checkpoint.state["chat_template"] is None:
+        return "leave out --chat-template and --system: it was the model's own"
+    return f"give --chat-template {checkpoint.path / TEMPLATE_FILE}, which was used, and leave out --system"
 
 
 def _other_data(checkpoint: Checkpoint, fresh: bool, dated: datetime | None) -> DataError:

@@ -1,0 +1,180 @@
+"""Garbage, half of it well-formed: it gets a refusal as JSON, and the next request its answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from garbage import CHAT, FIELDS, answers, some_body, some_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import Served, served
+
+from allhands.shipping.completions import Refused, read_request
+from allhands.shipping.completions import Served as Model
+
+MODEL = Model("tiny", None, 259)
+
+
+def read(body: bytes, path: str = "/v1/chat/completions") -> dict[str, Any] | None:
+    refusal = None
+    try:
+        return read_request(body, path, MODEL)
+    except Refused as refused:
+        refusal = refused
+    assert 400 <= refusal.status < 500
+    assert 0 < len(refusal.message) < 1000
+    return None
+
+
+def check_bodies(count: int, seed: int) -> int:
+    """How many of so many were taken: they hold what mlx_lm computes with, and nothing that it would load."""
+    source, taken = random.Random(seed), 0
+    for number in range(count):
+        found = read(some_body(source), ("/v1/chat/completions", "/v1/completions")[number % 8 == 0])
+        if found is not None:
+            taken += 1
+            assert found["model"] == "tiny"
+            assert not found.keys() & {"adapters", "draft_model"}
+            assert 0 <= found.get("top_k", 1) < 259
+            assert json.loads(json.dumps(found).encode()) == found
+    return taken
+
+
+def test_bodies_are_read_or_refused() -> None:
+    assert 800 < check_bodies(5000, 1) < 4200
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_bodies_are_read_or_refused() -> None:
+    assert check_bodies(100_000, 2) > 10_000
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "taken"),
+    [
+        ({"role": "user", "content": "Hello"}, True),
+        ({"role": "user", "content": ""}, True),
+        ({"role": "developer", "content": "Be short."}, True),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, True),
+        ({"role": "user"}, False),
+        ({"role": "user", "content": None}, False),
+        ({"role": "assistant"}, False),
+        ({"role": "alien", "content": "Hello"}, False),
+    ],
+)
+def test_messages_without_words_or_of_unknown_roles_are_refused(message: dict[str, Any], taken: bool) -> None:
+    body = json.dumps({"messages": [message, {"role": "user", "content": "And?"}]}).encode()
+    assert (read(body) is not None) == taken
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda of: st.lists(of) | st.dictionaries(st.text(), of),
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.sampled_from([*FIELDS, "messages"]), JSON))
+def test_bodies_of_any_shape_are_read_or_refused(body: dict[str, Any]) -> None:
+    read(json.dumps({**CHAT, **body}).encode())
+    read(json.dumps(body).encode(), "/v1/completions")
+
+
+@given(st.binary())
+def test_bytes_are_read_or_refused(body: bytes) -> None:
+    read(body)
+
+
+# Of each field the values of JSON's other types that it cannot have.
+NOT_WHOLE: list[Any] = ["many", True, 1.5, [3], {"x": 3}]
+NO_NUMBER: list[Any] = ["many", True, [3], {"x": 3}]
+NO_TRUTH: list[Any] = ["many", 1, [True], {"x": True}]
+NO_OBJECT: list[Any] = ["many", True, 1, [{}]]
+NO_TEXT: list[Any] = [True, 1, ["x"], {"x": "x"}]
+WRONG: dict[str, list[Any]] = {
+    **dict.fromkeys(("stream", "logprobs"), NO_TRUTH),
+    **{name: [*NOT_WHOLE, 0, -1, 10**30] for name in ("max_tokens", "max_completion_tokens")},
+    **{
+        name: [*NOT_WHOLE, -1, 10**30]
+        for name in ("repetition_context_size", "presence_context_size", "num_draft_tokens")
+    },
+    **{"frequency_context_size": [*NOT_WHOLE, -1], "top_k": [*NOT_WHOLE, -2, 10**30], "n": [*NOT_WHOLE, 0, 2]},
+    **{"seed": [*NOT_WHOLE, 2**64], "top_logprobs": [*NOT_WHOLE, 12, -2], "temperature": [*NO_NUMBER, -1, 1e300]},
+    **{name: [*NO_NUMBER, -0.1, 1.1] for name in ("top_p", "min_p", "xtc_probability")},
+    **{"xtc_threshold": [*NO_NUMBER, 0.6], "repetition_penalty": [*NO_NUMBER, -1]},
+    **{name: [*NO_NUMBER, 1e300, -1e300] for name in ("presence_penalty", "frequency_penalty")},
+    **{
+        "stream_options": [*NO_OBJECT, {"include_usage": 3}],
+        "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}],
+    },
+    **{"stop": [True, 3, {"x": 3}, [3], [""], "", ["a"] * 17], "tools": ["x", 3, {"x": 3}, ["f"]]},
+    **dict.fromkeys(("model", "adapters", "draft_model", "prompt"), NO_TEXT),
+    **{"user": NO_TEXT, "tool_choice": [True, 3, ["x"]], "response_format": NO_OBJECT},
+    **{"chat_template_kwargs": [*NO_OBJECT, {"chat_template": "x"}], "role_mapping": [*NO_OBJECT, {"user": 3}]},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_what_clients_send_is_taken_and_other_types_are_not(name: str) -> None:
+    path = "/v1/completions" if name == "prompt" else "/v1/chat/completions"
+    assert read(json.dumps({**CHAT, name: FIELDS[name]}).encode(), path) is not None
+    if name != "prompt":
+        assert read(json.dumps({**CHAT, name: None}).encode(), path) is not None
+    for wrong in WRONG[name]:
+        assert read(json.dumps({**CHAT, name: wrong}).encode(), path) is None, wrong
+
+
+@pytest.mark.parametrize("name", ["model", "adapters", "draft_model"])
+def test_no_request_makes_the_server_load_anything(name: str) -> None:
+    for path in ("/etc", "../tiny", "org/name", "tiny/", "", "TINY", "x" * 100_000):
+        with pytest.raises(Refused) as refused:
+            read_request(json.dumps({**CHAT, name: path}).encode(), "/v1/chat/completions", MODEL)
+        assert refused.value.status == 404
+    trained = Model("tiny", "run", 259)
+    assert "adapters" not in read_request(
+        json.dumps({**CHAT, "adapters": "run"}).encode(), "/chat/completions", trained
+    )
+
+
+# --- over the network ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Any:
+    with served("--model", tiny_model, "--max-tokens", "2") as running:
+        yield running
+
+
+def check_requests(server: Served, count: int, seed: int) -> None:
+    source = random.Random(seed)
+    paths = ["/v1/chat/completions"] * 9 + ["/v1/completions", "/chat/completions", "/v1/models", "/", "//x"]
+    for request, status, body in answers(server.send, [some_request(source, paths) for _ in range(count)]):
+        assert status in (200, 204) or 400 <= status < 500 or status == 501, (request, body)
+        if status >= 400 and b"HEAD " not in request:
+            assert json.loads(body)["error"]["message"], (request, body)
+    still_answers(server)
+
+
+def still_answers(server: Served) -> None:
+    status, _, answer = server.ask("POST", "/v1/chat/completions", CHAT)
+    assert status == 200
+    assert answer["choices"][0]["message"]
+    said = server.said()
+    assert "Traceback" not in said
+    assert "allhands: error" not in said, said[-2000:]
+
+
+def test_garbage_over_the_network(server: Served) -> None:
+    check_requests(server, 600, 3)
+
+
+@pytest.mark.long
+def test_much_garbage_over_the_network(server: Served) -> None:
+    check_requests(server, 10_000, 4)
