@@ -74,7 +74,7 @@ ELSEWHERE: dict[str, str] = {
     "warmup_ratio": "use warmup_steps (optimizer updates)",
     "lora_dropout": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.05}\'',
     "micro_batch_size": "use micro_batch_tokens: results do not depend on it",
-    "push_to_hub": "upload the result afterwards: allhands upload --help",
+    "push_to_hub": "upload the result afterwards, by the command upload",
     "flash_attn": "attention's kernels are chosen by themselves; ALLHANDS_KERNELS says otherwise",
     "attn_implementation": "attention's kernels are chosen by themselves; ALLHANDS_KERNELS says otherwise",
     **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _SHARDED),
