@@ -33,6 +33,12 @@ ALIASES: dict[str, str] = {
     "save_total_limit": "keep_last",
     "full_determinism": "deterministic",
     "lora_layers": "num_layers",  # in mlx_lm before 0.19
+    "model_name_or_path": "model",
+    "num_epochs": "epochs",
+    "max_seq_len": "max_seq_length",
+    "cutoff_len": "max_seq_length",
+    "global_batch_size": "batch_size",
+    "wandb_project": "project_name",
 }
 # Keys of the files of earlier versions of mlx_lm, which later ones ignore; each with what counts instead.
 OUTDATED: dict[str, str] = {
@@ -40,6 +46,18 @@ OUTDATED: dict[str, str] = {
     "adapter_file": "the adapter goes into the directory adapter_path",
     "wandb": "report_to says where to report",
 }
+_SHARDED = (
+    "the model is not divided among ranks here, each has all of it: -n or --hosts divides the batch, and "
+    "--shard-optimizer on the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
+)
+_EXCHANGE = (
+    "gradients are exchanged whole, once a step: larger batches or --grad-accumulation-steps exchange less often, and "
+    "allhands plan says whether the link is fast enough"
+)
+_TYPES = "a model computes in its weights' type: allhands model get MODEL --dtype bfloat16 --out DIR, then --model DIR"
+_ADAM = 'use optimizer_config, for example \'{"adamw": {"betas": [0.9, 0.95], "eps": 1e-8}}\''
+_PROCESSES = "use -n for processes here; --hosts or --hostfile for other computers"
+_DATA = "use --data for a directory or a file, --hf-dataset for one of the Hub"
 # Names that cannot be taken over because they mean something else; each with what to do.
 # What is in OUTDATED, too, is refused only where it asks for something.
 ELSEWHERE: dict[str, str] = {
@@ -54,6 +72,21 @@ ELSEWHERE: dict[str, str] = {
     "load_in_4bits": "quantise first: allhands model get MODEL --quantize 4 --out DIR, then --model DIR",
     "neat_packing": "use packing with isolate_documents",
     "warmup_ratio": "use warmup_steps (optimizer updates)",
+    "lora_dropout": 'use lora_parameters, for example \'{"rank": 8, "scale": 20.0, "dropout": 0.05}\'',
+    "micro_batch_size": "use micro_batch_tokens: results do not depend on it",
+    "push_to_hub": "upload the result afterwards, by the command upload",
+    "flash_attn": "attention's kernels are chosen by themselves; ALLHANDS_KERNELS says otherwise",
+    "attn_implementation": "attention's kernels are chosen by themselves; ALLHANDS_KERNELS says otherwise",
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _SHARDED),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline", "pp", "pp_size"), _SHARDED),
+    **dict.fromkeys(("context_parallel", "context_parallel_size", "sequence_parallel", "expert_parallel"), _SHARDED),
+    **dict.fromkeys(("fsdp", "fsdp_config", "zero", "zero_stage", "deepspeed", "deepspeed_config"), _SHARDED),
+    **dict.fromkeys(("compression", "gradient_compression", "grad_compression", "powersgd", "topk"), _EXCHANGE),
+    **dict.fromkeys(("local_sgd", "local_steps", "diloco", "sync_every"), _EXCHANGE),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "amp"), _TYPES),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), _ADAM),
+    **dict.fromkeys(("num_gpus", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _PROCESSES),
+    **dict.fromkeys(("dataset", "dataset_name", "train_file", "data_path"), _DATA),
 }
 
 

@@ -12,6 +12,7 @@ from command_line import parse, verbs
 from tiny import run_allhands
 
 from allhands.cli.main import main, make_app
+from allhands.cli.option_groups import GROUPS
 from allhands.config import ALIASES, ELSEWHERE, TrainConfig
 from allhands.pretrain_config import PretrainConfig
 
@@ -59,6 +60,19 @@ def test_defaults_and_choices_are_in_the_help(train_help: str) -> None:
     assert re.search(r"--keep-best / --no-keep-best .* \[on\]", text)
 
 
+def test_options_stand_in_groups(train_help: str) -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert {*TrainConfig.model_fields, *PretrainConfig.model_fields} - {"config"} <= set(grouped)
+    headings = re.findall(r"^(\w.*):$", train_help, re.MULTILINE)
+    assert headings == [*(name for name in GROUPS if name != "A new model"), "Options"]
+    assert all(len(line) <= 80 for line in train_help.splitlines())
+    examples = re.findall(r"^  (allhands train .*)$", train_help, re.MULTILINE)
+    assert len(examples) == 2
+    for example in examples:
+        assert parse(example.split()[1:])[0] == "train"
+
+
 def test_the_help_comes_quickly_and_without_mlx() -> None:
     begun = time.perf_counter()
     done = run_allhands("--help")
@@ -91,7 +105,7 @@ OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors",
 # What has a say in how other libraries are imported, later.
 OWN |= {".__main__", ".cli.parser", ".import_structures", ".importing", ".paths", ".without_torch"}
 # What options are made from.
-OPTIONS = {".cli.options", ".config", ".config_errors", ".config_values"}
+OPTIONS = {".cli.option_groups", ".cli.options", ".config", ".config_errors", ".config_values"}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)], ids=" ".join)

@@ -56,6 +56,11 @@ def test_aliases_lead_to_fields_and_nothing_else_is_shadowed() -> None:
 
 ALIASED: dict[str, tuple[Any, Any]] = {
     "num_train_epochs": (2, 2.0),
+    "num_epochs": (2, 2.0),
+    "model_name_or_path": ("models/mine", "models/mine"),
+    "max_seq_len": (512, 512),
+    "cutoff_len": (512, 512),
+    "global_batch_size": (16, 16),
     "resume_from_checkpoint": ("auto", "auto"),
     "save_total_limit": (3, 3),
     "max_steps": (7, 7),
@@ -81,7 +86,7 @@ ALIASED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("alias", sorted(set(ALIASES) - {"lr_scheduler_type"}))
+@pytest.mark.parametrize("alias", sorted(set(ALIASES) - {"lr_scheduler_type", "wandb_project"}))
 def test_an_alias_sets_its_field_in_yaml_and_in_python(alias: str, tmp_path: Path) -> None:
     given, expected = ALIASED[alias]
     assert getattr(build_config({alias: given}), ALIASES[alias]) == expected
@@ -89,7 +94,8 @@ def test_an_alias_sets_its_field_in_yaml_and_in_python(alias: str, tmp_path: Pat
         assert getattr(build_config({}, yaml_of(tmp_path, f"{spelling}: {given}\n")), ALIASES[alias]) == expected
 
 
-def test_a_schedule_by_its_other_name() -> None:
+def test_a_schedule_and_a_project_by_their_other_names() -> None:
+    assert build_config({"report_to": "wandb", "wandb_project": "herring"}).project_name == "herring"
     assert (
         build_config({"lr_scheduler_type": "cosine"}).lr_schedule == build_config({"lr_schedule": "cosine"}).lr_schedule
     )

@@ -124,7 +124,7 @@ def test_advice_about_columns_is_in_flags(hint: str, expected: str) -> None:
 
 
 def test_the_advice_on_the_screen_works_when_pasted(tmp_path: Path) -> None:
-    rows = [{"text": "fine"}, {"question": sentence(1), "answer": "x"}]
+    rows = [{"text": "fine"}, {"question": sentence(1), "answer": "x", "context": "y"}]
     flags = ["--column", "prompt=question", "--column", "completion=answer"]
     _, screen = run(tmp_path, rows)
     assert " ".join(flags) in screen

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from allhands.report.words import Curve, Judgement, judge, trend
+from allhands.report.curves import Curve, trend
+from allhands.report.words import Course, Judgement, judge
 
 
 def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:
@@ -46,7 +51,7 @@ def test_validation_that_rises_while_training_falls_is_overfitting() -> None:
     assert "10 validations since" in found.text
     assert "(+5" in found.text or "(+49%" in found.text
     # Training at step 100 is 3, at the end 1.
-    assert "(-67%)" in found.text or "(-66%)" in found.text
+    assert re.search(r"\(-6[4-7]%\)", found.text)
 
 
 def test_validation_that_goes_up_and_down_after_its_best_is_not_overfitting() -> None:
@@ -66,9 +71,9 @@ def test_validation_that_rises_while_training_stands_still_may_be_overfitting() 
 
 @pytest.mark.parametrize("bottom", [260, 280])
 def test_one_or_two_rising_validations_are_a_first_sign_only(bottom: int) -> None:
-    found = [one for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 8)) if one.kind == "overfitting"]
+    found = [one for one in judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4)) if one.kind == "overfitting"]
     assert [one.level for one in found] in (["note"], [])
-    exact = judged(lambda step: 4 - 3 * step / 300, valley(bottom, 8), noise=0.0)
+    exact = judged(lambda step: 4 - 3 * step / 300, valley(bottom, 4), noise=0.0)
     assert [(one.kind, one.level) for one in exact] == [("overfitting", "note")]
     assert f"the {(300 - bottom) // 20} validation" in exact[0].text
 
@@ -93,7 +98,7 @@ def test_both_curves_still_falling_at_the_end_is_underfitting() -> None:
     assert (found.kind, found.level) == ("underfitting", "warning")
     assert "Both still fall" in found.text
     # From step 202 to 300 the truth falls from 1 + 3 exp(-0.673) = 2.53 to 1 + 3 exp(-1) = 2.10: 17 %.
-    assert "(-17%)" in found.text
+    assert re.search(r"\(-1[5-8]%\)", found.text)
 
 
 def test_still_falling_without_validation_is_told_with_the_doubt() -> None:
@@ -143,8 +148,8 @@ def test_numbers_that_are_none_are_said_first() -> None:
 
 @pytest.mark.parametrize(("count", "words"), [(0, "no training report"), (1, "1 training report "), (3, "3 training")])
 def test_of_a_few_reports_nothing_is_judged(count: int, words: str) -> None:
-    (found,) = judge(Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([(0, 4.0)]))
-    assert found.kind == "short"
+    found, unvalidated = judge(Curve.of([(step, 4.0 - step) for step in range(count)]), Curve.of([(0, 4.0)]))
+    assert (found.kind, unvalidated.kind) == ("short", "validation")
     assert words in found.text
 
 
@@ -155,10 +160,11 @@ def test_of_a_few_reports_it_is_said_if_the_run_is_worse_than_what_it_began_with
     steps = [10.0 * (place + 1) for place in range(2)]
     curves = Curve.of(list(zip(steps, train, strict=False))), Curve.of([(0, 4.77), *zip(steps, valid, strict=False)])
     first = judge(*curves)[0]
-    assert (first.kind, first.level) == ("diverging", "bad")
-    assert f"validation loss was 4.770 before the first step, and the last losses are {train[-1]:.3f}" in first.text
+    assert (first.kind, first.level) == ("worse", "bad")
+    assert "validation loss was 4.770 before the first step" in first.text
+    assert f"{(valid or train)[-1]:.3f}" in first.text
     better = judge(curves[0], Curve.of([(0, 12.0)]))
-    assert [one.kind for one in better] == ["short"]
+    assert [one.kind for one in better] == ["short", "validation"]
     # From what a resumed run goes on, nobody knows how it was before.
     assert [one.kind for one in judge(curves[0], Curve.of([(5, 4.77)]))] == ["short"]
 
@@ -209,7 +215,7 @@ def test_a_noisy_run_that_learns_is_never_said_to_diverge_nor_to_learn_nothing(s
     for seed in range(300):
         train, random = at_each_step(lambda n: 4.4 - 0.15 * n / steps, seed, steps=steps)
         valid = Curve.of([(steps * k / 6, 5.717 - 0.029 * k + 0.002 * random.standard_normal()) for k in range(7)])
-        said += [one.text for one in judge(train, valid) if one.level == "bad" or "hardly below" in one.text]
+        said += [one.text for one in judge(train, valid) if one.level == "bad" or " below its start" in one.text]
     assert said == []
 
 
@@ -238,7 +244,8 @@ def test_what_truly_diverges_is_always_named(height: Callable[[float], float]) -
         # Validated before it happened, and never since.
         early = Curve.of([(n, 4.4 - n / 100 + 0.002 * random.standard_normal()) for n in (0, 5, 10, 15)])
         late = Curve.of([(n, height(n) + 0.01 * random.standard_normal()) for n in range(0, 61, 10)])
-        assert [grave(judge(train, valid)) for valid in (Curve.of([]), late)] == [{"diverging"}] * 2, seed
+        assert grave(judge(train, Curve.of([]))) == {"diverging"}, seed
+        assert {one.kind for one in judge(train, late) if one.level == "bad"} in ({"diverging"}, {"worse"}), seed
         if height(59) > 9:
             assert grave(judge(train, early)) <= {"diverging"}
     (found, _) = judge(Curve.of([(1, 4.0), (2, 5.0), (3, 8.0), (4, 20.0)]), Curve.of([]))
@@ -258,11 +265,119 @@ def test_what_truly_learns_nothing_is_always_named(steps: int, spread: float) ->
         train, random = at_each_step(lambda n: 4.2, seed, steps=steps, spread=spread)
         level = Curve.of([(steps * k / 6, 4.2 + 0.005 * random.standard_normal()) for k in range(7)])
         for valid in (Curve.of([]), level):
-            missed += "hardly below its start" not in judge(train, valid)[0].text
+            missed += " below its start" not in judge(train, valid)[0].text
     assert missed <= 12  # of 600
     # Validation, which scatters less, shows it where training scatters too much.
     for seed in range(300):
         train, random = at_each_step(lambda n: 4.2, seed, spread=0.4)
         level = Curve.of([(10 * k, 4.2 + 0.005 * random.standard_normal()) for k in range(7)])
-        missed += "hardly below its start" not in judge(train, level)[0].text
+        missed += " below its start" not in judge(train, level)[0].text
     assert missed <= 18
+
+
+# --- runs that were made ------------------------------------------------------------------------------
+
+RUNS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "curves.json").read_text())
+# What a careful teacher would say first of each, and how gravely.
+SAID_FIRST = {
+    "rate of 0.05": ("worse", "bad"),
+    "rate of 0.004": ("worse", "bad"),
+    "rate of 50": ("guessing", "bad"),
+    "good": ("fitting", "good"),
+    "slow": ("fitting", "good"),
+    "short": ("short", "note"),
+    "rate of 1e-9": ("underfitting", "warning"),
+    "16 examples, rate of 1e-3": ("worse", "bad"),
+    "16 examples": ("overfitting", "warning"),
+    "new, good": ("fitting", "good"),
+    "new, few steps": ("fitting", "good"),
+    "new, rate of 30": ("worse", "bad"),
+    "new, rate of 0.3": ("fitting", "good"),
+    "new, rate of 1e-9": ("guessing", "bad"),
+}
+HARMED = [name for name, (_, level) in SAID_FIRST.items() if level == "bad"]
+
+
+def run_until(name: str, step: float, *, over: bool) -> list[Judgement]:
+    run = RUNS[name]
+    train, valid, norms = (
+        Curve.of([pair for pair in run[key] if pair[0] <= step]) for key in ("train", "valid", "norms")
+    )
+    return judge(train, valid, Course(norms, run["skipped"], int(step), run["vocabulary"], over))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_said_first_of_a_run(name: str) -> None:
+    found = run_until(name, 1e9, over=True)
+    assert (found[0].kind, found[0].level) == SAID_FIRST[name], found
+    # No loss is below zero, and none falls by more than all of it.
+    assert not re.search(r" -\d|\(-1\d\d", " ".join(one.text for one in found))
+    if found[0].level == "bad":
+        assert "good" not in {one.level for one in found}
+        assert "more steps would help" not in " ".join(one.text for one in found)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_while_a_run_goes_on_nothing_is_said_that_its_end_belies(name: str) -> None:
+    for step, _ in RUNS[name]["train"]:
+        found = run_until(name, step, over=False)
+        levels = {one.level for one in found}
+        if name in HARMED and name != "16 examples, rate of 1e-3":  # which was well at first
+            assert "good" not in levels, (step, found)
+        elif name not in HARMED:
+            assert "bad" not in levels, (step, found)
+        # Nobody knows yet how it ends.
+        assert "at the end" not in found[0].text or found[0].kind in ("underfitting", "fitting"), (step, found)
+        validated = [at for at, _ in RUNS[name]["valid"] if at <= step]
+        if validated == [0]:
+            assert not levels & {"good"}, (step, found)
+
+
+def test_a_validation_outside_of_a_stretch_is_not_quoted_as_of_it() -> None:
+    """Falling at the end, and validated before the first step and after the last only."""
+    train = Curve.of([(step, 4.0 - step / 50) for step in range(5, 105, 5)])
+    (found,) = judge(train, Curve.of([(0, 4.0), (100, 2.1)]))
+    assert (found.kind, found.level) == ("underfitting", "note")
+    assert "4.000" not in found.text
+    (found,) = judge(train, Curve.of([(0, 4.0), (70, 2.6), (85, 2.3), (100, 2.0)]))
+    assert (found.kind, found.level) == ("underfitting", "warning")
+
+
+@pytest.mark.parametrize(("skipped", "level"), [(0, None), (1, "note"), (5, "warning"), (40, "bad")])
+def test_steps_that_changed_nothing(skipped: int, level: str | None) -> None:
+    train = Curve.of([(step, 3.0) for step in range(5, 105, 5)])
+    found = judge(train, Curve.of([(0, 4.0), (100, 3.0)]), Course(skipped=skipped, steps=100))
+    assert {one.level for one in found if one.kind == "skipped"} == ({level} if level else set())
+
+
+@pytest.mark.parametrize(("last", "falls", "said"), [(200.0, False, True), (200.0, True, False), (3.0, False, False)])
+def test_gradient_norms_that_explode(last: float, falls: bool, said: bool) -> None:
+    train = Curve.of([(step, 4.0 - 0.02 * step * falls) for step in range(5, 105, 5)])
+    norms = Curve.of([(step, 1.0 if step < 60 else last) for step in range(5, 105, 5)])
+    valid = Curve.of([(0, 4.0), (50, 4.0 - falls), (100, 4.0 - 2 * falls)])
+    assert ("gradients" in {one.kind for one in judge(train, valid, Course(norms))}) == said
+
+
+def test_an_excursion_is_told_though_the_run_came_back() -> None:
+    train = Curve.of([(step, 12.0 if 20 <= step <= 40 else 3.0) for step in range(5, 205, 5)])
+    valid = Curve.of([(0, 4.0), (30, 12.0), (100, 3.1), (200, 3.0)])
+    assert ("excursion", "warning") in {(one.kind, one.level) for one in judge(train, valid)}
+    calm = Curve.of([(0, 4.0), (30, 4.2), (100, 3.1), (200, 3.0)])
+    assert "excursion" not in {one.kind for one in judge(Curve.of([(step, 3.0) for step in range(5, 205, 5)]), calm)}
+
+
+@pytest.mark.parametrize(("last", "level"), [(3.9, None), (4.03, None), (4.1, "warning"), (4.3, "bad"), (9.0, "bad")])
+def test_how_much_worse_than_before_training(last: float, level: str | None) -> None:
+    train = Curve.of([(step, 3.9 + 0.01 * (-1) ** step) for step in range(5, 105)])
+    found = judge(train, Curve.of([(0, 4.0), (50, 4.0), (100, last)]))
+    assert {one.level for one in found if one.kind == "worse"} == ({level} if level else set())
+    # Where a run goes on from another nobody knows what was before.
+    assert "worse" not in {one.kind for one in judge(train, Curve.of([(50, 4.0), (100, last)]))}
+
+
+def test_learning_by_heart_is_not_called_a_learning_rate_that_is_too_high() -> None:
+    train = Curve.of([(step, 4.0 * 0.97**step) for step in range(1, 101)])
+    valid = Curve.of([(0, 4.0), (20, 3.0), (40, 3.6), (60, 4.2), (80, 4.8), (100, 5.4)])
+    found = {one.kind: one for one in judge(train, valid)}
+    assert found.keys() >= {"worse", "overfitting"}
+    assert "warm-up" not in found["worse"].text

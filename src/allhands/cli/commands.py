@@ -23,6 +23,10 @@ _TRAIN_HELP = """Fine-tune a model, on one process or on many.
 Starts -n processes on this machine, or is a rank of mpirun, mlx.launch and others.
 
 Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --batch-size is global.
+
+\b
+allhands train --model demo --data data/mine --adapter-path runs/first
+allhands train -n 2 -c run.yaml --epochs 3 --resume auto
 """
 
 
@@ -31,6 +35,10 @@ _PRETRAIN_HELP = """Train a new model from scratch, on one process or on many.
 Needs --data and --tokenizer; --shape is a size by name, or a family with numbers of your own.
 
 Options are those of `allhands train`, with defaults for pre-training, from flags or a YAML file (-c); flags win.
+
+\b
+allhands pretrain --data data/stories --tokenizer tokenizer --shape llama-15m
+allhands pretrain -n 2 -c stories.yaml --epochs 2 --resume auto
 """
 
 

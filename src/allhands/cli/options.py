@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from allhands.cli.option_groups import group_of
 from allhands.cli.parser import twice
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
@@ -41,7 +42,10 @@ def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] 
         for name in dict.fromkeys([*kind.FIRST, *kind.model_fields])
     ]
     if "log_level" in kind.model_fields:
-        words = typer.Option("-v", "--verbose", help="As --log-level verbose.", show_default=False)
+        panel = group_of("verbose")
+        words = typer.Option(
+            "-v", "--verbose", help="As --log-level verbose.", show_default=False, rich_help_panel=panel
+        )
         kind_of = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("verbose", kind_of, default=None, annotation=Annotated[bool | None, words]))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -122,6 +126,7 @@ def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:
             show_default=False,
             metavar=_metavar(field.annotation, kind),
             hidden=name in kind_of.HIDDEN,
+            rich_help_panel=group_of(name),
         ),
     ]
 

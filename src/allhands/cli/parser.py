@@ -27,6 +27,23 @@ class Command(TyperCommand):
 
     text_paths: ClassVar[frozenset[str]] = TEXT_PATHS
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Options under their headings, those without one last; arguments first, as ever."""
+        if not any(getattr(option, "rich_help_panel", None) for option in self.params):
+            super().format_options(ctx, formatter)
+            return
+        from allhands.cli.option_groups import GROUPS, OTHERS
+
+        sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*GROUPS, OTHERS)}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None:
+                sections[getattr(option, "rich_help_panel", None) or OTHERS].append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, refuse options that are given twice, and put the home directory in place of ``~``.
 

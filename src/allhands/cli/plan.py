@@ -164,15 +164,21 @@ def show_after(run: Path, *, as_json: bool) -> None:
     from allhands.plan.outgrown import signs_of
     from allhands.report.facts import read_facts
     from allhands.report.planned import comparison_of
+    from allhands.report.words import harm
 
     facts = read_facts(run)
     found, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
+    # A faster way to a ruined model is no advice.
+    done = harm(facts.history)
     # Of the notes those on the plan: the others are for a report.
     notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
         values = {"signs": [asdict(sign) for sign in found], "plan": compared and compared.as_json(), "notes": notes}
+        values["judgements"] = [asdict(one) for one in done]
         typer.echo(json.dumps(values, indent=1))
         return
+    for one in done:
+        typer.echo(f"{one.level}: {one.text}")
     if not found:
         typer.echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
     for sign in found:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands import faults
+from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import Job, check, run, way_on
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
@@ -59,6 +60,7 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
                 hint = "leave it out to train, or add --test to evaluate what was trained"
                 raise ConfigError("there is nothing to do", where="--no-train", hint=hint)
             config = config.model_copy(update={"train": True})  # as the command is called
+        require_place_of_run(config)
         check_launch(config, launch)
         if launch.launcher == "single":
             config = with_hostfile(config, Path(config.adapter_path))
@@ -289,14 +291,13 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 
 def tell_troubles(directory: Path) -> None:
-    """What a report calls bad: a run that has got worse looks like any other when it ends."""
+    """That training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
     from allhands.metrics.history import read_metrics
-    from allhands.report.words import judge_run
+    from allhands.report.words import harm
 
     with suppress(AllhandsError, OSError):
-        for one in judge_run(read_metrics(directory)):
-            if one.level == "bad":
-                print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
+        for one in harm(read_metrics(directory)):
+            print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
 
 
 def _console(launch: Launch, tagged: bool) -> Console:

@@ -17,6 +17,27 @@ _CHAT_LIKE = ("chat", "dialogue", "dialog", "turns")
 _TEXT_LIKE = ("content", "body", "story", "document", "raw_content")
 
 
+# Pairs of columns that say by themselves what is asked and what is answered.
+_ASKED = ("question", "query", "problem", "instruction", "input", "user", "q")
+_ANSWERED = ("answer", "response", "output", "solution", "reply", "assistant", "a")
+# What may stand beside them, about the row.
+_ABOUT = ("id", "idx", "index", "uid", "uuid", "source", "url", "topic", "category", "subject", "type", "level")
+_ABOUT_FURTHER = ("split", "date", "author", "lang", "language", "difficulty", "unnamed: 0", "")
+
+
+def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The columns of a question and its answer by their usual names; ``None`` unless nothing else has a say in it.
+
+    A context, choices or any other words beside them belong to the question, or to nobody: that is not guessed.
+    """
+    names = [
+        name for name, value in row.items() if value is not None and name.lower() not in (*_ABOUT, *_ABOUT_FURTHER)
+    ]
+    asked = [name for name in names if name.lower() in _ASKED and isinstance(row[name], str)]
+    answered = [name for name in names if name.lower() in _ANSWERED and isinstance(row[name], str)]
+    return (asked[0], answered[0]) if len(names) == 2 and len(asked) == len(answered) == 1 else None
+
+
 class Parts(Protocol):
     """A record and what its parts are called."""
 

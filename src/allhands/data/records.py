@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from allhands.data.calls import read_tools, without_foreign_nulls
-from allhands.data.columns import SHAPES, column_hint, fail_on_mapping
+from allhands.data.columns import SHAPES, column_hint, fail_on_mapping, pair_of
 from allhands.data.messages import (
     MEDIA_KEYS,
     REASONING_KEYS,
@@ -188,7 +188,10 @@ class Parts:
             if _has_shape(parts)
             else inner_record(parts.values, lambda v: _has_shape(cls(v, columns, place)), place)
         )
-        return parts if inner is None else cls(inner, columns, place)
+        parts = parts if inner is None else cls(inner, columns, place)
+        if columns.mapped or _has_shape(parts) or (pair := pair_of(parts.values)) is None:
+            return parts
+        return replace(parts, columns=replace(columns, prompt_feature=pair[0], completion_feature=pair[1]))
 
     def name(self, part: str) -> str:
         """The key, or dotted path, of a part in this record."""

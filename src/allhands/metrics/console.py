@@ -271,6 +271,7 @@ def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:
         text += f" ({format_duration(ended.total_time_s)} since the last start)"
     if ended.best_valid_loss is not None:
         text += f"  best validation loss {ended.best_valid_loss:.3f} at step {ended.best_step}"
+        text += " (before training)" if ended.best_step == 0 else ""
     if ended.test_loss is not None:
         text += f"  test loss {ended.test_loss:.3f}"
     return text

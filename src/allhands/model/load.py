@@ -81,6 +81,12 @@ class LoadedModel:
         """Of the weight files, see :func:`fingerprint`; read once, when first asked for."""
         return self.hashing.result() if self.hashing is not None else fingerprint(self.path)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Rows of the largest embedding: among how many tokens the model chooses; ``None`` if it has none."""
+        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+        return max((int(table.weight.shape[0]) for table in tables), default=None)
+
     def is_recorded(self, recorded: str) -> bool:
         """Whether ``recorded`` is this model's fingerprint, or the one that an earlier version gave it."""
         return recorded == self.fingerprint or recorded == earlier_fingerprint(self.path)
@@ -187,9 +193,8 @@ def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
     Raises:
         ModelError: the model has no such token.
     """
-    tables = [m for _, m in loaded.model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
-    known = max((table.weight.shape[0] for table in tables), default=token + 1)
-    if token >= known:
+    known = loaded.vocabulary
+    if known is not None and token >= known:
         raise ModelError(
             f"the tokenizer gives token {token}, but the model's vocabulary ends at {known - 1}",
             where=str(loaded.path),

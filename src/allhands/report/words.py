@@ -6,19 +6,32 @@ large enough to matter. The bounds are the constants below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from allhands.metrics.history import RunHistory
+from allhands.report.curves import SURE, Curve, ends, from_to, scatter, tenth, trend
 
-Floats = NDArray[np.float64]
 Level = Literal["good", "note", "warning", "bad"]
 Kind = Literal[
-    "overfitting", "underfitting", "diverging", "numbers", "validation", "short", "scatter", "fitting", "time", "plan"
+    "worse",
+    "guessing",
+    "excursion",
+    "skipped",
+    "gradients",
+    "overfitting",
+    "underfitting",
+    "diverging",
+    "numbers",
+    "validation",
+    "short",
+    "scatter",
+    "fitting",
+    "time",
+    "plan",
 ]
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
@@ -30,9 +43,11 @@ SHOT = 2.0  # times the highest loss of the first half: one report above this ha
 FEW = 4  # training reports, with fewer there is nothing to judge
 ENDS = 20  # training reports, from which on the first tenth is compared with the last
 FAR = 4.0  # standard errors between two ends of a curve that scatter does not explain
+FAR_ABOVE = 1.25  # times the validation loss before training: losses above it belong to a run that was thrown off
+GUESS = 0.97  # of ln(vocabulary): from here on a loss is that of guessing among all tokens
+BURST = 10.0  # times the gradient norms of the first tenth: norms of the last tenth have exploded
+FEW_SKIPPED, MANY_SKIPPED = 0.02, 0.2  # of all steps
 GRAVE = 1.75  # times as steep as is sure must be what is called "diverging"
-# Standard errors from which on a slope is sure, by points less two: Student's t, 97.5 %; the last for more.
-_SURE = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.1)
 
 
 @dataclass(frozen=True)
@@ -45,108 +60,88 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Losses at steps, in order of the steps; a loss may be NaN or infinite."""
+class Course:
+    """What else is known of a run.
 
-    steps: Floats
-    losses: Floats
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]]) -> Curve:
-        """From (step, loss) pairs."""
-        table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
-        return cls(table[:, 0], table[:, 1])
-
-    def finite(self) -> Curve:
-        """Without what is no number."""
-        keep = np.isfinite(self.losses)
-        return Curve(self.steps[keep], self.losses[keep])
-
-    def since(self, step: float) -> Curve:
-        """From ``step`` on."""
-        keep = self.steps >= step
-        return Curve(self.steps[keep], self.losses[keep])
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-
-@dataclass(frozen=True)
-class Trend:
-    """A straight line through a piece of a curve: its heights at both ends, and how far its slope is beyond noise.
-
-    ``steepness`` is the slope by the steepest that noise explains: from 1 on the slope is sure.
+    Attributes:
+        norms: the gradient norm at each training report, before it is clipped.
+        skipped: steps that changed nothing, because a gradient was not a finite number.
+        steps: that were taken, those that changed nothing included.
+        vocabulary: tokens that the model chooses among; ``None``: unknown.
+        is_over: whether the run has ended; else it goes on, or was killed.
     """
 
-    first: float
-    last: float
-    steepness: float
+    norms: Curve = field(default_factory=lambda: Curve.of([]))
+    skipped: int = 0
+    steps: int = 0
+    vocabulary: int | None = None
+    is_over: bool = True
 
     @property
-    def sure(self) -> bool:
-        """Whether noise does not explain the slope."""
-        return self.steepness > 1
-
-    @property
-    def change(self) -> float:
-        """Relative to the height at the beginning: -0.1 has fallen by a tenth."""
-        return (self.last - self.first) / max(abs(self.first), 1e-12)
+    def at_the_end(self) -> str:
+        """When the last losses are from."""
+        return "at the end" if self.is_over else "so far"
 
 
-def trend(curve: Curve) -> Trend | None:
-    """The line of least squares; ``None`` for less than two points. Two points are taken at their word."""
-    x, y = curve.steps, curve.losses
-    spread = x - x.mean() if len(x) else x
-    square = float(spread @ spread)
-    if len(x) < 2 or square == 0:
-        return None
-    slope = float(spread @ (y - y.mean())) / square
-    line = y.mean() + slope * spread
-    explained = 0.0
-    if len(x) > 2:
-        error = float(np.sqrt(((y - line) ** 2).sum() / (len(x) - 2) / square))
-        explained = _SURE[min(len(x) - 3, len(_SURE) - 1)] * error
-    steepness = abs(slope) / explained if explained else float("inf") if slope else 0.0
-    return Trend(float(line[0]), float(line[-1]), steepness)
-
-
-def scatter(curve: Curve) -> float:
-    """The standard deviation of a loss around its course, from the steps between neighbours.
-
-    So neither a course that bends nor a single report far off counts as scatter.
-    """
-    return float(np.median(np.abs(np.diff(curve.losses)))) / (0.6745 * float(np.sqrt(2)))
+_UNKNOWN = Course()
 
 
 def judge_run(history: RunHistory) -> list[Judgement]:
-    """:func:`judge` of the losses of a run."""
+    """:func:`judge` of the losses of a run, and of what else its metrics tell."""
     train, valid = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
-    return judge(train, valid)
+    last = max((one.step for one in (*history.train, *history.valid, *history.skipped)), default=0)
+    course = Course(
+        norms=Curve.of([(one.step, one.grad_norm) for one in history.train]).finite(),
+        skipped=len(history.skipped),
+        steps=last,
+        vocabulary=history.started.vocabulary if history.started else None,
+        is_over=history.ended is not None,
+    )
+    return judge(train, valid, course)
 
 
-def judge(train: Curve, valid: Curve) -> list[Judgement]:
-    """What the two curves of a run say, the gravest first.
+def harm(history: RunHistory) -> list[Judgement]:
+    """That training did harm: what must be said wherever a run is spoken of."""
+    return [one for one in judge_run(history) if one.level == "bad" or (one.kind, one.level) == ("worse", "warning")]
+
+
+def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgement]:
+    """What the curves of a run say, the gravest first.
 
     Args:
         train: the training loss at each report.
         valid: the validation loss at each validation, that before the first step included.
+        course: what else is known.
     """
-    found = list(_numbers(train, valid))
+    found = [*_numbers(train, valid), *_skipped(course)]
     train, valid = train.finite(), valid.finite()
-    missing = [] if len(valid) else [Judgement("validation", "note", _NO_VALIDATION)]
+    missing = list(_unvalidated(valid))
+    ruined = list(_ruined(train, valid, course))
+    found += ruined
     if len(train) < FEW:
-        return [*found, *_worse(train, valid), Judgement("short", "note", _too_short(len(train))), *missing]
+        return [*found, Judgement("short", "note", _too_short(len(train))), *missing]
     over = list(_overfitting(train, valid))
-    found += [*(over or list(_diverging(train, valid)) or list(_underfitting(train, valid))), *missing]
+    if any(one.level == "bad" for one in ruined):
+        # A loss that has been thrown off neither fits nor lacks steps.
+        found += [*(one for one in over if one.kind == "overfitting"), *missing]
+    else:
+        found += over or list(_diverging(train, valid)) or list(_underfitting(train, valid))
+        if all(one.level != "bad" for one in found):
+            found += _excursion(train, valid)
+        found += [*_exploding(train, valid, course), *missing]
     if not found:
-        found.append(_fitting(train, valid))
+        found.append(_fitting(train, valid, course))
     order: list[Level] = ["bad", "warning", "note", "good"]
     return sorted(found, key=lambda one: order.index(one.level))
 
 
-_NO_VALIDATION = (
-    "There is no validation loss, so overfitting could not be seen. Give the data a valid.jsonl, and --val-batches."
-)
+def _unvalidated(valid: Curve) -> Iterator[Judgement]:
+    if not len(valid):
+        told = "There is no validation loss, so overfitting could not be seen. Give the data a valid.jsonl, and "
+        yield Judgement("validation", "note", f"{told}--val-batches.")
+    elif valid.steps[-1] == 0:
+        told = f"Validated only before the first step ({valid.losses[0]:.3f}): whether training helps is not known yet."
+        yield Judgement("validation", "note", f"{told} --steps-per-eval sets how often.")
 
 
 def _too_short(count: int) -> str:
@@ -155,14 +150,110 @@ def _too_short(count: int) -> str:
     return f"{there} {reports} with a loss: too little to judge by. Lower --steps-per-report to see more of short runs."
 
 
-def _worse(train: Curve, valid: Curve) -> Iterator[Judgement]:
-    """Of a run with few reports: its last losses are above that from before its first step."""
-    before = float(valid.losses[0]) if len(valid) and valid.steps[0] == 0 else None
-    last = [float(curve.losses[-1]) for curve in (train, valid) if len(curve) and curve.steps[-1] > 0]
-    if before is not None and last and min(last) > before * (1 + HARDLY):
-        text = f"Worse than before: validation loss was {before:.3f} before the first step, and the last losses are "
-        shown = " and ".join(f"{loss:.3f}" for loss in last)
-        yield Judgement("diverging", "bad", f"{text}{shown}. Lower the learning rate, or add warm-up steps.")
+def _before(valid: Curve) -> float | None:
+    """The validation loss before the first step; ``None``: not measured, as where a run goes on from another."""
+    return float(valid.losses[0]) if len(valid) and valid.steps[0] == 0 else None
+
+
+def _ruined(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
+    """Training has made the model worse than it was before the first step, or leaves it guessing."""
+    before, trained = _before(valid), valid.since(1)
+    if not len(trained) and not len(train):
+        return
+    guesses = _guessing(train, trained, before, course)
+    if guesses is not None:
+        yield guesses
+    elif before is not None and len(trained):
+        yield from _worse(train, trained, before, course)
+    elif before is not None and float(np.min(train.losses[-3:])) > before * FAR_ABOVE:
+        text = f"Worse than before training: validation loss was {before:.3f} before the first step, and training loss "
+        text += f"is {train.losses[-1]:.3f} at step {train.steps[-1]:.0f}. {_SLOWER}"
+        yield Judgement("worse", "bad", text)
+
+
+_BY_HEART = (
+    "The training data are learnt, and what is validated is not: fewer steps, a lower learning rate or more data."
+)
+_SLOWER = "Lower the learning rate, to a tenth say, or add warm-up steps."
+
+
+def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Iterator[Judgement]:
+    """The last validation loss is above that before the first step; ``trained`` are those since."""
+    last, low = float(trained.losses[-1]), float(np.min(trained.losses))
+    if last <= before * (1 + RISE):
+        return
+    level: Level = "bad" if last > before * (1 + HARDLY) else "warning"
+    text = (
+        f"Worse than before training: validation loss was {before:.3f} before the first step and is {last:.3f} "
+        f"({(last - before) / before:+.0%}) {course.at_the_end}"
+    )
+    if low < before:
+        step = trained.steps[int(np.argmin(trained.losses))]
+        text += f"; it was lowest at step {step:.0f} ({low:.3f}), whose weights are the better ones (best/, if kept)"
+    else:
+        text += "; no validation was below the first, so no step's weights are better (there is no best/)"
+    # What is learnt by heart is no matter of a rate that is much too high.
+    learns = len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before
+    yield Judgement("worse", level, f"{text}. {_BY_HEART if learns else _SLOWER}")
+
+
+def _guessing(train: Curve, trained: Curve, before: float | None, course: Course) -> Judgement | None:
+    """The loss is that of guessing among all tokens, and does not come down from there."""
+    if course.vocabulary is None or course.vocabulary < 2:
+        return None
+    chance = float(np.log(course.vocabulary))
+    last = float(trained.losses[-1]) if len(trained) else float(np.median(train.losses[-3:]))
+    if last < GUESS * chance:
+        return None
+    line = trend(train)
+    if line is not None and line.sure and line.change < 0:
+        return None
+    text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}, that of choosing blindly among "
+    text += f"{course.vocabulary} tokens is {chance:.3f}"
+    if before is not None and before < GUESS * chance:
+        return Judgement("guessing", "bad", f"{text}, and it was {before:.3f} before the first step. {_SLOWER}")
+    if len(train) < FEW:
+        return None  # a new model begins there
+    advice = "Nothing is learnt: try other learning rates, and look at what is trained on (allhands data check)."
+    return Judgement("guessing", "bad", f"{text}. {advice}")
+
+
+def _excursion(train: Curve, valid: Curve) -> Iterator[Judgement]:
+    """In between losses were far above where they began, though the last ones are not."""
+    before, trained = _before(valid), valid.since(1)
+    if before is None:
+        return
+    bounds = ((trained, FAR_ABOVE), (train, SHOT))
+    curve = next((curve for curve, bound in bounds if len(curve) and np.max(curve.losses) > bound * before), None)
+    if curve is None:
+        return
+    place = int(np.argmax(curve.losses))
+    name = "validation" if curve is trained else "training"
+    text = f"In between {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far above the "
+    text += f"{before:.3f} before the first step: the learning rate is too high at its height. {_SLOWER}"
+    yield Judgement("excursion", "warning", text)
+
+
+def _exploding(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
+    """Gradient norms have grown many times over, and nothing is learnt by it."""
+    norms = course.norms
+    if len(norms) < FEW or _learns(train, valid):
+        return
+    first, last = ends(norms)
+    if last > BURST * first > 0:
+        text = f"Gradient norms grew from {first:.3g} to {last:.3g}, and the loss does not fall."
+        yield Judgement("gradients", "warning", f"{text} {_SLOWER} --max-grad-norm bounds each step.")
+
+
+def _skipped(course: Course) -> Iterator[Judgement]:
+    """Steps that changed nothing."""
+    if not course.skipped:
+        return
+    share = course.skipped / max(course.steps, course.skipped, 1)
+    level: Level = "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note"
+    text = f"{course.skipped} of {max(course.steps, course.skipped)} steps changed nothing, because a gradient was not "
+    advice = "Lower the learning rate, and look at the examples that are named beside those steps."
+    yield Judgement("skipped", level, f"{text}a finite number. {advice}")
 
 
 def _numbers(train: Curve, valid: Curve) -> Iterator[Judgement]:
@@ -188,13 +279,14 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         rises = rising is not None and rising.sure and rising.change > 0
     if not rises or last < low * (1 + RISE):
         return
-    falling = trend(train.since(float(after.steps[0])))
+    meanwhile = train.since(float(after.steps[0]))
+    falling = trend(meanwhile)
     numbers = (
         f"validation loss was lowest at step {after.steps[0]:.0f} ({low:.3f}) and has risen in the {count} "
         f"validation{'s' * (count > 1)} since, to {last:.3f} ({(last - low) / low:+.0%})"
     )
     if falling is not None and falling.sure and falling.change < -FALL:
-        fell = f"while training loss fell from {falling.first:.3f} to {falling.last:.3f} ({falling.change:+.0%})"
+        fell = f"while training loss fell from {from_to(meanwhile)}"
         if count >= RISING:
             advice = (
                 f"The weights of step {after.steps[0]:.0f} are the better ones (best/, if they were kept); "
@@ -206,11 +298,11 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
                 "overfitting", "note", f"Perhaps the beginning of overfitting: {numbers}, {fell}. Watch what follows."
             )
     elif count >= RISING and falling is not None and falling.sure and falling.change > FALL:
-        rose = f"and training loss has risen, too, from {falling.first:.3f} to {falling.last:.3f}"
+        rose = f"and training loss has risen, too, from {from_to(meanwhile)}"
         advice = "That is not overfitting: the run diverges. Lower the learning rate, or clip gradients."
         yield Judgement("diverging", "bad", f"Diverging: {numbers}, {rose}. {advice}")
     elif count >= RISING:
-        seen = "" if falling is None else f": it went from {falling.first:.3f} to {falling.last:.3f}"
+        seen = "" if falling is None else f": it went from {from_to(meanwhile)}"
         text = f"Perhaps overfitting: {numbers}, while training loss shows no clear fall{seen}. The weights of step "
         yield Judgement("overfitting", "note", f"{text}{after.steps[0]:.0f} are the better ones.")
 
@@ -233,13 +325,13 @@ def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
     falls = _falls(valid)
     # What the loss has done since the last validation, that one knows nothing of.
     unheard = not falls or float(valid.steps[-1]) < float(train.steps[-1])
-    first, last = _ends(train)
+    first, last = ends(train)
     enough = len(train) // 2
     if unheard and float(train.losses[-1]) > SHOT * float(np.max(train.losses[:enough])) > 0:
         return first, float(train.losses[-1])
     # A loss that shot up a moment ago is not yet in the middle of the last tenth.
     last = max(last, float(np.min(train.losses[-3:])))
-    error = 1.25 * scatter(train) * float(np.sqrt(2 / _tenth(train)))  # of a median: 1.25 times that of a mean
+    error = 1.25 * scatter(train) * float(np.sqrt(2 / tenth(train)))  # of a median: 1.25 times that of a mean
     far = len(train) >= ENDS and last - first > max(FAR * error, HARDLY * abs(first))
     if unheard and far:
         return first, last
@@ -247,17 +339,6 @@ def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
     if falls or line is None or line.steepness < GRAVE or line.change < HARDLY:
         return None
     return line.first, line.last
-
-
-def _tenth(curve: Curve) -> int:
-    """Reports at either end that stand for it: one alone may be anything."""
-    return max(len(curve) // 10, min(3, len(curve) // 2))
-
-
-def _ends(curve: Curve) -> tuple[float, float]:
-    """The middle of the first tenth, and of the last."""
-    count = _tenth(curve)
-    return float(np.median(curve.losses[:count])), float(np.median(curve.losses[-count:]))
 
 
 def _falls(valid: Curve) -> bool:
@@ -283,7 +364,7 @@ def _fell_at_once(train: Curve) -> bool:
     """Whether the loss fell in the first reports, and hardly since: a straight line through all does not show that."""
     for count in {1, min(3, len(train) // 2), len(train) // 10} - {0}:
         begin, rest = train.losses[:count], train.losses[count:]
-        sure = max(FAR, 1.5 * _SURE[min(len(rest) - 2, len(_SURE) - 1)])
+        sure = max(FAR, 1.5 * SURE[min(len(rest) - 2, len(SURE) - 1)])
         error = float(np.std(rest, ddof=1)) * float(np.sqrt(1 / count + 1 / len(rest)))
         fall = float(begin.mean() - rest.mean())
         if fall > max(sure * error, HARDLY * abs(float(begin.mean()))):
@@ -299,7 +380,7 @@ def _would_be_seen(train: Curve, valid: Curve) -> bool:
             continue
         # Of the difference between the ends of a line through evenly spaced points.
         error = scatter(curve) * float(np.sqrt(12 / len(curve))) / max(abs(line.first), 1e-12)
-        if line.change - _SURE[min(len(curve) - 3, len(_SURE) - 1)] * error > -bound:
+        if line.change - SURE[min(len(curve) - 3, len(SURE) - 1)] * error > -bound:
             return True
     return False
 
@@ -311,9 +392,13 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         if line is None:
             return
         if _would_be_seen(train, valid):
-            text = f"training loss is hardly below its start: {line.first:.3f} at first, {line.last:.3f} at the end"
+            first, last = ends(train)
+            where = "hardly below" if last < first else "not below"
+            text = f"training loss is {where} its start: {first:.3f} at first, {last:.3f} at the end"
+            if len(valid) > 1:
+                text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
             advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
-            yield Judgement("underfitting", "warning", f"Underfitting: {text} ({line.change:+.1%}). {advice}")
+            yield Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}")
             return
         share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
         text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said."
@@ -324,15 +409,18 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
     falling = trend(train.since(third))
     if falling is None or not falling.sure or falling.change > -FALL or len(train.since(third)) < 3:
         return
-    numbers = f"over the last third (from step {third:.0f}) training loss fell from {falling.first:.3f} to "
-    numbers += f"{falling.last:.3f} ({falling.change:+.0%})"
+    numbers = f"over the last third (from step {third:.0f}) training loss fell from {from_to(train.since(third))}"
     if len(valid) < 2:
         text = f"Still learning at the end: {numbers}. More steps may help; without validation it cannot be said."
         yield Judgement("underfitting", "note", text)
         return
     known = valid.since(third)
-    if len(known) < 2:  # the one before counts, too
-        known = Curve(valid.steps[-2:], valid.losses[-2:])
+    if len(known) < 2:
+        times = ("never", "once")[len(known)]
+        text = f"Still learning at the end: {numbers}. It was validated {times} in that stretch, so whether more steps "
+        text += "would help cannot be said: lower --steps-per-eval."
+        yield Judgement("underfitting", "note", text)
+        return
     too = trend(known)
     if too is not None and too.sure and too.change < -FALL:
         heights = f"{known.losses[0]:.3f} to {known.losses[-1]:.3f}"
@@ -340,12 +428,12 @@ def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         yield Judgement("underfitting", "warning", text)
 
 
-def _fitting(train: Curve, valid: Curve) -> Judgement:
+def _fitting(train: Curve, valid: Curve, course: Course) -> Judgement:
     best = int(np.argmin(valid.losses))
     low, last = float(valid.losses[best]), float(valid.losses[-1])
-    first, end = _ends(train)
+    first, end = ends(train)
     text = (
         f"No sign of overfitting or underfitting: training loss went from {first:.3f} to {end:.3f} "
-        f"(medians of {_tenth(train)} reports); validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
+        f"(medians of {tenth(train)} reports); validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
     )
-    return Judgement("fitting", "good", f"{text} and is {last:.3f} at the end.")
+    return Judgement("fitting", "good", f"{text} and is {last:.3f} {course.at_the_end}.")

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from allhands.errors import ConfigError
 from allhands.metrics import TrainReport, ValidReport
+from allhands.trees import flatten, unflatten
 
 
 class Callback:
     """Subclass it and override what you need; pass instances to :func:`allhands.finetune`.
 
     ``on_*`` methods run on rank 0 only; ``after_backward`` runs on every rank, and whatever it does to the
-    world must be the same on all of them.
+    world must be the same on all of them. An exception in any of them ends the run.
     """
 
-    def after_backward(self, step: int, gradients: Any) -> None:
-        """Called before each update with the tree of mean gradients over the global batch, unclipped."""
+    def after_backward(self, step: int, gradients: Any) -> Any:
+        """Called before each update, ``step`` batches done, with the tree of mean gradients over the global batch.
+
+        They are not clipped yet. Whole gradients are not divided among ranks: where a callback overrides this method,
+        ``--shard-optimizer`` is not available.
+
+        Returns:
+            ``None`` to train on these gradients, or a tree of the same names and shapes to train on instead.
+        """
 
     def on_train_report(self, report: TrainReport) -> None:
         """Called every ``steps_per_report`` batches."""
@@ -26,3 +38,127 @@ class Callback:
 
     def on_save(self, step: int, path: Path) -> None:
         """Called when weights lie complete at ``path``."""
+
+
+GradientHook = Callable[[int, Any], Any]
+
+_OURS = ("after_backward", "on_train_report", "on_valid_report", "on_save")
+_OF_MLX_LM = ("on_train_loss_report", "on_val_loss_report", "on_after_backward")
+_HOOKS = ("on_", "after_", "before_")  # how names of methods begin that are meant to be called
+_CLOSE = 0.8  # difflib's ratio, from which on a name is another one misspelt
+_WHERE = "callbacks"
+
+
+class _OfMlxLm(Callback):
+    """A callback of mlx_lm's kind, whose methods take dictionaries, as one of ours."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def on_train_report(self, report: TrainReport) -> None:
+        if (method := getattr(self.theirs, "on_train_loss_report", None)) is not None:
+            method(
+                {
+                    "iteration": report.step,
+                    "train_loss": report.loss,
+                    "learning_rate": report.learning_rate,
+                    "iterations_per_second": 1.0 / max(report.step_time_s, 1e-9),
+                    "tokens_per_second": report.trained_tokens_per_s,
+                    "trained_tokens": report.trained_tokens,
+                    "peak_memory": max(report.peak_memory_bytes, default=0) / 1e9,
+                }
+            )
+
+    def on_valid_report(self, report: ValidReport) -> None:
+        if (method := getattr(self.theirs, "on_val_loss_report", None)) is not None:
+            method({"iteration": report.step, "val_loss": report.loss, "val_time": report.duration_s})
+
+
+def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
+    """Ours as they are, and mlx_lm's as ours.
+
+    Raises:
+        ConfigError: something that is no callback, or has a method that would never be called.
+    """
+    if not isinstance(callbacks, list | tuple):
+        hint = "give a list of them: callbacks=[MyCallback()]"
+        raise ConfigError(f"{_shown(callbacks)} is no list", where=_WHERE, hint=hint)
+    return tuple(_checked(callback) for callback in callbacks)
+
+
+def gradient_hook(callbacks: Sequence[Callback], model: Any) -> GradientHook | None:
+    """What callbacks do with gradients, one after the other; ``None`` if none of them looks at any."""
+    hooks = [hook for callback in callbacks if (hook := _hook_of(callback, model)) is not None]
+    if not hooks:
+        return None
+
+    def call(step: int, gradients: Any) -> Any:
+        """What takes the place of ``gradients``; ``None`` if nothing does."""
+        changed = None
+        for hook in hooks:
+            found = hook(step, gradients if changed is None else changed)
+            changed = changed if found is None else _like(gradients, found)
+        return changed
+
+    return call
+
+
+def _hook_of(callback: Callback, model: Any) -> GradientHook | None:
+    if not isinstance(callback, _OfMlxLm):
+        overrides = getattr(callback.after_backward, "__func__", None) is not Callback.after_backward
+        return callback.after_backward if overrides else None
+    method = getattr(callback.theirs, "on_after_backward", None)
+    return None if method is None else partial(_in_their_order, method, model)
+
+
+def _like(gradients: Any, found: Any) -> Any:
+    """What a callback returned, in the order and types of ``gradients``.
+
+    Raises:
+        ConfigError: something of other names or shapes.
+    """
+    there: dict[str, Any] = dict(flatten(found)) if isinstance(found, dict | list) else {}
+    expected = flatten(gradients)
+    odd = [name for name, array in expected if getattr(there.get(name), "shape", None) != array.shape]
+    odd += sorted(there.keys() - {name for name, _ in expected})
+    if odd:
+        problem = f"gradients came back with other names or shapes: {', '.join(odd[:3])}"
+        hint = "return a tree like the one that was given, or None to leave the gradients as they are"
+        raise ConfigError(problem, where="after_backward", hint=hint)
+    return unflatten([(name, there[name].astype(array.dtype)) for name, array in expected])
+
+
+def _in_their_order(method: Callable[..., Any], model: Any, step: int, gradients: Any) -> Any:
+    return method(model, gradients, step)
+
+
+def _checked(callback: Any) -> Callback:
+    if isinstance(callback, type):
+        raise ConfigError(
+            f"{_shown(callback)} is a class", where=_WHERE, hint=f"give an instance: {callback.__name__}()"
+        )
+    if isinstance(callback, Callback):
+        _require_known(callback, _OURS)
+        return callback
+    if any(callable(getattr(callback, name, None)) for name in _OF_MLX_LM):
+        _require_known(callback, _OF_MLX_LM)
+        return _OfMlxLm(callback)
+    _require_known(callback, (*_OURS, *_OF_MLX_LM))
+    hint = f"subclass allhands.Callback, or mlx_lm's TrainingCallback; methods: {', '.join(_OURS)}"
+    raise ConfigError(f"{_shown(callback)} is no callback", where=_WHERE, hint=hint)
+
+
+def _require_known(callback: Any, known: Sequence[str]) -> None:
+    """Refuse public methods that look as if they were to be called and never will be."""
+    for name in dir(callback):
+        if name.startswith("_") or name in known or not callable(getattr(callback, name, None)):
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+        if close or name.startswith(_HOOKS):
+            hint = f"did you mean {close[0]}?" if close else f"methods that are called: {', '.join(known)}"
+            what = f"{type(callback).__name__}.{name} would never be called"
+            raise ConfigError(what, where=_WHERE, hint=f"{hint}; a helper's name begins with _")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from allhands.checkpoints.place import require_place_of_run
 from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
@@ -42,7 +43,7 @@ from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
-from allhands.train.callbacks import Callback
+from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.dividing import divides
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
@@ -82,11 +83,14 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
     """
     if not (config.train or config.test):
         raise ConfigError("nothing to do", hint="add --train, --test or both")
+    require_place_of_run(config)
+    callbacks = checked(callbacks)
     directory = Path(config.adapter_path)
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
-    with limits_told(use_of(config)), ExitStack() as stack, _observer(surroundings) as observer:
+    identity = Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt)
+    with limits_told(use_of(config)), ExitStack() as stack, ProcessSampler(identity) as observer:
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         surroundings = _observed(surroundings, observer)
@@ -94,11 +98,6 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
         return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs).execute()
-
-
-def _observer(surroundings: Surroundings) -> ProcessSampler:
-    """What looks at this process's memory, from before anything is loaded."""
-    return ProcessSampler(Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt))
 
 
 def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
@@ -282,7 +281,7 @@ class _Run:
             compiled=compiled,
             max_grad_norm=config.max_grad_norm,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
-            after_backward=self._after_backward(state) if self.callbacks else None,
+            after_backward=self._after_backward(state),
             non_finite=config.non_finite,
             dropout=self.ready.dropout,
             packed=config.packing,
@@ -295,7 +294,8 @@ class _Run:
         return self.ready.accelerator.eager and self.config.compile != "on"
 
     def _divides(self, *, masters: bool) -> bool:
-        told = {"masters": masters, "eager": self._eager, "wants_gradients": bool(self.callbacks)}
+        wanted = gradient_hook(self.callbacks, None) is not None
+        told = {"masters": masters, "eager": self._eager, "wants_gradients": wanted}
         return divides(self.config, self.ready.communicator, self.ready.loaded.model, **told)
 
     def _alike(self, sizing: Sizing) -> bool:
@@ -388,12 +388,9 @@ class _Run:
             "kernels": ready.kernels.recorded(),
         }
 
-    def _after_backward(self, state: LoopState) -> Callable[[Any], None]:
-        def call(gradients: Any) -> None:
-            for callback in self.callbacks:
-                callback.after_backward(state.iteration, gradients)
-
-        return call
+    def _after_backward(self, state: LoopState) -> Callable[[Any], Any] | None:
+        hook = gradient_hook(self.callbacks, self.ready.loaded.model)
+        return None if hook is None else lambda gradients: hook(state.iteration, gradients)
 
     def _evaluator(self, windows: Windows | None, num_batches: int) -> Evaluator | None:
         if windows is None or num_batches == 0:
@@ -438,4 +435,5 @@ class _Run:
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
+            vocabulary=self.ready.loaded.vocabulary,
         )

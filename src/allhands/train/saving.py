@@ -206,6 +206,8 @@ class Saver:
         if request.kind != "suspect" and plan.keep_last and target not in there:
             try:
                 written = self._checkpoint(target, request)
+            except (StorageError, OSError) as error:
+                raise self._without_checkpoint(request, there, error) from error
             finally:
                 # Also where it could not be written: what need not be kept may be what fills the disk.
                 self._prune(request, written)
@@ -217,6 +219,19 @@ class Saver:
                 raise
             told = error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
             raise CopyError(told.message, where=told.where, hint=told.hint) from error
+
+    def _without_checkpoint(
+        self, request: _Request, there: frozenset[Path], error: StorageError | OSError
+    ) -> StorageError:
+        """The error, which says whether the weights could be written: they take a part of a checkpoint's room."""
+        told = error if isinstance(error, StorageError) else storage_error_of(error, self._plan.directory)
+        self._prune(request, None)
+        try:
+            path = self._write_copies(request, there | {self._numbered(request)})
+        except (AllhandsError, OSError):
+            return told
+        hint = f"{told.hint}; the weights of batch {request.iteration} are in {path}, without what is needed to go on"
+        return StorageError(told.message, where=told.where, hint=hint)
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
         """The weights under their batch's number and, unless they are suspect, as the adapter to use."""

@@ -78,7 +78,7 @@ class TrainStep:
         compiled: bool = True,
         max_grad_norm: float | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        after_backward: Callable[[Any], None] | None = None,
+        after_backward: Callable[[Any], Any] | None = None,
         dropout: DropoutKeys | None = None,
         non_finite: Literal["stop", "skip"] = "stop",
         packed: bool = False,
@@ -90,7 +90,7 @@ class TrainStep:
         """Prepare to train ``model``.
 
         Args:
-            after_backward: is given the tree of mean gradients of the global batch, before clipping.
+            after_backward: is given the tree of mean gradients, unclipped; may return what takes their place.
             dropout: of ``model``, as :func:`install_dropout` gave it.
             non_finite: whether a loss or gradient that is not finite is an error or leaves the update out.
             packed: whether windows are rows of packed documents, for messages.
@@ -242,8 +242,8 @@ class TrainStep:
         # The one division: by the trained tokens of all micro-batches and all ranks.
         mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
         sums.clear()  # what nobody holds, MLX computes in place
-        if self._after_backward is not None:
-            self._after_backward(mean)
+        if self._after_backward is not None and (given := self._after_backward(mean)) is not None:
+            mean = given
         clipped, norm = clip(mean, self._max_grad_norm)
         del mean
         result = filled(timed, totals, norm)
@@ -261,7 +261,9 @@ class TrainStep:
         """As :meth:`_update_by_hand`; the one division is a factor of the update."""
         num_targets = max(number(num_targets_of(totals)), 1.0)
         if self._after_backward is not None:
-            self._after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
+            given = self._after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
+            if given is not None:
+                sums, num_targets = flatten(given), 1.0
         norm = update.norm(sums) / num_targets
         result = filled(timed, totals, mx.array(norm))
         if not not_finite(result):
@@ -284,19 +286,21 @@ class TrainStep:
         On one rank, and where the exchange goes on beside the passes (``waiting``), this is the first wait of a step.
         """
         assert self._graph is not None
+        counted = num_targets_of(totals)
         if self._after_backward is not None:
             # Besides, and only as far as somebody looks at it.
-            divisor = mx.maximum(num_targets_of(totals), 1.0)
-            self._after_backward(unflatten([(n, (g / divisor).astype(g.dtype)) for n, g in self._graph.named(sums)]))
+            divisor = mx.maximum(counted, 1.0)
+            named = [(name, (g / divisor).astype(g.dtype)) for name, g in self._graph.named(sums)]
+            if (given := self._after_backward(unflatten(named))) is not None:
+                sums, counted = self._graph.joined(given), mx.array(1.0)
         if self._communicator.size > 1 and waiting is None:
             self._beat("update")
         self._rehearse("update")
         begun = time.perf_counter()
         if self._graph.shards is None:
-            norm = self._graph(sums, totals[0], num_targets_of(totals))
+            norm = self._graph(sums, totals[0], counted)
         else:
-            counted, squares = num_targets_of(totals), totals[SQUARES]
-            norm = self._graph(sums, totals[0], counted, squares=squares, exchange=self._wholes)
+            norm = self._graph(sums, totals[0], counted, squares=totals[SQUARES], exchange=self._wholes)
         if waiting is not None:
             mx.async_eval(norm, totals, self._graph.arrays())
         # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.

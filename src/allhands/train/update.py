@@ -96,6 +96,13 @@ class GraphUpdate:
         """Gradients by the names of the trained arrays."""
         return list(sums) if self._joined is None else self._joined.leaves.named([array for _, array in sums])
 
+    def joined(self, gradients: Any) -> list[tuple[str, mx.array]]:
+        """The reverse of :meth:`named`, of a tree of gradients."""
+        found = flatten(gradients)
+        if self._joined is None:
+            return found
+        return [(str(place), whole) for place, whole in enumerate(self._joined.leaves.joined(dict(found)))]
+
     def squares(self, gradients: Sequence[mx.array]) -> mx.array:
         """The sum of squares of this rank's part of the sums; of what all have, only on the first."""
         shards = self._shards

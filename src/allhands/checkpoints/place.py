@@ -1,0 +1,94 @@
+"""Whether a directory may be a run's: none of its inputs, and no place where another program keeps its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, checkpoints_in, entries
+from allhands.config import TrainConfig
+from allhands.errors import CheckpointError, ConfigError
+from allhands.metrics.events import decode_event
+from allhands.metrics.sinks import ANSWERS_FILE, METRICS_FILE
+from allhands.pretrain_config import pretraining
+
+_CONFIG = "adapter_config.json"
+# What a run replaces, or sets aside under another name.
+_REPLACED = (METRICS_FILE, CHECKPOINTS, BEST, "loss.png", "memory.png", ANSWERS_FILE)
+_TRAINERS = ("trainer_state.json", "training_args.bin", "pytorch_model.bin", "adapter_model.safetensors")
+_MODELS = ("model", "model-best")  # of a run of pre-training
+_HINT = "choose a directory that is new, empty, or an earlier run's"
+
+
+def require_place_of_run(config: TrainConfig) -> None:
+    """Check that the run of ``config``, if it trains, may write into its directory.
+
+    Raises:
+        ConfigError: it is the model's or the data's own directory, lies in it, holds the model, or has another
+            program's files in it.
+    """
+    if not config.train:
+        return
+    directory = Path(config.adapter_path)
+    place = directory.resolve()
+    for name, flag in ((config.model if pretraining(config) is None else None, "--model"), (config.data, "--data")):
+        source = Path(name) if name is not None else None
+        if source is None or not source.exists():
+            continue
+        inputs = (source if source.is_dir() else source.parent).resolve() if flag == "--model" else source.resolve()
+        if place == inputs or inputs in place.parents:
+            what = "is the directory" if place == inputs else "lies in the directory"
+            raise _refused(directory, f"it {what} of {flag} {name}: what is trained would lie among what it is made of")
+        if flag == "--model" and place in inputs.parents and inputs.relative_to(place).parts[0] in _MODELS:
+            raise _refused(directory, f"{flag} {name} lies in it, and would be set aside for the new run's")
+    try:
+        foreign = next(_foreign(directory), None)
+    except OSError:  # who writes there says why it cannot be done
+        return
+    if foreign is not None:
+        raise _refused(directory, f"it holds {foreign}, which no run of allhands has written")
+
+
+def _refused(directory: Path, problem: str) -> ConfigError:
+    return ConfigError(problem, where=f"--adapter-path {directory}", hint=_HINT)
+
+
+def _foreign(directory: Path) -> Iterator[str]:
+    """Names of what another program has left there."""
+    names = {path.name for path in entries(directory)}
+    yield from (name for name in _TRAINERS if name in names)
+    if "config.json" in names and any(name.endswith(".safetensors") and name.startswith("model") for name in names):
+        yield "config.json"
+    if _CONFIG in names and "peft_type" in _json(directory / _CONFIG):
+        yield _CONFIG
+    if METRICS_FILE in names and not _is_ours(directory / METRICS_FILE):
+        yield METRICS_FILE
+    if RUN_NAME in names or METRICS_FILE in names:
+        return
+    for name in _REPLACED:
+        if name in names and not (name == CHECKPOINTS and _has_checkpoints(directory)) and _CONFIG not in names:
+            yield name
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_ours(metrics: Path) -> bool:
+    """Whether a line of it is an event of a run, or there is none that is whole."""
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        first = [line for _, line in zip(range(20), lines, strict=False) if line.endswith("\n")]
+    return not first or any(decode_event(line) is not None for line in first)
+
+
+def _has_checkpoints(directory: Path) -> bool:
+    try:
+        return bool(checkpoints_in(directory))
+    except CheckpointError:
+        return True

@@ -1,0 +1,171 @@
+"""People's own code beside the training: ours and mlx_lm's kinds of callbacks, and gradients that are changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import allhands
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.tuner.trainer import TrainingCallback
+
+from allhands.errors import ConfigError
+from allhands.metrics import read_metrics
+
+# In the eager step with native code, in one by hand, and as a graph.
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"optimizer": "sgd"},
+    {"optimizer": "sgd", "compile": "on"},
+    {"compile": "on", "fine_tune_type": "full", "num_layers": 1},
+    {"optimizer": "adafactor"},
+]
+
+
+@pytest.fixture
+def train(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Any:
+    def run(name: str, *callbacks: Any, **options: Any) -> dict[str, np.ndarray]:
+        given: dict[str, Any] = {"iters": 3, "batch_size": 2, "val_batches": 1, "max_seq_length": 64, **options}
+        given |= {"model": str(tiny_model), "data": str(tiny_data), "adapter_path": str(tmp_path / name)}
+        allhands.finetune(callbacks=list(callbacks), progress=False, steps_per_report=1, keep_last=0, **given)
+        weights: Any = mx.load(str(tmp_path / name / "adapters.safetensors"))
+        return {key: np.array(value) for key, value in weights.items()}
+
+    return run
+
+
+class Series(TrainingCallback):
+    """As in a script for mlx_lm's trainer with gradients averaged by hand."""
+
+    def __init__(self) -> None:
+        self.train_losses: list[tuple[int, float]] = []
+        self.val_losses: list[tuple[int, float]] = []
+        self.steps: list[int] = []
+        self.infos: list[dict[str, Any]] = []
+
+    def on_after_backward(self, model: Any, grads: Any, step: int) -> Any:
+        assert model.layers
+        self.steps.append(step)
+        return tree_map(lambda g: mx.distributed.all_sum(g) / mx.distributed.init().size(), grads)
+
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+        self.infos.append(train_info)
+        self.train_losses.append((train_info["iteration"], train_info["train_loss"]))
+
+    def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
+        self.val_losses.append((val_info["iteration"], val_info["val_loss"]))
+
+
+def test_mlx_lms_callbacks_are_told_in_its_words(train: Any, tmp_path: Path) -> None:
+    theirs = Series()
+    weights, plain = train("theirs", theirs), train("plain")
+    assert all(np.allclose(weights[name], plain[name], rtol=1e-3, atol=1e-7) for name in plain)
+    history = read_metrics(tmp_path / "theirs")
+    assert theirs.train_losses == [(one.step, one.loss) for one in history.train]
+    assert theirs.val_losses == [(one.step, one.loss) for one in history.valid]
+    assert theirs.steps == [0, 1, 2]
+    names = {"iteration", "train_loss", "learning_rate", "iterations_per_second", "tokens_per_second"}
+    assert all(info.keys() == names | {"trained_tokens", "peak_memory"} for info in theirs.infos)
+    assert theirs.infos[-1]["trained_tokens"] == history.train[-1].trained_tokens
+    assert 0.01 < theirs.infos[-1]["peak_memory"] < 100  # GB
+
+
+class Scaled(allhands.Callback):
+    """Trains on a part of each gradient."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def after_backward(self, step: int, gradients: Any) -> Any:
+        return tree_map(lambda g: self.by * g, gradients)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_is_returned_is_trained_on(train: Any, form: dict[str, Any]) -> None:
+    shape = {**form, "learning_rate": 2.0**-6}
+    usual, same = train("usual", **shape), train("same", Scaled(1.0), **shape)
+    for name in usual:
+        np.testing.assert_allclose(same[name], usual[name], rtol=1e-2, atol=1e-4, err_msg=name)
+    if form.get("optimizer") == "sgd":
+        half = train("half", Scaled(0.5), Scaled(0.5), **shape)
+        slow = train("slow", **{**shape, "learning_rate": 2.0**-8})
+        assert all((half[name] == slow[name]).all() for name in slow)
+    nothing = train("nothing", Scaled(0.0), **{**shape, "iters": 1})
+    again = train("again", Scaled(0.0), **{**shape, "iters": 2})
+    assert all(np.allclose(nothing[name], again[name], atol=1e-5) for name in nothing)
+    assert any(np.abs(nothing[name] - usual[name]).max() > 1e-4 for name in usual)
+
+
+class Looking(allhands.Callback):
+    """Changes nothing."""
+
+    def after_backward(self, step: int, gradients: Any) -> None:
+        mx.eval(gradients)
+
+
+def test_who_only_looks_changes_nothing(train: Any) -> None:
+    usual, seen = train("usual"), train("seen", Looking(), Looking())
+    assert all((usual[name] == seen[name]).all() for name in usual)
+
+
+class Misspelt(allhands.Callback):
+    """Never called."""
+
+    def on_train_reprot(self, report: Any) -> None: ...
+
+
+class MisspeltOfMlxLm(TrainingCallback):
+    """As mlx_lm would accept it, and never call it."""
+
+    def on_validation_loss_report(self, info: Any) -> None: ...
+
+
+class Mixed(allhands.Callback):
+    """mlx_lm's method in a class of ours."""
+
+    def on_val_loss_report(self, info: Any) -> None: ...
+
+
+class Nothing:
+    """No callback."""
+
+    def report(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([Misspelt()], "on_train_report"),
+        ([MisspeltOfMlxLm()], "on_val_loss_report"),
+        ([Mixed()], "on_valid_report"),
+        ([Nothing()], "allhands.Callback"),
+        ([Looking], "Looking()"),
+        ([lambda report: None], "allhands.Callback"),
+        (Looking(), "[MyCallback()]"),
+        ([None], "allhands.Callback"),
+    ],
+)
+def test_what_would_never_be_called_is_refused(tiny_model: Path, tmp_path: Path, given: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        allhands.finetune(model=str(tiny_model), data="nowhere", adapter_path=str(tmp_path / "out"), callbacks=given)
+    assert told.value.where == "callbacks"
+    assert says in (told.value.hint or "")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [{}, [1], {"model": {"a": mx.zeros(3)}}, 5], ids=str)
+def test_gradients_of_another_shape_are_refused(train: Any, wrong: Any) -> None:
+    class Wrong(allhands.Callback):
+        """Returns something else."""
+
+        def after_backward(self, step: int, gradients: Any) -> Any:
+            return wrong
+
+    with pytest.raises(ConfigError) as told:
+        train("wrong", Wrong())
+    assert told.value.where == "after_backward"
