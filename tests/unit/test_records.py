@@ -487,28 +487,3 @@ def test_a_text_may_be_empty() -> None:
     assert parse({"text": "  "}).is_blank
     assert not parse({"text": " a"}).is_blank
     assert not parse(CHAT).is_blank
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"question": "q", "answer": "a"},
-        {"Question": "q", "Answer": "a", "id": 7, "topic": "herring in the sea and on the table"},
-        {"query": "q", "response": "a", "context": None},
-        {"input": "q", "output": "a"},
-        {"user": "q", "assistant": "a"},
-        {"q": "q", "a": "a", "": 3},
-    ],
-)
-def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> None:
-    record = parse(row)
-    assert (record.kind, record.prompt, record.completion) == ("completion", "q", "a")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"context": "In the sea."}, {"choices": ["a", "b"]}, {"solution": "another"}, {"query": "other"}, {"hint": "b"}],
-)
-def test_what_stands_beside_a_question_is_not_passed_over(more: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="no known shape"):
-        parse({"question": "q", "answer": "a", **more})

@@ -1,0 +1,39 @@
+"""Records whose columns have other names than those that mlx_lm gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.errors import DataError
+
+
+def parse(row: dict[str, Any]) -> Record:
+    return parse_record(row, ColumnNames(), source="f", line=1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "q", "answer": "a"},
+        {"Question": "q", "Answer": "a", "id": 7, "topic": "herring in the sea and on the table"},
+        {"query": "q", "response": "a", "context": None},
+        {"input": "q", "output": "a"},
+        {"user": "q", "assistant": "a"},
+        {"q": "q", "a": "a", "": 3},
+    ],
+)
+def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> None:
+    record = parse(row)
+    assert (record.kind, record.prompt, record.completion) == ("completion", "q", "a")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"context": "In the sea."}, {"choices": ["a", "b"]}, {"solution": "another"}, {"query": "other"}, {"hint": "b"}],
+)
+def test_what_stands_beside_a_question_is_not_passed_over(more: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="no known shape"):
+        parse({"question": "q", "answer": "a", **more})
