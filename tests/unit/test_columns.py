@@ -11,7 +11,7 @@ from allhands.errors import DataError
 
 
 def parse(row: dict[str, Any]) -> Record:
-    return parse_record(row, ColumnNames(), source="f", line=1)
+    return parse_record(row, ColumnNames(), source="f.csv", line=1)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,8 @@ def parse(row: dict[str, Any]) -> Record:
 )
 def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> None:
     record = parse(row)
+    with pytest.raises(DataError, match="no known shape"):
+        parse_record(row, ColumnNames(), source="f.jsonl", line=1)
     assert (record.kind, record.prompt, record.completion) == ("completion", "q", "a")
 
 

@@ -7,6 +7,7 @@ names file and line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -155,6 +156,7 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 # Parts of a record, wherever they stand
 
 _MISSING = object()
+_TABLE = re.compile(r"\.[ct]sv(\.\w+)?$")
 # By default also known as; the first that is there counts.
 _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
 # Columns that may belong to an answer or a conversation.
@@ -189,7 +191,9 @@ class Parts:
             else inner_record(parts.values, lambda v: _has_shape(cls(v, columns, place)), place)
         )
         parts = parts if inner is None else cls(inner, columns, place)
-        if columns.mapped or _has_shape(parts) or (pair := pair_of(parts.values)) is None:
+        # Who makes a table names its columns for people; who writes JSON has a format in mind.
+        is_table = _TABLE.search(place.source.lower()) is not None
+        if not is_table or columns.mapped or _has_shape(parts) or (pair := pair_of(parts.values)) is None:
             return parts
         return replace(parts, columns=replace(columns, prompt_feature=pair[0], completion_feature=pair[1]))
 
