@@ -224,12 +224,6 @@ def test_an_unknown_key_gets_a_suggestion(key: str, suggested: str, tmp_path: Pa
     assert refused({key: 1}).hint == error.hint
 
 
-def test_all_unknown_keys_are_named(tmp_path: Path) -> None:
-    error = refused({}, yaml_of(tmp_path, "learning_rat: 1\niters: 3\nzzz: 2\n"))
-    assert error.where == f"{tmp_path / 'run.yaml'}:1: learning_rat"
-    assert f"{tmp_path / 'run.yaml'}:3: zzz" in error.message
-
-
 def test_yaml_takes_on_and_off_for_booleans_and_they_are_what_was_written(tmp_path: Path) -> None:
     config = build_config({}, yaml_of(tmp_path, "compile: on\nshard_optimizer: off\nmask_prompt: on\n"))
     assert (config.compile, config.shard_optimizer, config.mask_prompt) == ("on", "off", True)

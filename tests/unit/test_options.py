@@ -342,3 +342,12 @@ def test_what_earlier_files_mean_otherwise_is_refused(tmp_path: Path, text: str)
 def test_the_name_of_a_dataset_in_earlier_files(tmp_path: Path) -> None:
     found = build_config({}, yaml_of(tmp_path, "hf_dataset:\n  name: billsum\n  prompt_feature: text\n")).hf_dataset
     assert getattr(found, "path", None) == "billsum"
+
+
+def test_all_unknown_keys_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("learning_rat: 1\niters: 3\nzzz: 2\n")
+    with pytest.raises(ConfigError) as told:
+        build_config({}, tmp_path / "run.yaml")
+    error = told.value
+    assert error.where == f"{tmp_path / 'run.yaml'}:1: learning_rat"
+    assert f"{tmp_path / 'run.yaml'}:3: zzz" in error.message

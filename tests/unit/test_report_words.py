@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import call_allhands
+from written_runs import write_run
 
+from allhands.cli.train import tell_troubles
+from allhands.report import make_page, read_facts
 from allhands.report.curves import Curve, trend
 from allhands.report.words import Course, Judgement, judge
 
@@ -381,3 +385,20 @@ def test_learning_by_heart_is_not_called_a_learning_rate_that_is_too_high() -> N
     found = {one.kind: one for one in judge(train, valid)}
     assert found.keys() >= {"worse", "overfitting"}
     assert "warm-up" not in found["worse"].text
+
+
+def test_harm_is_told_wherever_a_run_is_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses fall from the first report on, but never to what the model was before."""
+    ruined = write_run(
+        tmp_path / "ruined", train=lambda step: 9.0 - step / 50, valid=lambda step: 9.0 - step / 50 if step else 4.5
+    )
+    tell_troubles(ruined)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "validation loss was 4.500 before the first step" in line
+    after = call_allhands("plan", "--after", ruined)
+    assert after.stdout.startswith("bad: Worse than before training")
+    found = json.loads(call_allhands("plan", "--after", ruined, "--json").stdout)
+    assert [one["kind"] for one in found["judgements"]] == ["worse"]
+    page = make_page([read_facts(ruined)])
+    assert next(one.kind for one in page.runs[0].judgements) == "worse"
+    assert not {one.kind for one in page.runs[0].judgements} & {"underfitting", "fitting"}
