@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from namespaces import Cluster, namespaces
+from numpy.testing import assert_allclose
 from ring_ranks import allhands_command
 from runs import read_run
 
@@ -20,7 +21,7 @@ from allhands.cluster.hosts import read_hostfile
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.remote import start_remote
 
-RANK = Path(__file__).parents[1] / "support" / "remote_rank.py"
+SLEEP = "import time; time.sleep(60)"
 STRANGER = Path(__file__).parents[1] / "support" / "strangers.py"
 PORT = 29517
 KEY = "our secret"
@@ -125,7 +126,7 @@ def test_a_stranger_on_a_third_computer_ends_nothing(
     finish([rank_0, start_rank(cluster, 1, tmp_path / "pestered", started, tiny_model, tiny_data)])
     losses = read_run(tmp_path / "plain").losses
     assert len(losses) == 2
-    assert read_run(tmp_path / "pestered").losses == losses
+    assert_allclose(read_run(tmp_path / "pestered").losses, losses, rtol=2e-5)
 
 
 def test_a_recorded_hello_is_no_key_at_the_next_start(
@@ -146,7 +147,7 @@ def test_a_recorded_hello_is_no_key_at_the_next_start(
     assert max(heard) <= 65
     assert rank_0.poll() is None
     finish([rank_0, start_rank(cluster, 1, tmp_path / "again", started, tiny_model, tiny_data)])
-    assert read_run(tmp_path / "again").losses == read_run(tmp_path / "first").losses
+    assert_allclose(read_run(tmp_path / "again").losses, read_run(tmp_path / "first").losses, rtol=2e-5)
 
 
 def test_secrets_of_a_start_are_new_and_no_one_elses(
@@ -158,23 +159,24 @@ def test_secrets_of_a_start_are_new_and_no_one_elses(
     places, found = tuple(Place(host.name, 1, host) for host in hosts), list[str]()
     for number in range(2):
         logs = tmp_path / f"logs-{number}"
-        spec = LaunchSpec([sys.executable, str(RANK), "plain", "60"], 2, "ring", logs, places=places, cores_per_rank=1)
+        spec = LaunchSpec([sys.executable, "-c", SLEEP], 2, "ring", logs, places=places, cores_per_rank=1)
         ranks = start_remote(spec, tmp_path / "run")
         try:
-            deadline = time.monotonic() + 30.0
-            while not all(ranks.marks(rank).started for rank in range(2)):
+            deadline, there = time.monotonic() + 30.0, list[psutil.Process]()
+            while len(there) < 2:
                 assert time.monotonic() < deadline
-                time.sleep(0.05)
-            there = [process for name in ("node0", "node1") for process in cluster.processes(name)]
+                time.sleep(0.1)
+                everything = [process for name in ("node0", "node1") for process in cluster.processes(name)]
+                there = [process for process in everything if words_of(process).endswith(SLEEP)]
             said = "".join(path.read_text() for path in logs.rglob("*") if path.is_file())
-            said += "".join(words_of(process) for process in (*there, *psutil.Process().children(recursive=True)))
-            environments = [process.environ() for process in there if str(RANK) in words_of(process)]
+            said += "".join(words_of(process) for process in (*everything, *psutil.Process().children(recursive=True)))
+            environments = [process.environ() for process in there]
         finally:
             ranks.kill()
         assert {environ["ALLHANDS_MEETING_KEY"] for environ in environments} == {"the person's own"}
         (key,) = {environ["ALLHANDS_RING_KEY"] for environ in environments}
         assert len(key) == 64
-        assert str(RANK) in said
+        assert SLEEP in said
         assert key not in said
         assert "the person's own" not in said
         found.append(key)
