@@ -44,6 +44,7 @@ SHARED_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 PLACES = {
     ("src/allhands/cluster/supervisor.py", "/tmp"),
     ("src/allhands/cluster/processes.py", "/dev/shm"),
+    ("src/allhands/cluster/mpi.py", "/dev/shm"),
     ("scripts/soak.py", "/tmp"),
     # Where MLX looks when nobody has said where: nothing is written there by name.
     ("src/allhands/kernels.py", "/tmp"),

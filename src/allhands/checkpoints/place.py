@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, checkpoints_in, entries
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, best_in, checkpoints_in, entries
 from allhands.config import TrainConfig
 from allhands.errors import CheckpointError, ConfigError
-from allhands.metrics.events import decode_event
-from allhands.metrics.sinks import ANSWERS_FILE, METRICS_FILE
 from allhands.pretrain_config import pretraining
 
 _CONFIG = "adapter_config.json"
 # What a run replaces, or sets aside under another name.
-_REPLACED = (METRICS_FILE, CHECKPOINTS, BEST, "loss.png", "memory.png", ANSWERS_FILE)
+_REPLACED = (CHECKPOINTS, BEST, "loss.png", "memory.png", "answers.json")
 _TRAINERS = ("trainer_state.json", "training_args.bin", "pytorch_model.bin", "adapter_model.safetensors")
 _MODELS = ("model", "model-best")  # of a run of pre-training
 _HINT = "choose a directory that is new, empty, or an earlier run's"
@@ -35,9 +33,9 @@ def require_place_of_run(config: TrainConfig) -> None:
     place = directory.resolve()
     for name, flag in ((config.model if pretraining(config) is None else None, "--model"), (config.data, "--data")):
         source = Path(name) if name is not None else None
-        if source is None or not source.exists():
+        if source is None or not source.is_dir():
             continue
-        inputs = (source if source.is_dir() else source.parent).resolve() if flag == "--model" else source.resolve()
+        inputs = source.resolve()
         if place == inputs or inputs in place.parents:
             what = "is the directory" if place == inputs else "lies in the directory"
             raise _refused(directory, f"it {what} of {flag} {name}: what is trained would lie among what it is made of")
@@ -57,6 +55,8 @@ def _refused(directory: Path, problem: str) -> ConfigError:
 
 def _foreign(directory: Path) -> Iterator[str]:
     """Names of what another program has left there."""
+    from allhands.metrics import METRICS_FILE  # loads what draws terminals, which a supervisor does not need
+
     names = {path.name for path in entries(directory)}
     yield from (name for name in _TRAINERS if name in names)
     if "config.json" in names and any(name.endswith(".safetensors") and name.startswith("model") for name in names):
@@ -65,11 +65,9 @@ def _foreign(directory: Path) -> Iterator[str]:
         yield _CONFIG
     if METRICS_FILE in names and not _is_ours(directory / METRICS_FILE):
         yield METRICS_FILE
-    if RUN_NAME in names or METRICS_FILE in names:
+    if names & {RUN_NAME, METRICS_FILE, _CONFIG} or best_in(directory) is not None or _has_checkpoints(directory):
         return
-    for name in _REPLACED:
-        if name in names and not (name == CHECKPOINTS and _has_checkpoints(directory)) and _CONFIG not in names:
-            yield name
+    yield from (name for name in _REPLACED if name in names)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -82,6 +80,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _is_ours(metrics: Path) -> bool:
     """Whether a line of it is an event of a run, or there is none that is whole."""
+    from allhands.metrics.events import decode_event
+
     with metrics.open(encoding="utf-8", errors="replace") as lines:
         first = [line for _, line in zip(range(20), lines, strict=False) if line.endswith("\n")]
     return not first or any(decode_event(line) is not None for line in first)
