@@ -44,7 +44,7 @@ class MisfitError(DistributedError):
 
 @dataclass(frozen=True)
 class Statement:
-    """What one computer says of itself.
+    """The facts that one computer states about itself.
 
     Attributes:
         name: the computer's, or a rank's where computers do not tell them apart.
@@ -63,7 +63,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the words depend on.
+    """The context on which the message and its remedy depend.
 
     Attributes:
         launcher: the computer at which the person sits, as statements call it.
@@ -92,7 +92,7 @@ TRUSTED_VARIABLE = "ALLHANDS_TRUSTED_HOSTS"
 
 
 def circumstances_in(environ: Mapping[str, str], launcher: str = "") -> Circumstances:
-    """What a supervisor has told in the environment."""
+    """The circumstances that a supervisor has put into the environment."""
     trusted = environ.get(TRUSTED_VARIABLE, "")
     return Circumstances(
         launcher or environ.get(LAUNCHER_VARIABLE, ""),
@@ -132,7 +132,7 @@ class _Part:
 
 
 def judge(statements: Sequence[Statement], given: Circumstances) -> Verdict | None:
-    """Who does not fit to the others; ``None``: all do."""
+    """Find the computers that differ from most others; ``None``: all agree."""
     names = [one.name for one in statements]
     parts = _parts(statements)
     parts = parts if _are_ranks(names) else _causes(parts)
@@ -241,7 +241,7 @@ def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
 
 
 def _told(part: _Part, names: Sequence[str], given: Circumstances) -> str:
-    """What is right, or what the first has, and then whoever has something else."""
+    """One difference in words: the right value, or the first computer's, then each other value."""
     right = _right(part, given)
     first = next(name for name in names if right is None or part.values[name] == right)
     others: dict[str, list[str]] = {}
@@ -268,7 +268,7 @@ def _told(part: _Part, names: Sequence[str], given: Circumstances) -> str:
 
 @dataclass(frozen=True)
 class _Remedy:
-    """What to do about all of it."""
+    """The commands that remove the differences."""
 
     parts: Sequence[_Part]
     statements: Sequence[Statement]
@@ -368,7 +368,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_sum(value: Any) -> bool:
-    """Whether it says nothing to people: a SHA-256, or none."""
+    """Whether the value is a SHA-256 or missing, which tells people nothing."""
     return value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None)
 
 

@@ -57,7 +57,7 @@ def new_number() -> bytes:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What two ends have in common once each has sent its number.
+    """The key and the numbers that two ends share once each has sent its number.
 
     Attributes:
         key: both know it.
@@ -179,7 +179,7 @@ class Callers:
         return list(self._callers.values())
 
     def wait(self, timeout_s: float) -> list[tuple[Caller, bytes | None]]:
-        """What callers have said meanwhile: the one line that each may say, by which it may prove itself.
+        """The lines that callers have sent since the last call: each may send one, as its proof.
 
         ``None``: one that was believed has left, or says more than it may. It has been dropped, as strangers are that
         say too much, too little in time, or come in masses.
@@ -290,7 +290,7 @@ class Callers:
 
 
 class Unproved(Exception):
-    """Who has been called does not know the key."""
+    """The other end does not know the key."""
 
 
 class Call:

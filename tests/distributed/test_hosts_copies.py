@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import Bench, Trial, files_left, share_compiled
+from faulty import Bench, Trial, files_left
 from hostile import Job, until
-from hosts import ITERS, Hosts
-from namespaces import namespaces
+from hosts import ITERS, Hosts, hosts_of
 from runs import Run, distance, read_run
 
 from allhands.checkpoints import checkpoints_in
@@ -25,11 +24,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def hosts(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    directory = tmp_path_factory.mktemp("cluster")
-    with namespaces(2, directory, [directory / "own"]) as cluster:
-        for node in cluster.nodes.values():
-            share_compiled(node.temporary)
-        yield Hosts(cluster, bench)
+    with hosts_of(2, bench, tmp_path_factory.mktemp("cluster")) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="module")

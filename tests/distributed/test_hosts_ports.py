@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty import Bench, Trial, files_left, share_compiled
-from hosts import Hosts
-from namespaces import namespaces
+from faulty import Bench, Trial, files_left
+from hosts import Hosts, hosts_of
 
 from allhands.metrics import read_metrics
 
@@ -29,11 +28,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def hosts(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if shutil.which("iptables", path="/usr/sbin:/sbin:/usr/bin") is None:
         pytest.skip("no iptables here: scripts/install_test_tools.sh")
-    directory = tmp_path_factory.mktemp("cluster")
-    with namespaces(3, directory, [directory / "own"]) as cluster:
-        for node in cluster.nodes.values():
-            share_compiled(node.temporary)
-        yield Hosts(cluster, bench)
+    with hosts_of(3, bench, tmp_path_factory.mktemp("cluster")) as hosts:
+        yield hosts
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import Bench, Trial, digest, files_left, share_compiled
+from faulty import Bench, Trial, digest, files_left
 from hostile import until
-from hosts import ITERS, Hosts
-from namespaces import namespaces
+from hosts import ITERS, Hosts, hosts_of
 from runs import Run, distance, read_run
 from twins import Table, ThreadCommunicator
 
@@ -50,11 +49,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def hosts(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    directory = tmp_path_factory.mktemp("cluster")
-    with namespaces(3, directory, [directory / "own"]) as cluster:
-        for node in cluster.nodes.values():
-            share_compiled(node.temporary)
-        yield Hosts(cluster, bench)
+    with hosts_of(3, bench, tmp_path_factory.mktemp("cluster")) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from namespaces import Cluster, namespaces
+from strangers import AGENT_HELLO
 
 from allhands.checkpoints import checkpoint_path, write_checkpoint
 from allhands.cluster import remote
@@ -443,21 +444,7 @@ def frame(secret: str | None, kind: str, **fields: Any) -> str:
     return json.dumps({**({} if secret is None else {"secret": secret}), "kind": kind, **fields})
 
 
-HELLO = {
-    "first": 1,
-    "count": 1,
-    "backend": "ring",
-    "name": "other",
-    "address": "127.0.0.1",
-    "cwd": "/",
-    "cwd_required": True,
-    "below_home": "",
-    "forwarded": {},
-    "descriptors": [],
-    "adapter_path": None,
-    "run_id": None,
-    "python": "python",
-}
+HELLO = {**AGENT_HELLO, "first": 1}
 
 
 def test_who_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 from command_line import changed
-from faulty import Bench, Trial, files_left
+from faulty import Bench, Trial, files_left, share_compiled
 from hostile import Job, until
-from namespaces import Cluster
+from namespaces import Cluster, namespaces
 
 ITERS = 16
 
 
+@contextmanager
+def hosts_of(count: int, bench: Bench, directory: Path) -> Generator[Hosts]:
+    """So many computers, each with a file tree of its own at ``directory/own``."""
+    with namespaces(count, directory, [directory / "own"]) as cluster:
+        for node in cluster.nodes.values():
+            share_compiled(node.temporary)
+        yield Hosts(cluster, bench)
+
+
 class Hosts:
-    """Three computers, each with the model and the data, and what one run leaves on each."""
+    """Computers, each with the model and the data, and what one run leaves on each."""
 
     def __init__(self, cluster: Cluster, bench: Bench) -> None:
         self.cluster = cluster

@@ -16,6 +16,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 HANDED = (b'{"body":1,"mac":"x"}\n', b"[" * 4090, b"[" * 4090 + b"\n")
+# What a supervisor says to an agent first.
+AGENT_HELLO = {
+    "first": 0,
+    "count": 1,
+    "backend": "ring",
+    "name": "other",
+    "address": "127.0.0.1",
+    "cwd": "/",
+    "cwd_required": True,
+    "below_home": "",
+    "forwarded": {},
+    "descriptors": [],
+    "adapter_path": None,
+    "run_id": None,
+    "python": "python",
+}
 _NUMBER = b"0123456789abcdef" * 4
 _VALUES = (
     *("1", "-1", "true", "null", "1.0", "1e999", "NaN", "-Infinity", "9" * 5000, '"1"', '"\\ud800"', '""', "[]", "{}"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strangers import HANDED, changed
+from strangers import AGENT_HELLO, HANDED, changed
 
 from allhands.cluster.connection import Connection, HostError
 from allhands.cluster.frames import FROM_AGENT, FROM_SUPERVISOR, GARBLED, Frame, Link
@@ -45,21 +45,7 @@ SOUND: dict[str, Frame] = {
     "ended": {},
 }
 ODD = (None, True, -1, 10**15, 1.5, "x", [], [None], {}, {"a": 1})
-HELLO: Frame = {
-    "first": 0,
-    "count": 1,
-    "backend": "ring",
-    "name": "other",
-    "address": "127.0.0.1",
-    "cwd": "/",
-    "cwd_required": True,
-    "below_home": "",
-    "forwarded": {},
-    "descriptors": [],
-    "adapter_path": None,
-    "run_id": None,
-    "python": "python",
-}
+HELLO: Frame = {**AGENT_HELLO}
 
 
 def line(kind: str, fields: Frame, secret: str = SECRET) -> bytes:

@@ -1,4 +1,4 @@
-"""Whether a directory may be a run's: none of its inputs, and no place where another program keeps its files."""
+"""Check that a run may write into a directory: it is no input of the run and holds no other program's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allhands.errors import CheckpointError, ConfigError
 from allhands.pretrain_config import pretraining
 
 _CONFIG = "adapter_config.json"
-# What a run replaces, or sets aside under another name.
+# Names that a run replaces or sets aside.
 _REPLACED = (CHECKPOINTS, BEST, "loss.png", "memory.png", "answers.json")
 _TRAINERS = ("trainer_state.json", "training_args.bin", "pytorch_model.bin", "adapter_model.safetensors")
 _MODELS = ("model", "model-best")  # of a run of pre-training

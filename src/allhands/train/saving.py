@@ -204,13 +204,16 @@ class Saver:
         make_directory(plan.directory, private=True)
         written, target = None, checkpoint_path(plan.directory, request.iteration)
         if request.kind != "suspect" and plan.keep_last and target not in there:
+            failure: StorageError | OSError | None = None
             try:
                 written = self._checkpoint(target, request)
             except (StorageError, OSError) as error:
-                raise self._without_checkpoint(request, there, error) from error
+                failure = error
             finally:
                 # Also where it could not be written: what need not be kept may be what fills the disk.
                 self._prune(request, written)
+            if failure is not None:
+                raise self._without_checkpoint(request, there, failure) from failure
         fire("save", request.iteration, plan.rank)
         try:
             return self._write_copies(request, there)
@@ -225,7 +228,6 @@ class Saver:
     ) -> StorageError:
         """The error, which says whether the weights could be written: they take a part of a checkpoint's room."""
         told = error if isinstance(error, StorageError) else storage_error_of(error, self._plan.directory)
-        self._prune(request, None)
         try:
             path = self._write_copies(request, there | {self._numbered(request)})
         except (AllhandsError, OSError):
