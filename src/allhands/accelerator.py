@@ -55,8 +55,8 @@ def sizing_of(kind: str, micro_batch_tokens: int | None, *, compiled: bool) -> S
     return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
 
 
-# MLX's random state, which is there from the start.
-_AT_START_BYTES = 16
+# At most: the key of its random numbers, which is there from the start, and a number beside it on CUDA.
+_AT_START_BYTES = 24
 
 
 def nothing_computed() -> bool:
