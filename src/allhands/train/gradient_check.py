@@ -227,13 +227,16 @@ class GradientCheck:
                 break
             ended = time.perf_counter()
             speed = min(1.0, _SECONDS[kind] / max(ended - started, 1e-3))
-            self._rows.append([told])
+            rows = [told]
             for draw in range(1, _DRAWS if self._dtype != "float32" else 1):
                 again = replace(row, tokens=_random_tokens(len(row.tokens), largest_token, draw))
                 told = self._told(model, again, sizes)[0]
-                self._rows[-1] += [told] if told else []
-                if bounded and time.perf_counter() - ended > _SECONDS[kind] / 2:
+                rows += [told] if told else []
+                if bounded and time.perf_counter() - ended > _SECONDS[kind]:
                     break
+            # What is rounding in one row may be it in another.
+            limits = {name: max(getattr(row, name) for row in rows) for name in ("limit", "loss_limit")}
+            self._rows.append([replace(row, **limits) for row in rows])
 
     def _told(self, model: nn.Module, row: _Row, sizes: PassCost) -> tuple[_Told | None, str | None]:
         """mlx_lm's part of a row, and what is wrong with it; a float32 pass stands in for one that is no number."""
