@@ -141,7 +141,10 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(f"{served_for_all}/{path}", body)
     assert caught.value.code == 400
-    assert json.load(caught.value) == {"error": {"message": message, "type": "invalid_request_error"}}
+    error = json.load(caught.value)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["message"], error["type"]) == (message, "invalid_request_error")
+    assert error["param"]
 
 
 @pytest.fixture(scope="module")
