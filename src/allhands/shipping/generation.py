@@ -227,11 +227,11 @@ class Generator(ResponseGenerator):
 
     def _check_tools(self, request: CompletionRequest) -> None:
         lost = self._lost(request.messages, request.tools) if self.provider.template else None
-        unread = not self.provider.tokenizer.has_tool_calling
+        code = "unsupported_parameter"
         if self.provider.template is None or any(part.kind == "tool" for part in lost or ()):
-            raise Refused("the model's chat template has no place for tools", param="tools")
-        if unread:
-            raise Refused("calls of tools that this model writes cannot be read here", param="tools")
+            raise Refused("the model's chat template has no place for tools", code=code, param="tools")
+        if not self.provider.tokenizer.has_tool_calling:
+            raise Refused("calls of tools that this model writes cannot be read here", code=code, param="tools")
 
     def _lost(self, messages: list[Any], tools: list[Any] | None) -> list[Part] | None:
         """What a conversation says and the template leaves out; ``None`` if it rejects it."""

@@ -59,7 +59,6 @@ class Answer:
     """
 
     def __init__(self, context: Any, tokens: TokenBytes, ends: frozenset[int], arguments: Any, tools: Any) -> None:
-        self._drops_space = tokens.drops_first_space
         self._ends = ends
         self._stream = tokens.stream()
         self._stop = StopWords(arguments.stop_words)
@@ -70,7 +69,6 @@ class Answer:
         self._call_text = ""
         self._called = False
         self._waiting: list[_Token] = []
-        self._begun = False
         self.num_tokens = 0
 
     def take(self, generated: Any) -> Piece:
@@ -102,9 +100,6 @@ class Answer:
 
     def _sorted(self, text: str, finish: str | None) -> Piece:
         """Text by what it is: said, thought, or a call."""
-        if text and not self._begun:
-            self._begun = True
-            text = text[1:] if self._drops_space and text[0] == " " else text
         self._state, segments = TextStateMachine.split(self._state, text)
         if finish is not None:
             self._state, rest, state = TextStateMachine.flush(self._state)

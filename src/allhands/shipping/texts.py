@@ -34,11 +34,6 @@ class TokenBytes:
         """Whether the bytes of tokens, one after the other, are their text."""
         return isinstance(self._sample, BPEStreamingDetokenizer | SPMStreamingDetokenizer)
 
-    @cached_property
-    def drops_first_space(self) -> bool:
-        """Whether an answer begins without the space of its first token, as mlx_lm writes it."""
-        return self.joined and bool(getattr(self._sample, "trim_space", True))
-
     def of(self, token: int) -> bytes:
         """The bytes of a token; an incomplete character's are no text by themselves."""
         if token not in self._known:
@@ -66,11 +61,13 @@ class TokenBytes:
 
     def stream(self) -> TextStream:
         """The text of tokens to come."""
-        return _Joined(self) if self.joined else _Naive(self._tokenizer.detokenizer)
+        if not self.joined:
+            return _Naive(self._tokenizer.detokenizer)
+        return _Joined(self, drops_space=getattr(self._sample, "trim_space", True))
 
 
 class TextStream:
-    """Text of tokens as it becomes known.
+    """Text of tokens as it becomes known, without a space at its very beginning, as mlx_lm writes it.
 
     Attributes:
         length: characters so far.
@@ -90,18 +87,24 @@ class TextStream:
 
 
 class _Joined(TextStream):
-    def __init__(self, tokens: TokenBytes) -> None:
+    def __init__(self, tokens: TokenBytes, *, drops_space: bool) -> None:
         self._tokens = tokens
+        self._drops_space = drops_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        text = self._decoder.decode(self._tokens.of(token))
-        self.length += len(text)
+        text = self._decoded(self._tokens.of(token))
         self.whole = not self._decoder.getstate()[0]
         return text
 
     def finish(self) -> str:
-        text = self._decoder.decode(b"", True)
+        return self._decoded(b"", final=True)
+
+    def _decoded(self, raw: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(raw, final)
+        if text and self._drops_space:
+            text = text.removeprefix(" ")
+            self._drops_space = False
         self.length += len(text)
         return text
 
