@@ -458,6 +458,30 @@ def test_the_mirror_follows_and_brings_back(tmp_path: Path) -> None:
     assert said == []
 
 
+def test_the_mirror_keeps_logs_of_all_computers_and_starts(tmp_path: Path) -> None:
+    run, other, bucket, said = tmp_path / "run", tmp_path / "other", tmp_path / "bucket", list[str]()
+    for start in (1, 2):
+        shutil.rmtree(run, ignore_errors=True)
+        first, second = Mirror(run, bucket, said.append), Mirror(other, bucket, said.append, logs_only=True)
+        first.restore()
+        second.restore()
+        write(run / "logs/rank-0.log", f"start {start}")
+        write(run / "logs/error-rank-0.json", "{}")
+        write(other / "logs/rank-1.log", f"other {start}")
+        write(other / "metrics.jsonl", "none")
+        second.finish()
+        first.finish()
+    logs = bucket / "logs"
+    assert {path.name: path.read_text() for path in logs.glob("*.log")} == {
+        "rank-0.log": "start 2",
+        "rank-1.log": "other 2",
+    }
+    assert (logs / "earlier-1/rank-0.log").read_text() == "start 1"
+    assert (logs / "earlier-1/rank-1.log").read_text() == "other 1"
+    assert not (bucket / "metrics.jsonl").exists()
+    assert said == []
+
+
 def test_a_copy_that_was_cut_short_is_not_brought_back(tmp_path: Path) -> None:
     run, bucket, said = tmp_path / "run", tmp_path / "bucket", list[str]()
     checkpoint(run, 10)
