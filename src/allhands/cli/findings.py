@@ -69,7 +69,7 @@ REMEDIES = {
     "same-answer": "right for labels; else thin these records out",
     "no-examples": "see the other findings",
     "no-split": "allhands data prepare makes one of a part of the data",
-    "held-out": "right if that was meant; else move some to the training set (allhands data prepare --valid 0 takes all)",
+    "held-out": "right if that was meant; else move some to the training set, or prepare them with --valid 0 --test 0",
     "few-examples": "lower --batch-size, or add examples",
     "all-texts": "leave --mask-prompt out, or give the data as prompt and completion, or as messages",
     "some-texts": "right in a mixture; else write them as prompt and completion",

@@ -288,8 +288,9 @@ def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> I
         purposes = " and as many for ".join(purpose for _, purpose in usual)
         share = f"{DEFAULT_SHARE.value:.0%} of the rows, at least one,"
         yield f"{share} are kept for {purposes} ({flags}; seed {options.seed})"
-        held = sum(int(np.count_nonzero(split == number)) for name, number, _, share in shares if share is None)
-        yield from _held_out(held, int(np.count_nonzero(split != NONE)), [f"--{name} 0" for name, _ in usual])
+        own = [(name, number) for name, number, _, share in shares if share is None]
+        held = sum(int(np.count_nonzero(split == number)) for _, number in own)
+        yield from _held_out(held, int(np.count_nonzero(split != NONE)), [f"--{name} 0" for name, _ in own])
 
 
 def _held_out(held: int, total: int, flags: Sequence[str]) -> Iterator[str]:
@@ -297,7 +298,7 @@ def _held_out(held: int, total: int, flags: Sequence[str]) -> Iterator[str]:
     if held >= LARGE_PART * total:
         part = "half" if 2 * held == total else f"{held} of {total}"
         yield (
-            f"{part} of the rows {'is' if held == 1 else 'are'} held out, and never trained on: "
+            f"{part} of the rows are held out, and never trained on: "
             f"{' '.join(flags)} trains on all; of long texts, --documents blank-line makes a row of each paragraph"
         )
 

@@ -330,7 +330,7 @@ def _held_out(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[s
     if held < LARGE_PART * (held + trained):
         return []
     part = "half of all examples" if held == trained else f"{held:,} of {held + trained:,} examples"
-    return [f"{part} {'is' if held in (1, trained) else 'are'} validation, and never trained on"]
+    return [f"{part} are validation, and never trained on"]
 
 
 def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:
