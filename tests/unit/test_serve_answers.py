@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,13 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
+from mlx_lm.generate import TextStateMachine
 from mlx_lm.models.llama import Model, ModelArgs
 from serving import Served, parsed, received, served
 from tiny import SPECIAL, write_model, write_tokenizer
 
 from allhands.model.load import load_tokenizer
 from allhands.model.tokenizer import positions_of
-from allhands.shipping.texts import StopWords, TokenBytes
+from allhands.shipping.replies import Answer, Piece
+from allhands.shipping.texts import StopWords, TextStream, TokenBytes
 
 openai = pytest.importorskip("openai")
 
@@ -439,3 +442,57 @@ def test_a_short_question_does_not_wait_for_somebody_elses_long_prompt(slow: Ser
     assert not done, "the long one was quicker"
     waiting.join()
     assert done == [200]
+
+
+# --- thinking and calls ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_thinking_and_calls_are_told_apart_however_the_text_comes(size: int) -> None:
+    """Also a call that cannot be read, whose words stay; and a stop word among them ends all."""
+    machine = TextStateMachine(
+        {
+            "normal": [("<think>", "reasoning"), ("<call>", "tool")],
+            "reasoning": [("</think>", "normal")],
+            "tool": [("</call>", "normal")],
+        }
+    )
+    context = SimpleNamespace(text_sm=machine, initial_state="normal", tool_parser=lambda text, _: json.loads(text))
+    call = '{"name": "clock", "arguments": {"zone": "CET"}}'
+
+    def answered(text: str, stop: list[str], end: str = "stop") -> tuple[Piece, str | None]:
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        tokens = SimpleNamespace(stream=lambda: _Pieces(pieces))
+        arguments = SimpleNamespace(stop_words=stop, logprobs=False)
+        answer, whole = Answer(context, tokens, frozenset({-1}), arguments, [TOOL]), Piece()  # type: ignore[arg-type]
+        ends = [(number, None) for number in range(len(pieces))] + [(-1, "stop")]
+        ends[-2:] = ends[-2:] if end == "stop" else [(len(pieces) - 1, "length")]
+        for token, finish in ends:
+            whole.add(answer.take(SimpleNamespace(token=token, finish_reason=finish, logprob=0.0, top_tokens=())))
+            if whole.finish is not None:
+                break
+        return whole, whole.finish
+
+    said, finish = answered(f"<think>Hm.</think>It is <call>{call}</call>", [])
+    assert (said.text, said.reasoning, finish) == ("It is ", "Hm.", "tool_calls")
+    assert [one["function"]["name"] for one in said.calls] == ["clock"]
+    assert json.loads(said.calls[0]["function"]["arguments"]) == {"zone": "CET"}
+    said, finish = answered("A <call>torn", [], end="length")
+    assert (said.text, said.calls, finish) == ("A torn", [], "length")
+    said, finish = answered("a < b <thin", [])
+    assert (said.text, finish) == ("a < b <thin", "stop")
+    said, finish = answered("<think>Hm. Well.</think>Never", ["m. W"])
+    assert (said.text, said.reasoning, finish) == ("", "H", "stop")
+
+
+class _Pieces(TextStream):
+    """Tokens that are numbers of pieces of a text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def add(self, token: int) -> str:
+        return self._pieces[token]
+
+    def finish(self) -> str:
+        return ""

@@ -128,7 +128,7 @@ def positions_of(config: Json) -> int | None:
     if not isinstance(factor, int | float) or isinstance(factor, bool) or factor <= 1:
         return most
     first = scaled.get("original_max_position_embeddings")
-    if _is_count(first):
+    if isinstance(first, int) and _is_count(first):
         return max(most, int(first * factor))
     # Without it the bound is the one before scaling.
     return int(most * factor) if kind in ("linear", "dynamic", "yarn") else most

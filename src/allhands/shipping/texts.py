@@ -178,21 +178,22 @@ class StopWords:
         return 0
 
 
+class _Matcher:
+    """The text of one stream of tokens."""
+
+    def __init__(self, ends: frozenset[int], text: TextStream, stop: StopWords) -> None:
+        self._ends, self._text, self._stop = ends, text, stop
+
+    def advance(self, token: int) -> bool:
+        """Take one token; whether the answer ends with it."""
+        if token in self._ends:
+            return True
+        self._stop.add(self._text.add(token))
+        return self._stop.found
+
+
 class TextStops(StopSequences):
     """In place of mlx_lm's automaton of tokens: generation ends with the token that completes a stop word's text."""
-
-    class Matcher:
-        """One stream of tokens."""
-
-        def __init__(self, ends: frozenset[int], text: TextStream, stop: StopWords) -> None:
-            self._ends, self._text, self._stop = ends, text, stop
-
-        def advance(self, token: int) -> bool:
-            """Take one token; whether the answer ends with it."""
-            if token in self._ends:
-                return True
-            self._stop.add(self._text.add(token))
-            return self._stop.found
 
     def __init__(self, ends: frozenset[int], words: Sequence[str], stream: Callable[[], TextStream]) -> None:
         super().__init__([(token,) for token in ends])
@@ -200,4 +201,4 @@ class TextStops(StopSequences):
 
     def matcher(self) -> Any:
         """A fresh one."""
-        return TextStops.Matcher(self._ends, self._stream(), StopWords(self._words))
+        return _Matcher(self._ends, self._stream(), StopWords(self._words))
