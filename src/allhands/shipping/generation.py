@@ -133,20 +133,21 @@ class Asked:
                     raise ModelFailed("the model failed in the middle of the answer") from None
                 continue
             if isinstance(reply, Exception):
-                raise ModelFailed(f"{type(reply).__name__}: {reply}") from reply
+                told = f"{reply}" if isinstance(reply, _Left) else f"{type(reply).__name__}: {reply}"
+                raise ModelFailed(told) from reply
             return reply
 
 
 class _Watched:
     """Where replies go of a request that is served alone: only an exception ends the computing of its prompt."""
 
-    def __init__(self, replies: Queue[Any], left: threading.Event) -> None:
-        self._replies, self._left = replies, left
+    def __init__(self, replies: Queue[Any], is_over: Callable[[], bool]) -> None:
+        self._replies, self._is_over = replies, is_over
 
     def put(self, reply: Any) -> None:
-        """Hand a reply over."""
-        if isinstance(reply, tuple) and self._left.is_set():
-            raise _Left
+        """Hand a reply over, the last one in any case."""
+        if self._is_over() and not (reply is None or isinstance(reply, Exception)):
+            raise _Left("it was stopped")
         self._replies.put(reply)
 
 
@@ -267,7 +268,8 @@ class Generator(ResponseGenerator):
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         replies, prepared, arguments = request
-        super()._serve_single((_Watched(replies, prepared.left), prepared, arguments), stream)
+        watched = _Watched(replies, lambda: self._stop or prepared.left.is_set())
+        super()._serve_single((watched, prepared, arguments), stream)
 
 
 def _param(request: CompletionRequest) -> str:

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from mlx_lm.server import APIHandler
 
 from allhands.shipping.completions import MOST_BYTES, Refused, read_request
-from allhands.shipping.generation import Asked, Generator, completion_of
+from allhands.shipping.generation import Asked, Generator, ModelFailed, completion_of
 from allhands.shipping.replies import Answer, Piece, Reply, counts
 
 HEAD_S = 10.0  # to send the head of a request, however few bytes come at a time
@@ -284,7 +284,8 @@ class Handler(APIHandler):
 
     def _failed(self, error: Exception) -> None:
         """One line here and an error there; a stream that has begun ends with it."""
-        told = f"{type(error).__name__}: {error}".translate(self._control_char_table)  # type: ignore[attr-defined]
+        name = "" if isinstance(error, ModelFailed) else f"{type(error).__name__}: "
+        told = f"{name}{error}".translate(self._control_char_table)  # type: ignore[attr-defined]
         print(f"allhands: error: a request failed: {told[:500]}", file=sys.stderr, flush=True)
         content = error_of("the server could not answer this request", kind="server_error")
         if self._answering:
