@@ -119,14 +119,14 @@ class Handler(APIHandler):
 
     def do_GET(self) -> None:
         model = {"id": self.server.served.model, "object": "model", "created": self.created, "owned_by": "allhands"}
-        named = unquote(self.path).removeprefix("/v1/models/")
+        named = unquote(self.path).partition("/v1/models/")[2] if self.path.startswith("/v1/models/") else ""
         if self.path == "/health":
             super().handle_health_check()
         elif self.path in ("/v1/models", "/v1/models/"):
             self._answer(200, {"object": "list", "data": [model]})
-        elif named == self.server.served.model:
+        elif named and named == self.server.served.model:
             self._answer(200, model)
-        elif self.path.startswith("/v1/models/"):
+        elif named:
             message = f"the model {named[:200]!r} does not exist here: {self.server.served.model!r} is served"
             raise Refused(message, 404, "model_not_found", param="model")
         else:
