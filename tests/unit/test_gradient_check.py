@@ -310,6 +310,16 @@ def test_model_check_prints_what_it_compared(tmp_path: Path) -> None:
     assert all(float(row[4]) < 1e-4 for row in rows)
 
 
+def test_the_model_is_named_in_either_way_and_once(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    assert call_allhands("model", "check", "--model", model).returncode == 0
+    assert call_allhands("model", "get", "--model", model, "--out", tmp_path / "other").returncode == 0
+    assert (tmp_path / "other" / "model.safetensors").exists()
+    for words in ([], [model, "--model", model]):
+        done = call_allhands("model", "check", *words)
+        assert (done.returncode, done.stderr.count("Error: Invalid value for MODEL")) == (2, 1)
+
+
 def test_model_check_fails_where_a_step_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "model"
     model = build("gemma", head_dim=16)
