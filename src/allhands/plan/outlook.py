@@ -14,7 +14,7 @@ from allhands.plan.links import Exchange, faster_than
 from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
-from allhands.plan.strategies import CHECKPOINT, Strategy, those_told, ways_of_one, ways_of_team
+from allhands.plan.strategies import CHECKPOINT, Strategy, costs, those_told, ways_of_one, ways_of_team
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 
@@ -362,7 +362,16 @@ _Ways = list[tuple[Strategy, bool | None]]
 def _told(job: Job, ways: list[Strategy], team: Team) -> _Ways:
     """Those that are worth telling, and whether each fits."""
     fits = [_fits(job, each, team) for each in ways]
-    return [(ways[place], fits[place]) for place in those_told(ways, fits)]
+    places = set(those_told(ways, fits))
+    if len(team) > 1:
+        places |= {*_chosen(ways, fits)}
+    return [(ways[place], fits[place]) for place in sorted(places)]
+
+
+def _chosen(ways: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
+    """The place of the way that costs the least of those that are here and fit; empty if none does."""
+    able = [place for place, (way, fit) in enumerate(zip(ways, fits, strict=True)) if way.built and fit is not False]
+    return sorted(able, key=lambda place: costs(ways[place]))[:1]
 
 
 def _fits(job: Job, way: Strategy, team: Team) -> bool | None:
@@ -404,10 +413,11 @@ def _offers(job: Job, groups: Sequence[Team], lines: Sequence[Line], memory: _Wa
     made: list[Offer] = []
     link = job.link or _Nothing()
     for team, line in zip(groups, lines, strict=True):
-        ways = [(way, fit) for way, fit in memory if way.ranks == len(team) and way.built]
-        way = next((way for way, fit in ways if fit is not False), None)
-        if ways and way is None:
+        ways = [(way, fit) for way, fit in memory if way.ranks == len(team)]
+        chosen = _chosen([way for way, _ in ways], [fit for _, fit in ways])
+        if ways and not chosen:
             continue
+        way = ways[chosen[0]][0] if chosen else None
         training_s = line.training_s
         if way is not None and CHECKPOINT in way.flags:  # the passes take longer
             slower = predict(_longer(job.step, job.again_s), link, [each.speed for each in team])

@@ -15,6 +15,7 @@ from allhands.plan.links import Exchange
 
 _WORTH = 0.05  # what another computer must save of a step's time
 _MOST = 1024
+_SAME = 1e-9  # of logarithms
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def enough_of(seconds: Mapping[int, float]) -> int:
     least = math.inf
     found = max(left)
     for ranks in sorted(left, reverse=True):
-        if left[ranks] <= least:
+        if left[ranks] < least - _SAME:
             found = ranks
         least = min(least, left[ranks])
     return found

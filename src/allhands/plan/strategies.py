@@ -120,10 +120,11 @@ def ways_of_team(
     yield way("data parallel", "", _same)
     if divided:
         yield way("optimizer divided", SHARD, _same, ranks)
-    shard, parts = (f"{SHARD} ", ranks) if divided else ("", 1)
     ways = [*_less(largest)]
     for name, flags, change in ways:
-        yield way(f"{'divided' if divided else 'data parallel'}, {name}", shard + flags, change, parts, combined=True)
+        yield way(f"data parallel, {name}", flags, change, combined=True)
+    for name, flags, change in ways if divided else ():
+        yield way(f"divided, {name}", f"{SHARD} {flags}", change, ranks, combined=True)
     if not quantised and work.method != "full":
         yield way("4 bits, data parallel", f"{QUANTISE}{_THEN}", _in_four_bits)
         for name, flags, change in ways:
@@ -172,6 +173,11 @@ def _smaller(work: Work, *, tokens: int, recomputed: bool = False) -> Work:
 
 def _cut(tokens: int) -> str:
     return f"--micro-batch-tokens {tokens}"
+
+
+def costs(way: Strategy) -> tuple[bool, bool, bool]:
+    """By which ways that fit are chosen from: what changes results comes last, before it what takes time most."""
+    return QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags
 
 
 def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
