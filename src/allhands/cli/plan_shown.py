@@ -38,10 +38,11 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
 
 def _show_time(console: Console, outlook: Outlook) -> None:
     job, step = outlook.job, outlook.job.step
-    where = f"on {job.computers[0].name}" if job.whole_s is None else "by one process with its share of the cores"
+    where = f"on {outlook.alone.name}" if job.whole_s is None else "by one process with its share of the cores"
+    alone_s = outlook.lines[0].prediction.step_s
     console.print(
-        f"{job.steps} steps; one of them {where}: {_milliseconds(step.alone_s)}, of which "
-        f"{100 * step.serial_fraction:.0f} % gets no shorter with more",
+        f"{job.steps} steps; one of them {where}: {_milliseconds(alone_s)}, of which "
+        f"{100 * step.serial_s / alone_s:.0f} % gets no shorter with more",
         markup=False,
     )
     if job.whole_s is not None:
@@ -149,6 +150,9 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     if needed and any(not way.built for way, _ in ways):
         where = "" if job.kind == "metal" else ": torchtitan and DeepSpeed have them, for NVIDIA GPUs"
         how.append(f"-: allhands has no such way{where}")
+    for number in sorted({way.ranks for way, _ in ways}):
+        if short := outlook.line(number).short:
+            console.print(f"{number}: data parallel: too little memory: {', '.join(short)}", markup=False)
     for line in how:
         console.print(line, markup=False)
     console.print()
@@ -158,7 +162,7 @@ def _there_is(job: Job) -> str:
     """Whose memory it is held to, and how much of it there is."""
     if len({each.usable_bytes for each in job.computers}) > 1:
         most = largest(job.computers)
-        return f"; one machine is {most.name}, which has {most.memory_told}; of several each is held to its own"
+        return f"; one machine is {most.name}, which has {most.memory_told}; of several each is held to its own, and the largest share is shown"
     usable = job.computers[0].usable_bytes
     if usable is None:
         return ""

@@ -62,7 +62,7 @@ class Situation:
         alone_s: of the whole training on one computer.
         fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
         offer: the number of computers that is worth taking, if any is, else the best of several; ``None`` where it fits
-            on no several computers, or there are no others.
+            on no several computers, or there are no others; ``rounded`` the same with weights in 4 bits.
         machines: that there are, or could be.
         enough: computers beyond which each further one saves less than 5 %.
         together: whether the machines are processes of one.
@@ -91,6 +91,7 @@ class Situation:
     rows: int = 0
     kind: str = ""
     doubt: str = ""
+    rounded: Offer | None = None
 
     @property
     def pays(self) -> bool:
@@ -262,7 +263,7 @@ def _named(computer: str) -> str:
 
 def _why_more(at: Situation) -> str:
     if at.offer is None and at.machines > 1:
-        return f"none of {at.machines - 1} can hold its share"
+        return "not all can hold their share" if at.machines > 2 else "it cannot hold its share"
     others = at.machines - 1
     if others < 1:
         return "none is named"
@@ -272,7 +273,11 @@ def _why_more(at: Situation) -> str:
 def _why_no_others(at: Situation) -> tuple[str, ...]:
     if at.machines < 2:
         return ("no other computer is named",)
-    return at.unable or ("there is not memory enough for several",)
+    reasons = at.unable or ("there is not memory enough for several",)
+    if at.rounded is not None:
+        times = as_fast(at.rounded.speed_up)
+        reasons += (f"with weights in 4 bits ({at.rounded.more}) it is {times} on {at.several(at.rounded.machines)}",)
+    return reasons
 
 
 def _why_little(at: Situation) -> str:

@@ -14,7 +14,7 @@ from allhands.plan.links import Exchange, faster_than
 from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
-from allhands.plan.strategies import CHECKPOINT, Strategy, costs, those_told, ways_of_one, ways_of_team
+from allhands.plan.strategies import CHECKPOINT, QUANTISE, Strategy, costs, those_told, ways_of_one, ways_of_team
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 
@@ -110,6 +110,7 @@ class Line:
         fits: whether each of them holds its part, without further flags; ``None`` if that is not known.
         weights: for ``--rank-weights``, in the order of ``computers``; empty where shares are equal.
         computers: which they are.
+        short: of them those that have too little memory for that.
     """
 
     machines: int
@@ -122,6 +123,7 @@ class Line:
     fits: bool | None = None
     weights: tuple[float, ...] = ()
     computers: str = ""
+    short: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ def look_ahead(job: Job) -> Outlook:
     """Everything that follows from a :class:`Job`."""
     ones = _with_all(job, _ways_of_one(job))
     first = alone(job.computers, ones[0].rank_bytes if ones else None)
-    order, most = _order(job, first)
+    fits_one = not ones or first.holds(ones[0].rank_bytes) is not False
+    order, most = _order(job, first, exact=fits_one)
     enough = _enough(job, order, most)
     groups = [order(number) for number in _numbers(job, most, enough)]
     ways = {len(team): _with_all(job, _ways_of_team(job, team)) for team in groups if len(team) > 1}
@@ -201,22 +204,25 @@ def look_ahead(job: Job) -> Outlook:
     lines: list[Line] = []
     for team in groups:
         mine = memory if len(team) == 1 else _told(job, ways[len(team)], team)
-        fits = mine[0][1] if mine else None
-        lines.append(replace(_line(job, team), fits=fits))
+        short = _short(job, mine[0][0], team) if mine and len(team) > 1 else ()
+        lines.append(replace(_line(job, team), fits=mine[0][1] if mine else None, short=short))
         memory += mine if len(team) > 1 else []
-    serial = job.step.serial_fraction
+    serial = job.step.serial_s / lines[0].prediction.step_s
     laws = {
         line.machines: (amdahl(serial, line.prediction.capacity), gustafson(serial, line.prediction.capacity))
         for line in lines
     }
     alone_s = job.alone_s(first.speed)
-    teams = _offers(job, groups[1:], lines[1:], memory, alone_s)
+    offers = _offers(job, groups[1:], lines[1:], memory, alone_s)
+    # Nobody who can train the model as it is trains another one to be done sooner.
+    same = [each for each in offers if QUANTISE not in each.more or not fits_one]
     situation = Situation(
         again=not job.once,
         alone_s=alone_s,
-        fits_one=not memory or memory[0][1] is not False,
+        fits_one=fits_one,
         fits_smaller=_first_that_fits(memory),
-        offer=_best(teams, min(enough, most)),
+        offer=_best(same, min(enough, most)),
+        rounded=_best(offers, min(enough, most)),
         machines=most if job.link is not None else 1,
         enough=enough,
         together=job.together,
@@ -224,7 +230,7 @@ def look_ahead(job: Job) -> Outlook:
         faster="" if job.link is None else faster_than(job.link),
         adapters=job.work is not None and job.work.method != "full",
         one=_shown_name(job, first),
-        unable=_unable(job, groups[-1], memory),
+        unable=_unable(job, groups[-1], memory, exact=fits_one),
         rows=job.batch_rows,
         kind=job.kind,
         doubt=job.doubt,
@@ -246,23 +252,31 @@ class _Nothing:
 # --- computers ----------------------------------------------------------------------------------------
 
 
-def _order(job: Job, first: Computer) -> tuple[Callable[[int], Team], int]:
-    """The first so many computers, and how many there are at most."""
+def _order(job: Job, first: Computer, *, exact: bool) -> tuple[Callable[[int], Team], int]:
+    """The first so many computers, and how many there are at most.
+
+    Args:
+        exact: whether weights in 4 bits are out of the question.
+    """
     if len(job.computers) == 1:
         numbers = job.numbers or (1,)
         return lambda number: job.computers * number, max(numbers)
-    able = _able(job)
+    able = _able(job, exact=exact)
     team = ordered(job.computers, first, lambda each: able.get(each, True))
     return lambda number: team[:number], len(team)
 
 
-def _able(job: Job) -> dict[Computer, bool]:
+def _able(job: Job, *, exact: bool) -> dict[Computer, bool]:
     """Whether each computer holds its share of a batch that is divided among all, in any way."""
-    ways = [way for way in _with_all(job, _ways_of_team(job, job.computers)) if way.built]
+    ways = [way for way in _with_all(job, _ways_of_team(job, job.computers)) if _is_open(way, exact=exact)]
     return {
         each: not ways or any(each.holds(way.by_rank[place]) is not False for way in ways)
         for place, each in enumerate(job.computers)
     }
+
+
+def _is_open(way: Strategy, *, exact: bool) -> bool:
+    return way.built and not (exact and QUANTISE in way.flags)
 
 
 def _numbers(job: Job, most: int, enough: int) -> list[int]:
@@ -391,9 +405,17 @@ def _shown_name(job: Job, computer: Computer) -> str:
     return computer.name if len({each.name for each in job.computers}) > 1 else ""
 
 
-def _unable(job: Job, team: Team, memory: _Ways) -> tuple[str, ...]:
+def _short(job: Job, way: Strategy, team: Team) -> tuple[str, ...]:
+    """The computers that do not hold their part, where that is a matter of each."""
+    if job.shares:
+        return ()
+    pairs = zip(team, way.by_rank, strict=True)
+    return tuple(dict.fromkeys(each.name for each, num_bytes in pairs if each.holds(num_bytes) is False))
+
+
+def _unable(job: Job, team: Team, memory: _Ways, *, exact: bool) -> tuple[str, ...]:
     """Computers that cannot take part, each with what its share takes at least and what it has."""
-    ways = [way for way, _ in memory if way.built and way.ranks == len(team) > 1]
+    ways = [way for way, _ in memory if way.ranks == len(team) > 1 and _is_open(way, exact=exact)]
     if not ways or job.shares:
         return ()
     found: dict[str, None] = {}
