@@ -130,9 +130,8 @@ def facts_of(
 def _about(config: TrainConfig, rows: _Rows) -> str:
     """The training in a few words."""
     fresh = pretraining(config)
-    what = (
-        f"pre-training of {fresh.shape}" if fresh is not None else f"{config.model}, {_METHODS[config.fine_tune_type]}"
-    )
+    method = _METHODS[config.fine_tune_type]
+    what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
     return f"{what}: {_steps(config, rows):,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
 
 

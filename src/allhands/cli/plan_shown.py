@@ -162,7 +162,8 @@ def _there_is(job: Job) -> str:
     """Whose memory it is held to, and how much of it there is."""
     if len({each.usable_bytes for each in job.computers}) > 1:
         most = largest(job.computers)
-        return f"; one machine is {most.name}, which has {most.memory_told}; of several each is held to its own, and the largest share is shown"
+        one = f"one machine is {most.name}, which has {most.memory_told}"
+        return f"; {one}; of several each is held to its own, and the largest share is shown"
     usable = job.computers[0].usable_bytes
     if usable is None:
         return ""

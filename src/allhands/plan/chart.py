@@ -151,7 +151,8 @@ def told_of(outlook: Outlook) -> list[str]:
     link = "none: one computer"
     if job.link is not None:
         link = f"{getattr(job.link, 'name', '')}, {getattr(job.link, 'source', '')}"
-    return [*([f"Training: {job.about}"] if job.about else []), f"Computers: {computers}", f"Link: {link}"]
+    told = [*([f"Training: {job.about}"] if job.about else []), f"Computers: {computers}", f"Link: {link}"]
+    return [*told, *([f"Not to be relied on: {job.doubt}"] if job.doubt else [])]
 
 
 # --- times --------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
     for number in chosen:
         alone = number == 1
         if alone and job.whole_s is not None:
-            name, taken = f"1 {one}, its share of cores", False
+            name, taken = f"1 {one}, a share", False
         else:
             name, taken = f"{number} {one if alone else several}", decided and number == outlook.advised
         found.append((name, outlook.line(number).training_s, taken))
