@@ -96,7 +96,7 @@ class Situation:
     @property
     def pays(self) -> bool:
         """Whether several computers save enough to be worth the trouble."""
-        return self.offer is not None and self.offer.speed_up >= _WORTH
+        return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
 
     def several(self, number: int) -> str:
         """So many of them, in words."""
@@ -188,7 +188,8 @@ def advise(at: Situation) -> Advice:
     if not walk.ask(MORE, at.offer is not None, _why_more(at)) or at.offer is None:
         return walk.end("one machine", f"stay on one machine{_named(at.one)}", *_why_no_others(at))
     fast = f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}"
-    if walk.ask(PAYS, at.pays, fast):
+    little = ", less than 5 % for each" if at.offer.speed_up >= _WORTH and not at.pays else ""
+    if walk.ask(PAYS, at.pays, f"{fast}{little}"):
         return _data_parallel(at, at.offer, walk)
     return _too_little(at, at.offer, walk)
 
@@ -201,7 +202,7 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         return walk.end(
             "one machine",
             f"stay on one machine{_named(at.one)}",
-            f"{slow}: less than {100 * SAVED:.0f} % of the time saved is not worth the trouble",
+            f"{slow}: {_too_small(offer)} of the time saved is not worth the trouble",
             _why_little(at),
         )
     if walk.ask(LARGER, offer.accumulated >= _WORTH_ANOTHER, f"{as_fast(offer.accumulated)} with four in one"):
@@ -220,6 +221,10 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         better,
         "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
     )
+
+
+def _too_small(offer: Offer) -> str:
+    return "less than 5 % for each" if offer.speed_up >= _WORTH else f"less than {100 * SAVED:.0f} %"
 
 
 def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:

@@ -107,8 +107,10 @@ def predict(model: StepModel, link: Exchange, speeds: Sequence[float]) -> Predic
     """
     ranks, whole = len(speeds), sum(speeds)
     even, largest = model.rows / whole, _of_whole_rows(model.rows, speeds)
-    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two.
-    compute = model.tokens * model.token_s * (even + largest) / 2 / model.rows
+    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two. But no rank that
+    # computes at all has less than a row.
+    longest = max((even + largest) / 2, 1 / max(speeds))
+    compute = model.tokens * model.token_s * longest / model.rows
     exchange = exchange_s(model, link, ranks)
     exposed = exchange
     if model.overlapped:
