@@ -267,15 +267,16 @@ def command(tmp_path: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_devices_may_be_named_one_by_one(tmp_path: Path) -> None:
-    one = command(tmp_path, "--device", "M1 Pro 32GB, M1 Pro 16GB", "--link", "thunderbolt4")
-    two = command(tmp_path, "--device", "M1 Pro 32GB", "--device", "M1 Pro 16GB", "--link", "thunderbolt4")
-    assert one["machines"] == two["machines"]
-    assert [each["usable_bytes"] for each in two["computers"]] == [24_000_000_000, 12_000_000_000]
-    told = " ".join(two["notes"])
+def test_every_named_device_is_listed_with_its_memory(tmp_path: Path) -> None:
+    found = command(tmp_path, "--device", "M1 Pro 32GB, M1 Pro 16GB", "--link", "thunderbolt4")
+    assert [each["usable_bytes"] for each in found["computers"]] == [24_000_000_000, 12_000_000_000]
+    told = " ".join(found["notes"])
     assert "12 GB of 16 GB" in told
     assert "24 GB of 32 GB" in told
-    assert two["advised_machines"] == 2
+    assert found["advised_machines"] == 2
+    twice = call_allhands("plan", "--device", "M1 Pro 32GB", "--device", "M1 16GB", *SHAPE, cwd=tmp_path)
+    assert twice.returncode == 2
+    assert "--device 'M1 Pro 32GB, 2 x M1 16GB'" in twice.stderr, "how several are named"
 
 
 def test_one_named_device_is_one_computer(tmp_path: Path) -> None:

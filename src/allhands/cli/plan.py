@@ -25,8 +25,7 @@ SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": 
 def plan(
     context: typer.Context,
     device: Annotated[
-        list[str] | None,
-        typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable."),
+        str | None, typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'.")
     ] = None,
     link: Annotated[
         str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
@@ -75,7 +74,7 @@ def plan(
         require_writable(picture)
     config = training_config(context.args)
     asked = Asked(
-        device=tuple(device or ()),
+        device=device,
         link=link,
         machines=_numbers(machines),
         once=once,

@@ -30,7 +30,7 @@ Say = Callable[[str], object]
 class Asked:
     """The command's own options; see :func:`allhands.cli.plan.plan`."""
 
-    device: tuple[str, ...]
+    device: str | None
     link: str | None
     machines: tuple[int, ...]
     once: bool
@@ -41,14 +41,14 @@ class Asked:
 # --- computers ----------------------------------------------------------------------------------------
 
 
-def devices_of(texts: Sequence[str]) -> list[Device]:
-    """``M1 Pro 32GB, 2 x RTX 4090``, or several such texts; of one kind, because no training is of several.
+def devices_of(text: str | None) -> list[Device]:
+    """``M1 Pro 32GB, 2 x M1 16GB``; of one kind, because no training is of several.
 
     Raises:
         ConfigError: they are not known, or too many, or of several kinds.
     """
     found: list[Device] = []
-    for part in ",".join(texts).split(","):
+    for part in (text or "").split(","):
         if not part.strip():
             continue
         number, x, rest = part.strip().partition(" x ")
@@ -58,7 +58,7 @@ def devices_of(texts: Sequence[str]) -> list[Device]:
         if len(found) > _MOST_DEVICES:
             hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
             raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
-    if texts and not found:
+    if text is not None and not found:
         raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
     if len({each.kind for each in found}) > 1:
         hint = "MLX has no back-end for both in one group: plan for one kind"
