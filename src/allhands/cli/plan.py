@@ -85,7 +85,7 @@ def plan(
     outlook = look_ahead(job)
     shown = None if measured is None else asdict(measured)
     values = {
-        **_told_apart(config, outlook, ", ".join(device or ()) or None),
+        **_told_apart(config, outlook, device),
         **outlook.as_json(),
         "notes": notes,
         "measured": shown,

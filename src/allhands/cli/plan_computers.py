@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from allhands.config import TrainConfig
@@ -72,10 +74,15 @@ def on_hosts(config: TrainConfig) -> bool:
 
 
 def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
-    """The computers that the options name; this one with all ranks, if they name none."""
-    from allhands.cli.netbench import chosen_hosts
+    """The computers that the options name, as training reads them; this one with all ranks, if they name none."""
+    from allhands.cluster.hosts import Host, read_hostfile, write_hosts
 
-    return chosen_hosts(config.hostfile, config.hosts, None if on_hosts(config) else config.num_ranks)
+    if config.hostfile:
+        return read_hostfile(config.hostfile)
+    if config.hosts:
+        with TemporaryDirectory(prefix="allhands-plan-") as folder:
+            return read_hostfile(write_hosts(config.hosts, Path(folder) / "hosts"))
+    return (Host("this computer", slots=config.num_ranks),)
 
 
 def computers_of(
@@ -164,9 +171,6 @@ def _speeds(
     """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or by what the computers are."""
     slots = [host.slots for host in hosts]
     if config.rank_weights:
-        if len(config.rank_weights) != sum(slots):
-            message = f"{len(config.rank_weights)} weights for {sum(slots)} ranks"
-            raise ConfigError(message, where="--rank-weights", hint="give one for each rank")
         mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
         return [weight / config.rank_weights[mine] for weight in config.rank_weights]
     kinds = {host.name: _processor(facts[host.name]) for host in hosts if host.ssh is not None}

@@ -12,6 +12,7 @@ from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
 from allhands.cli.plan_computers import Asked, computers_of, devices_of, hosts_of, link_between, on_hosts, prices_of
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
+from allhands.cluster.join import check_weights
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
@@ -150,8 +151,10 @@ def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows:
 
 
 def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
-    if not (config.hosts or config.hostfile or devices):
+    if not (on_hosts(config) or devices):
         require_cores(config.num_ranks)
+    if not devices:
+        check_weights(config.rank_weights, sum(host.slots for host in hosts_of(config)))
     values = {
         "--link": asked.link,
         "--hosts": config.hosts,
