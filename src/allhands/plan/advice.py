@@ -181,7 +181,8 @@ def advise(at: Situation) -> Advice:
             + ("what several processes" if at.together else "several computers must be set up, and what they")
             + " would save is not felt",
         )
-    if not walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}as it is asked for"):
+    not_so = "" if at.fits_one else "not "
+    if not walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
         if not (at.fits_smaller and long and at.pays and not at.together and (again or saved >= _SETUP_S)):
             return _too_large(at, walk)
         walk.ask(SMALLER, True, at.fits_smaller, besides="long")

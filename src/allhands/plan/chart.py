@@ -68,7 +68,7 @@ _RIGHT, _RIGHT_WIDE = 5.15, 1.8
 _LINE, _PAD, _GAP = 0.19, 0.11, 0.34
 _FONT, _DPI = 10.5, 150
 _MOST_BARS = 8
-_BAR = 0.3
+_BAR = 0.34
 # Units of an axis of times, and from how many seconds on each is taken.
 _UNITS = (("days", 86_400.0, 172_800.0), ("hours", 3600.0, 7200.0), ("minutes", 60.0, 120.0), ("seconds", 1.0, 0.0))
 
@@ -152,6 +152,8 @@ def told_of(outlook: Outlook) -> list[str]:
     if job.link is not None:
         link = f"{getattr(job.link, 'name', '')}, {getattr(job.link, 'source', '')}"
     told = [*([f"Training: {job.about}"] if job.about else []), f"Computers: {computers}", f"Link: {link}"]
+    if outlook.advised > 1 and len({each.name for each in job.computers}) > 1:
+        told.append(f"Advised: {outlook.line(outlook.advised).computers}")
     return [*told, *([f"Not to be relied on: {job.doubt}"] if job.doubt else [])]
 
 
@@ -163,7 +165,7 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
     job = outlook.job
     one, several = ("process", "processes") if job.together else ("machine", "machines")
     several_advised = outlook.advised > 1
-    decided = not job.doubt
+    decided = not job.doubt and outlook.advice.outcome != "framework"
     found: list[tuple[str, float, bool]] = []
     if job.whole_s is not None:
         found.append((f"1 {one}, all cores", outlook.alone_s, decided and not several_advised))
@@ -178,7 +180,9 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
             name, taken = f"1 {one}, a share", False
         else:
             name, taken = f"{number} {one if alone else several}", decided and number == outlook.advised
-        found.append((name, outlook.line(number).training_s, taken))
+        line = outlook.line(number)
+        large = line.fits is False and not taken
+        found.append((f"{name}\n(does not fit)" if large else name, line.training_s, taken))
     return found
 
 
