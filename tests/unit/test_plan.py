@@ -462,6 +462,20 @@ def test_signs_of_a_run(made: RunHistory, seen: list[str]) -> None:
     assert all(sign.advice for sign in signs_of(made))
 
 
+@pytest.mark.parametrize(("norm", "told"), [(1.0, []), (3.0, ["gradients"])])
+def test_gradients_that_explode_are_told_before_how_to_be_faster(norm: float, told: list[str], tmp_path: Path) -> None:
+    made = history(comm_s=0.5)
+    assert made.started is not None
+    reports = [replace(made.train[0], step=place + 1, grad_norm=norm**place) for place in range(12)]
+    lines = [encode_event(event) for event in (made.started, *reports)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = json.loads(call_allhands("plan", "--after", str(tmp_path), "--json").stdout)
+    assert [one["kind"] for one in found["judgements"] if one["kind"] == "gradients"] == told
+    shown = call_allhands("plan", "--after", str(tmp_path)).stdout
+    assert shown.startswith("warning: ") == bool(told)
+    assert "waiting for other ranks" in shown
+
+
 def test_a_run_is_judged_by_its_files(tmp_path: Path) -> None:
     made = history(comm_s=0.5)
     assert made.started is not None
