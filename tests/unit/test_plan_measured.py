@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Measured:
         self.said: list[str] = []
 
     @contextmanager
-    def watched(self) -> Iterator[Watch]:
+    def watched(self) -> Generator[Watch]:
         watch = Watch()
         watch.others = self.others.pop(0) if len(self.others) > 1 else self.others[0]
         yield watch
@@ -65,6 +65,7 @@ def measured(
     made = Measured(told, [*(others or (0.0,))])
     monkeypatch.setattr(plan_calibration.subprocess, "run", made.train)
     monkeypatch.setattr(plan_calibration, "watched", made.watched)
+    monkeypatch.setattr(plan_calibration, "_LOOK_S", 0.0)
     config = TrainConfig(model="m", batch_size=8, cores_per_rank=cores, num_ranks=2)
     return calibrate(config, 60, made.said.append, on_gpu=False, with_all_cores=True), made
 
@@ -93,10 +94,11 @@ def test_a_busy_computer_is_measured_again_and_called_so(monkeypatch: pytest.Mon
     told: dict[tuple[int, int | None], list[float]] = {(8, 1): [1.4, 0.7], (4, 1): [0.36], (8, None): [0.39]}
     monkeypatch.setattr("allhands.cli.plan_noise.allowed_cores", lambda: 2)
     monkeypatch.setattr("allhands.cli.plan_noise.available_cores", lambda: 2)
-    quiet, made = measured(monkeypatch, told, 1.0, 0.0)
+    quiet, made = measured(monkeypatch, told, 1.0, 1.0, 1.0, 0.0)
     assert (quiet.doubt, len(made.asked)) == ("", 6)
     assert quiet.points[0] == pytest.approx((800, 0.7)), "the quicker counts"
-    busy, _ = measured(monkeypatch, told, 1.0)
+    busy, made = measured(monkeypatch, told, 1.0)
     assert busy.doubt
+    assert len(made.asked) == 3, "it is busy still: it would be no better"
     little, made = measured(monkeypatch, {**told, (8, 1): [0.7]}, 0.1)
     assert (little.doubt, len(made.asked)) == ("", 3)

@@ -27,6 +27,7 @@ _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
 _STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
 _ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time depends on them
+_LOOK_S = 1.0  # for whether the computer is still busy
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
@@ -82,8 +83,8 @@ def calibrate(
 ) -> Calibration:
     """Train a few steps with the whole batch and with half of it, each in a process of its own.
 
-    On a CPU all of it is measured once more where other programs computed besides, or times contradict each other; what
-    was quicker counts.
+    On a CPU all of it is measured once more where other programs computed besides and no longer do, or times contradict
+    each other; what was quicker counts.
 
     Args:
         with_all_cores: whether the whole batch is trained by a process with all cores, too.
@@ -94,7 +95,7 @@ def calibrate(
     began = time.perf_counter()
     seen = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
     amiss = "" if on_gpu else seen.amiss
-    if not on_gpu and (amiss or suspicious(seen.points)):
+    if not on_gpu and (amiss or suspicious(seen.points)) and not _is_busy_still(seen):
         say(f"{amiss or 'the whole batch took longer than its tokens explain'}: measuring again ...")
         again = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
         seen = seen.quicker(again)
@@ -116,6 +117,15 @@ def calibrate(
         whole_s=None if seen.whole_s is None else min(seen.whole_s, points[0][1]),
         doubt=amiss,
     )
+
+
+def _is_busy_still(seen: _Seen) -> bool:
+    """Whether what computed besides still does, so that another measurement would be no better."""
+    if not busy(seen.others):
+        return False
+    with watched() as watch:
+        time.sleep(_LOOK_S)
+    return bool(busy(watch.others))
 
 
 @dataclass(frozen=True)

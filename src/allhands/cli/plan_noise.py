@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import psutil
@@ -26,7 +26,7 @@ class Watch:
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
+def watched() -> Generator[Watch]:
     """Watch the processor cores that this process may use."""
     found = Watch()
     began, busy, own = time.monotonic(), _busy_s(), _own_s()
