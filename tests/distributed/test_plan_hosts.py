@@ -11,6 +11,8 @@ from namespaces import Cluster, namespaces
 from planned_training import words_of, write_texts
 from tiny import run_allhands
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
