@@ -49,6 +49,7 @@ ALONE = {"machines": 1, "offer": None}
         ({"alone_s": 3000}, "one machine", [chart.AGAIN, chart.LONG]),
         ({"again": False, "alone_s": 20_000}, "one machine", [chart.AGAIN]),
         ({"again": False, "alone_s": 200_000}, "data parallel", None),
+        ({"again": False, "alone_s": 20_000, "together": True}, "data parallel", None),
         (ALONE, "one machine", [chart.AGAIN, chart.LONG, chart.FITS, chart.MORE]),
         # 15 % saved is 1.176 times as fast.
         ({"speed_up": 1.18}, "data parallel", None),
@@ -102,6 +103,7 @@ def test_the_chart(changed: dict[str, Any], outcome: str, asked: list[str] | Non
     [
         ({"again": False, "alone_s": 200_000}, chart.AGAIN, "no, but long"),
         ({"again": False, "fits_one": False}, chart.AGAIN, "no, but too large"),
+        ({"again": False, "alone_s": 20_000, "together": True}, chart.AGAIN, "no, but nothing to set up"),
         ({"fits_one": False, "alone_s": 60}, chart.LONG, "no, but too large"),
         ({"fits_one": False}, chart.SMALLER, "yes, and long"),
         ({"fits_one": False, "fits_smaller": "", **ALONE}, chart.DIVIDED, "no"),

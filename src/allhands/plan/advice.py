@@ -165,13 +165,13 @@ def advise(at: Situation) -> Advice:
         return walk.end("measure again", "no advice: measure again", at.doubt, hint)
     saved = max(0.0, at.alone_s - at.offer.training_s) if at.offer else 0.0
     large = "" if at.fits_one else "too large"
-    again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or ("long" if saved >= _SETUP_S else ""))
-    if not again and at.fits_one and saved < _SETUP_S:
-        return walk.end(
-            "one machine",
-            "stay on one machine, and let it run",
-            f"a single training would be done {format_duration(saved)} sooner: setting up may take as long",
-        )
+    # Processes of one computer need nothing set up.
+    worth = "long" if saved >= _SETUP_S else "nothing to set up" if at.together else ""
+    again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or worth)
+    if not again and at.fits_one and not worth:
+        sooner = f"a single training would be done {format_duration(saved)} sooner: setting up may take as long"
+        why = sooner if at.offer is not None else "no other computer is named"
+        return walk.end("one machine", "stay on one machine, and let it run", why)
     long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}", large)
     if not long and at.fits_one:
         return walk.end(
