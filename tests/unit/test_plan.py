@@ -15,6 +15,7 @@ from allhands.errors import ConfigError
 from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport
 from allhands.metrics.events import encode_event
 from allhands.model.load import load_tokenizer
+from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of
 from allhands.plan.links import Link, Measured, link_of
 from allhands.plan.memory import Blocks, Work, on_cpu, on_gpu
@@ -22,7 +23,7 @@ from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import Job, Prices, look_ahead
 from allhands.plan.sizes import adapter_weights, all_weights, expert_weights, flops_per_token
 from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
-from allhands.plan.strategies import strategies
+from allhands.plan.strategies import Strategy, ways_of_one, ways_of_team
 
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
@@ -129,7 +130,7 @@ def test_unequal_computers_get_unequal_shares() -> None:
     assert uneven.compute_s == pytest.approx((0.6 + 0.675) / 2)
     assert 1.0 < uneven.speed_up < even.speed_up
     # More ranks than rows: one row is what each that has any computes.
-    assert predict(STEP, FREE, [1.0] * 16).compute_s == pytest.approx((0.9 / 16 + 0.9 / 8) / 2)
+    assert predict(STEP, FREE, [1.0] * 16).compute_s == pytest.approx(0.9 / 8)
 
 
 def test_where_another_computer_saves_little() -> None:
@@ -141,6 +142,17 @@ def test_where_another_computer_saves_little() -> None:
 
 
 # --- memory -------------------------------------------------------------------------------------------
+
+
+def strategies(
+    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Any, *, quantised: bool, divides: bool = True
+) -> list[Strategy]:
+    """All ways on one computer and on so many equal ones."""
+    found = list(ways_of_one(work, of, quantised=quantised))
+    if ranks > 1:
+        shares = [1 / ranks] * ranks
+        found += ways_of_team(work, blocks, shares, bucket_bytes, of, quantised=quantised, divides=divides)
+    return found
 
 
 def test_numbers_of_a_known_model() -> None:
@@ -253,10 +265,12 @@ def test_each_way_saves_what_it_divides() -> None:
 def job(**changed: object) -> Job:
     work = Work("full", 800, 16, 2_500_000_000, 2_500_000_000, "adamw")
     values: dict[str, object] = {
-        **{"steps": 36_000, "start_s": 5.0, "step": STEP, "link": link_of("10GbE"), "speeds": (1.0,)},
-        **{"numbers": (1, 2, 4), "usable_bytes": 40_000_000_000, "blocks": LLAMA, "work": work, "of": on_cpu},
-        "prices": Prices(2.0, 100.0, 0.5),
+        **{"steps": 36_000, "start_s": 5.0, "step": STEP, "link": link_of("10GbE")},
+        **{"numbers": (1, 2, 4), "blocks": LLAMA, "work": work, "of": on_cpu, "prices": Prices(2.0, 100.0, 0.5)},
     }
+    usable = changed.pop("usable_bytes", 40_000_000_000)
+    speeds = changed.pop("speeds", (1.0,))
+    values["computers"] = tuple(Computer(f"speed {speed}", speed, usable) for speed in speeds)  # type: ignore
     return Job(**{**values, **changed})  # type: ignore[arg-type]
 
 
@@ -309,10 +323,10 @@ def test_processes_that_share_a_computer_are_held_to_one_that_has_all_of_it() ->
     split, whole = (look_ahead(job(**shared, whole_s=whole_s)) for whole_s in (None, 0.6))
     of_two = whole.lines[1].training_s
     assert of_two == split.lines[1].training_s
-    assert whole.job.alone_s == pytest.approx(5.0 + 36_000 * 0.6)
+    assert whole.alone_s == pytest.approx(5.0 + 36_000 * 0.6)
     # STEP takes 1 s with a share of the cores: half as long by two, but not half of 0.6 s.
     assert f"{split.lines[0].training_s / of_two:.2f} times as fast" in " ".join(split.advice.reasons)
-    assert f"{whole.job.alone_s / of_two:.2f} times as fast on 2 processes" in " ".join(whole.advice.reasons)
+    assert f"{whole.alone_s / of_two:.2f} times as fast on 2 processes" in " ".join(whole.advice.reasons)
     quick = look_ahead(job(**shared, whole_s=0.05))
     assert quick.advice.outcome == "one machine"
 
@@ -446,6 +460,20 @@ def started_again(*attempts: int) -> RunHistory:
 def test_signs_of_a_run(made: RunHistory, seen: list[str]) -> None:
     assert [sign.seen for sign in signs_of(made)] == seen
     assert all(sign.advice for sign in signs_of(made))
+
+
+@pytest.mark.parametrize(("norm", "told"), [(1.0, []), (3.0, ["gradients"])])
+def test_gradients_that_explode_are_told_before_how_to_be_faster(norm: float, told: list[str], tmp_path: Path) -> None:
+    made = history(comm_s=0.5)
+    assert made.started is not None
+    reports = [replace(made.train[0], step=place + 1, grad_norm=norm**place) for place in range(12)]
+    lines = [encode_event(event) for event in (made.started, *reports)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = json.loads(call_allhands("plan", "--after", str(tmp_path), "--json").stdout)
+    assert [one["kind"] for one in found["judgements"] if one["kind"] == "gradients"] == told
+    shown = call_allhands("plan", "--after", str(tmp_path)).stdout
+    assert shown.startswith("warning: ") == bool(told)
+    assert "waiting for other ranks" in shown
 
 
 def test_a_run_is_judged_by_its_files(tmp_path: Path) -> None:

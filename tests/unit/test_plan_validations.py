@@ -15,6 +15,7 @@ from allhands.cli.plan_validations import ValidRows, number_of, seconds_of
 from allhands.config import TrainConfig
 from allhands.metrics import read_metrics
 from allhands.plan.compared import Figure, compare
+from allhands.plan.computers import Computer
 from allhands.plan.kept import PLAN_FILE, keep_plan, read_plan
 from allhands.plan.links import link_of
 from allhands.plan.memory import Blocks, on_cpu
@@ -59,17 +60,17 @@ def test_ranks_share_validations_and_the_total_has_them() -> None:
             "start_s": 5.0,
             "step": STEP,
             "link": link_of("10GbE"),
-            "speeds": (1.0,),
+            "computers": (Computer("one"),),
             "numbers": (1, 2, 4),
         },
-        **{"usable_bytes": None, "blocks": None, "work": None, "of": on_cpu},
+        **{"blocks": None, "work": None, "of": on_cpu},
     )
     without, found = look_ahead(job), look_ahead(replace(job, validations=6, validation_s=4.0))
     assert [line.validation_s for line in found.lines] == [24.0, 12.0, 6.0]
     more = [one.training_s - other.training_s for one, other in zip(found.lines, without.lines, strict=True)]
     assert more == pytest.approx([24.0, 12.0, 6.0])
-    assert found.job.alone_s == pytest.approx(129.0)
-    assert replace(found.job, whole_s=0.5).alone_s == pytest.approx(5 + 50 + 12), "by one process with all cores"
+    assert found.alone_s == found.job.alone_s() == pytest.approx(129.0)
+    assert replace(found.job, whole_s=0.5).alone_s() == pytest.approx(5 + 50 + 12), "by one process with all cores"
     assert found.as_json()["machines"][1]["validation_s"] == 12.0
 
 

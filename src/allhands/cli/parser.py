@@ -21,6 +21,9 @@ TEXT_PATHS = frozenset(
     }
 )
 
+# Options of which one holds several.
+_AS_ONE = {"--device": "name all of them in one: --device 'M1 Pro 32GB, 2 x M1 16GB'"}
+
 
 class Command(TyperCommand):
     """A verb."""
@@ -105,7 +108,8 @@ def _require_words(value: str, where: str) -> None:
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
     """That an option is given more than once, as ``spelled``."""
-    return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them")
+    hint = _AS_ONE.get(where, "keep one of them")
+    return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint=hint)
 
 
 def _flag_of(option: Any) -> str:

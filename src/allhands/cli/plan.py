@@ -16,17 +16,16 @@ from allhands.errors import ConfigError
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
     from allhands.plan.compared import Comparison
-    from allhands.plan.outlook import Job, Outlook
+    from allhands.plan.outlook import Outlook
 
 # Everything that is not this command's own is an option of the training that is planned.
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-_FELT = 0.01  # of a training's time
 
 
 def plan(
     context: typer.Context,
     device: Annotated[
-        str | None, typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x RTX 4090'.")
+        str | None, typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'.")
     ] = None,
     link: Annotated[
         str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
@@ -37,7 +36,9 @@ def plan(
             "--after", metavar="RUN", help="Only tell what a run shows: is it as planned, has it outgrown this?"
         ),
     ] = None,
-    machines: Annotated[str | None, typer.Option("--machines", help="How many to look at. [1,2,4,8]")] = None,
+    machines: Annotated[
+        str | None, typer.Option("--machines", help="Imagine so many computers of the one kind: 1,2,4,8.")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
     price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", help="Of one computer.")] = None,
@@ -55,7 +56,9 @@ def plan(
     --hosts, --hostfile or -n the link between those ranks is measured, too. The plan is kept as plan.json in the run's
     directory (--adapter-path), and compared with the run by `allhands report`.
     """
-    from allhands.cli.plan_facts import Asked, facts_of
+    from allhands.cli.plan_computers import Asked
+    from allhands.cli.plan_facts import facts_of
+    from allhands.cli.plan_shown import show
     from allhands.files import require_writable
     from allhands.pictures import picture_suffix
     from allhands.plan.chart import draw_chart
@@ -81,7 +84,12 @@ def plan(
     job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
     shown = None if measured is None else asdict(measured)
-    values = {**_told_apart(config, outlook, device), **outlook.as_json(), "notes": notes, "measured": shown}
+    values = {
+        **_told_apart(config, outlook, device),
+        **outlook.as_json(),
+        "notes": notes,
+        "measured": shown,
+    }
     kept, told = _keep(Path(config.adapter_path), values)
     if as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
@@ -92,7 +100,7 @@ def plan(
         typer.echo(told)
     if picture is not None:
         # Last, because what was measured is not to be lost if it cannot be written.
-        typer.echo(f"chart: {draw_chart(outlook.advice, picture)}", err=as_json)
+        typer.echo(f"chart: {draw_chart(outlook, picture)}", err=as_json)
     return None
 
 
@@ -204,131 +212,3 @@ def _show_compared(found: Comparison) -> None:
             typer.echo(f"  what may explain it: {'; '.join(figure.why)}")
     for one in found.differences:
         typer.echo(f"other than planned: {one.told}")
-
-
-# --- for people ---------------------------------------------------------------------------------------
-
-
-def show(outlook: Outlook, notes: Sequence[str]) -> None:
-    """Print the tables and the advice."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
-    console.print()
-    _show_time(console, outlook)
-    _show_memory(console, outlook)
-    advice = outlook.advice
-    console.print("Is distributing worth it?", style="bold")
-    for question in advice.path:
-        console.print(f"  {question.text} {question.answer} ({question.why})", markup=False)
-    console.print(f"  -> {advice.title}", markup=False, style="bold")
-    for reason in advice.reasons:
-        console.print(f"     {reason}", markup=False)
-
-
-def _show_time(console: Any, outlook: Outlook) -> None:
-    from allhands.formatting import format_duration
-
-    job, step = outlook.job, outlook.job.step
-    where = "on one computer" if job.whole_s is None else "by one process with its share of the cores"
-    console.print(
-        f"{job.steps} steps; one of them {where}: {_milliseconds(step.alone_s)}, of which "
-        f"{100 * step.serial_fraction:.0f} % gets no shorter with more",
-        markup=False,
-    )
-    if job.whole_s is not None:
-        most = outlook.lines[-1]
-        console.print(
-            f"By one process with all cores: {_milliseconds(job.whole_s)}, {format_duration(job.alone_s)} in all; "
-            f"{most.machines} processes are {job.alone_s / most.training_s:.2f} times as fast",
-            markup=False,
-        )
-    heads = ("a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson")
-    table = _table([_unit(job), *heads])
-    for line in outlook.lines:
-        found, laws = line.prediction, outlook.laws[line.machines]
-        speed_up = outlook.lines[0].training_s / line.training_s
-        table.add_row(
-            str(line.machines),
-            _milliseconds(found.step_s),
-            f"{100 * found.exposed_s / found.step_s:.0f} %",
-            format_duration(line.training_s),
-            f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}",
-            f"{100 * speed_up / line.machines:.0f} %",
-            f"{laws[0]:.2f}",
-            f"{laws[1]:.2f}",
-        )
-    console.print(table)
-    for line in outlook.lines:
-        costs = [] if line.kwh is None else [f"{line.kwh:.3g} kWh"]
-        costs += [] if line.money is None else [f"costs {line.money:.2f}"]
-        if costs:
-            console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
-    _show_validations(console, outlook)
-    if len(outlook.lines) > 1:
-        another = "process with as many cores" if job.shares else "process" if job.together else "machine"
-        console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
-        console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
-    console.print()
-
-
-def _show_validations(console: Any, outlook: Outlook) -> None:
-    """Where they are felt."""
-    from allhands.formatting import format_duration
-
-    line = max(outlook.lines, key=lambda line: line.validation_s / line.training_s)
-    if line.validation_s < _FELT * line.training_s:
-        return
-    spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in outlook.lines)
-    console.print(
-        f"In all of it are {outlook.job.validations} validations ({spent}), reckoned as forward passes at the speed of "
-        "the steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches",
-        markup=False,
-    )
-
-
-def _unit(job: Job) -> str:
-    return "processes" if job.together else "machines"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms"
-
-
-def _table(heads: Sequence[str]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for place, head in enumerate(heads):
-        # On a narrow terminal names go on in a second line; numbers are never cut.
-        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
-    return table
-
-
-def _show_memory(console: Any, outlook: Outlook) -> None:
-    from allhands.formatting import format_bytes
-
-    if not outlook.memory:
-        return
-    usable = outlook.job.usable_bytes
-    title = "Memory of a rank at its peak" + ("" if usable is None else f"; there are {format_bytes(usable)}")
-    title += " for all of them" if outlook.job.shares else ""
-    console.print(title, markup=False)
-    kept = ("weights", "optimizer", "gradients", "activations", "logits")
-    table = _table([f"{_unit(outlook.job)}: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])
-    words = {True: "yes", False: "no", None: "?"}
-    how: list[str] = []
-    for strategy, fits in zip(outlook.memory, outlook.fits, strict=True):
-        name = f"{strategy.ranks}: {strategy.name}"
-        parts = [format_bytes(strategy.parts[part]) for part in kept]
-        table.add_row(name, *parts, format_bytes(strategy.rank_bytes), words[fits])
-        if strategy.flags or not strategy.built:
-            how.append(f"{name}: {strategy.flags if strategy.built else 'not here, but by torchtitan or DeepSpeed'}")
-    console.print(table)
-    console.print("optim.: what the optimizer keeps; activ.: what the passes keep", markup=False)
-    for line in how:
-        console.print(line, markup=False)
-    console.print()

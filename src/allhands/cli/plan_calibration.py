@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allhands.cli.plan_noise import busy, contradiction, suspicious, watched
 from allhands.cluster.guard import die_with_parent
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
@@ -26,6 +27,7 @@ _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
 _STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
 _ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time depends on them
+_LOOK_S = 1.0  # for whether the computer is still busy
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
@@ -52,6 +54,8 @@ class Calibration:
         first_s: by which a training's first steps take longer than others, all together: on a GPU.
         largest: padded tokens that are computed at once at most in the whole training, and into how many such parts a
             batch is cut; ``None`` in what an earlier version has kept.
+        whole_s: of a step by one process that has all cores, where the others had fewer.
+        doubt: why these times are no measure, in words; empty if they are.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -65,19 +69,38 @@ class Calibration:
     cores_per_rank: int | None = None
     largest: tuple[int, int] | None = None
     first_s: float = 0.0
+    whole_s: float | None = None
+    doubt: str = ""
 
 
-def calibrate(config: TrainConfig, timeout_s: float, *, on_gpu: bool) -> Calibration:
+def calibrate(
+    config: TrainConfig,
+    timeout_s: float,
+    say: Callable[[str], object] = lambda text: None,
+    *,
+    on_gpu: bool,
+    with_all_cores: bool = False,
+) -> Calibration:
     """Train a few steps with the whole batch and with half of it, each in a process of its own.
+
+    On a CPU all of it is measured once more where other programs computed besides and no longer do, or times contradict
+    each other; what was quicker counts.
+
+    Args:
+        with_all_cores: whether the whole batch is trained by a process with all cores, too.
 
     Raises:
         AllhandsError: it could not be trained; what the training said.
     """
     began = time.perf_counter()
-    sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
-    runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes]
-    first = runs[0]
-    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
+    seen = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
+    amiss = "" if on_gpu else seen.amiss
+    if not on_gpu and (amiss or suspicious(seen.points)) and not _is_busy_still(seen):
+        say(f"{amiss or 'the whole batch took longer than its tokens explain'}: measuring again ...")
+        again = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
+        seen = seen.quicker(again)
+        amiss = busy(again.others) or seen.amiss_in_times
+    first, points = seen.runs[0], seen.points
     return Calibration(
         points=points,
         exchanged=first.started.trainable_params,
@@ -90,7 +113,56 @@ def calibrate(config: TrainConfig, timeout_s: float, *, on_gpu: bool) -> Calibra
         cores_per_rank=first.started.cores_per_rank,
         largest=first.started.largest,
         first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
+        # Nobody has to give a process all cores.
+        whole_s=None if seen.whole_s is None else min(seen.whole_s, points[0][1]),
+        doubt=amiss,
     )
+
+
+def _is_busy_still(seen: _Seen) -> bool:
+    """Whether what computed besides still does, so that another measurement would be no better."""
+    if not busy(seen.others):
+        return False
+    with watched() as watch:
+        time.sleep(_LOOK_S)
+    return bool(busy(watch.others))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Runs of each size of batch, their points, and what else was seen of them."""
+
+    runs: tuple[_Run, ...]
+    points: tuple[tuple[float, float], ...]
+    whole_s: float | None
+    others: float
+
+    @property
+    def amiss_in_times(self) -> str:
+        return contradiction(self.points, self.whole_s)
+
+    @property
+    def amiss(self) -> str:
+        return busy(self.others) or self.amiss_in_times
+
+    def quicker(self, other: _Seen) -> _Seen:
+        """Of each the quicker; the runs of the other."""
+        pairs = zip(self.points, other.points, strict=True)
+        points = tuple(min(pair, key=lambda point: point[1] / point[0]) for pair in pairs)
+        wholes = [seconds for seconds in (self.whole_s, other.whole_s) if seconds is not None]
+        return _Seen(other.runs, points, min(wholes, default=None), other.others)
+
+
+def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool) -> _Seen:
+    sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
+    runs = tuple(_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes)
+    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
+    others, whole_s = max(run.others for run in runs), None
+    if with_all_cores:
+        # Whatever each of several ranks has.
+        whole = _run(config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s)
+        others, whole_s = max(others, whole.others), _point(whole)[1]
+    return _Seen(runs, points, whole_s, others)
 
 
 def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
@@ -110,21 +182,13 @@ def time_to_start(config: TrainConfig, timeout_s: float) -> float:
     return _run(config, config.batch_size, timeout_s, changed).start_s
 
 
-def seconds_of_step(config: TrainConfig, timeout_s: float) -> float:
-    """Of one process that has all cores of a computer without a GPU.
-
-    Raises:
-        AllhandsError: it could not be trained; what the training said.
-    """
-    return _point(_run(config, config.batch_size, timeout_s))[1]
-
-
 @dataclass(frozen=True)
 class _Run:
     started: RunStarted
     reports: tuple[TrainReport, ...]
     start_s: float
     expected_bytes: int | None
+    others: float = 0.0  # cores that other programs took
 
 
 def _point(run: _Run) -> tuple[float, float]:
@@ -191,14 +255,15 @@ def _run(
         (place / "plan.yaml").write_text(json.dumps(values), encoding="utf-8")
         began = time.time()
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "allhands", config.VERB, "-c", str(place / "plan.yaml")],
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-                preexec_fn=die_with_parent,
-            )
+            with watched() as watch:
+                done = subprocess.run(
+                    [sys.executable, "-m", "allhands", config.VERB, "-c", str(place / "plan.yaml")],
+                    capture_output=True,
+                    text=True,
+                    timeout=timeout_s,
+                    check=False,
+                    preexec_fn=die_with_parent,
+                )
         except subprocess.TimeoutExpired:
             hint = "give more --timeout-s or a smaller --batch-size; --device 'M2 Pro' estimates without a training"
             message = f"{steps_of(config, on_gpu=on_gpu)} steps took longer than {timeout_s:g} s"
@@ -209,7 +274,7 @@ def _run(
         events = [decode_event(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     started = next(event for event in events if isinstance(event, RunStarted))
     reports = tuple(event for event in events if isinstance(event, TrainReport))
-    return _Run(started, reports, max(0.0, started.time - began), expected)
+    return _Run(started, reports, max(0.0, started.time - began), expected, watch.others)
 
 
 def _remove_abandoned() -> None:

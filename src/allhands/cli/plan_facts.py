@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allhands.cli.launching import require_cores
-from allhands.cli.plan_calibration import Calibration, calibrate, seconds_of_step, steps_of, time_to_start
+from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
+from allhands.cli.plan_computers import Asked, computers_of, devices_of, hosts_of, link_between, on_hosts, prices_of
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
+from allhands.cluster.join import check_weights
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
-from allhands.plan.devices import Device, device_of
-from allhands.plan.links import Exchange, Measured, link_of
+from allhands.plan.devices import Device
 from allhands.plan.memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
-from allhands.plan.outlook import Job, Prices
+from allhands.plan.outlook import Job
 from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
 from allhands.plan.speed import StepModel, fitted
 from allhands.pretrain_config import pretraining
@@ -27,20 +28,7 @@ _PROGRAM_BYTES = 150_000_000
 _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
-_DEFAULT_LINK = "1GbE"
-_MOST_DEVICES = 1024
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The command's own options; see :func:`allhands.cli.plan.plan`."""
-
-    device: str | None
-    link: str | None
-    machines: tuple[int, ...]
-    once: bool
-    timeout_s: float
-    prices: Prices
+_METHODS = {"lora": "LoRA", "dora": "DoRA", "full": "full training"}
 
 
 @dataclass(frozen=True)
@@ -77,46 +65,48 @@ def facts_of(
         ConfigError: options contradict each other.
         AllhandsError: the model or the data cannot be read, or the short training failed.
     """
-    devices = _devices(asked.device)
+    devices = devices_of(asked.device)
     _check(config, asked, devices)
     kind = devices[0].kind if devices else _kind_here()
     model = _model(config, kind)
     notes = list(config.notes)
     energy: list[str] = []
-    prices = _prices(asked, devices, energy)  # before anything that takes long
+    prices = prices_of(asked, devices, energy)  # before anything that takes long
     measured: Calibration | None = None
+    together = not devices and config.num_ranks > 1 and not on_hosts(config)
     if not devices:
         steps = steps_of(config, on_gpu=kind != "cpu")
         say(f"training {steps} steps with the whole batch, and with half of it ...")
-        measured = calibrate(_as_one_of(config, notes), asked.timeout_s, on_gpu=kind != "cpu")
+        shared = _as_one_of(config, notes)
+        several = kind == "cpu" and (together or (on_hosts(config) and shared.cores_per_rank is not None))
+        measured = calibrate(shared, asked.timeout_s, say, on_gpu=kind != "cpu", with_all_cores=several)
         notes.append(_told(measured))
     rows = _rows(config, measured, say, notes)
     step = _step(config, model, kind, measured, devices, rows, notes)
-    link = _link(config, asked, len(devices), say, notes)
+    link = link_between(config, asked, len(devices), say, notes)
+    computers = computers_of(config, asked, devices, kind, say, notes)
     notes += energy
     work = _work(config, model, kind, measured, rows)
     batches = _batches(config, rows)
     valid = valid_rows(config, counted=measured is not None or rows.number is not None, say=say, notes=notes)
     layers = _trained_layers(config, model.blocks) if model.blocks is not None else 0
-    together = not devices and config.num_ranks > 1 and not (config.hosts or config.hostfile)
-    usable = min((each.usable_bytes for each in devices), default=0) or _usable_here(kind)
-    base = devices[0].flops if devices else 1.0
     job = Job(
         steps=_steps(config, rows),
         start_s=measured.start_s if measured else 0.0,
-        whole_s=_whole_s(config, asked, say) if together and kind == "cpu" else None,
+        whole_s=measured.whole_s if measured else None,
         first_s=_first_s(config, kind, measured, rows),
         started=_started(config, asked, say) if together else None,
         step=step,
         validations=number_of(batches, config.steps_per_eval, config.grad_accumulation_steps) if valid.number else 0,
         validation_s=seconds_of(valid, step, config, model.blocks, layers),
         link=link,
-        speeds=tuple(each.flops / base for each in devices) or (1.0,),
-        numbers=asked.machines or _ranks(config),
-        usable_bytes=usable,
+        computers=computers,
+        numbers=tuple(range(1, config.num_ranks + 1)) if together else asked.machines,
+        imagined=bool(asked.machines) and not together,
         blocks=model.blocks,
         work=work,
         of=on_cpu if kind == "cpu" else on_gpu,
+        batch_rows=config.batch_size,
         present_bytes=_present(config, model.blocks, work, measured) if kind == "cpu" else 0,
         needed_bytes=measured.peak_bytes if kind == "cuda" and measured is not None else 0,
         quantised=model.bits > 0,
@@ -124,6 +114,10 @@ def facts_of(
         together=together,
         shares=together and kind != "cuda",
         prices=prices,
+        doubt=measured.doubt if measured else "",
+        about=_about(config, rows),
+        again_s=_again_s(config, model.blocks, layers),
+        kind=kind,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.accelerator import device_memory
@@ -134,10 +128,20 @@ def facts_of(
     return job, notes, measured
 
 
-def _whole_s(config: TrainConfig, asked: Asked, say: Callable[[str], object]) -> float:
-    """Seconds of a step if one process has what several would share."""
-    say("training a few steps by one process that has all cores ...")
-    return seconds_of_step(config.model_copy(update={"num_ranks": 1}), asked.timeout_s)
+def _about(config: TrainConfig, rows: _Rows) -> str:
+    """The training in a few words."""
+    fresh = pretraining(config)
+    method = _METHODS[config.fine_tune_type]
+    what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
+    return f"{what}: {_steps(config, rows):,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
+
+
+def _again_s(config: TrainConfig, blocks: Blocks | None, layers: int) -> float:
+    """Of the passes with activations computed again, by those without."""
+    if blocks is None or config.grad_checkpoint:
+        return 1.0
+    once, again = (flops_per_token(blocks, config.fine_tune_type, layers, recomputed=way) for way in (False, True))
+    return again / once
 
 
 def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows: _Rows) -> float:
@@ -147,8 +151,10 @@ def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows:
 
 
 def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
-    if not (config.hosts or config.hostfile or devices):
+    if not (on_hosts(config) or devices):
         require_cores(config.num_ranks)
+    if not devices:
+        check_weights(config.rank_weights, sum(host.slots for host in hosts_of(config)))
     values = {
         "--link": asked.link,
         "--hosts": config.hosts,
@@ -161,68 +167,29 @@ def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
     if devices and given and given != ["--link"]:
         hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
         raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
-    if len(devices) > 1 and asked.machines:
+    named = len(devices) > 1 or on_hosts(config) or config.num_ranks > 1
+    if named and asked.machines:
         raise ConfigError("the computers are named one by one", where="--machines", hint="leave it out")
 
 
-def _ranks(config: TrainConfig) -> tuple[int, ...]:
-    """Numbers of ranks up to those that are asked for; none if one is."""
-    if config.hosts or config.hostfile:
-        from allhands.cli.netbench import chosen_hosts
-
-        slots = sum(host.slots for host in chosen_hosts(config.hostfile, config.hosts, None))
-        return tuple(range(1, slots + 1))
-    return tuple(range(1, config.num_ranks + 1)) if config.num_ranks > 1 else ()
-
-
 def _as_one_of(config: TrainConfig, notes: list[str]) -> TrainConfig:
-    """With the cores that each of several processes of this computer will have."""
-    if config.num_ranks == 1 or config.hosts or config.hostfile or config.cores_per_rank:
+    """With the cores that each of several processes of a computer will have."""
+    if config.cores_per_rank or (config.num_ranks == 1 and not on_hosts(config)):
+        return config
+    ranks = max(host.slots for host in hosts_of(config))
+    if ranks == 1:
         return config
     from allhands.blas import available_cores
 
-    cores = max(1, available_cores() // config.num_ranks)
-    notes.append(
-        f"each of {config.num_ranks} processes of this computer has {cores} of its cores: so has the one below"
-    )
+    cores = max(1, available_cores() // ranks)
+    notes.append(f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below")
     return config.model_copy(update={"cores_per_rank": cores})
-
-
-def _devices(text: str | None) -> list[Device]:
-    """``M1 Pro 32GB, 2 x RTX 4090``; of one kind, because no training is of several."""
-    found: list[Device] = []
-    for part in (text or "").split(","):
-        if not part.strip():
-            continue
-        number, x, rest = part.strip().partition(" x ")
-        several = bool(x) and number.isdecimal()
-        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
-        found += [device_of(rest if several else part)] * times
-        if len(found) > _MOST_DEVICES:
-            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
-            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
-    if text is not None and not found:
-        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
-    if len({each.kind for each in found}) > 1:
-        hint = "MLX has no back-end for both in one group: plan for one kind"
-        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
-    return found
 
 
 def _kind_here() -> str:
     from allhands.accelerator import detect
 
     return detect().kind
-
-
-def _usable_here(kind: str) -> int:
-    import psutil
-
-    if kind == "cpu":
-        return psutil.virtual_memory().available
-    from allhands.accelerator import device_memory
-
-    return int((0.75 if kind == "metal" else 0.94) * device_memory())
 
 
 # --- the model ----------------------------------------------------------------------------------------
@@ -324,8 +291,9 @@ def _step(
         # The update moves some thirty bytes of each trained number.
         serial_s = 0.002 + trained * 30.0 / _BANDWIDTH[where.kind]
         token_s = where.seconds(flops)
+        known = ", ".join(dict.fromkeys(each.name for each in devices))
         notes.append(
-            f"{where.name}: estimated from what its maker says it can do: good within a factor of 1.5, not better; "
+            f"{known}: estimated from what the maker says they can do: good within a factor of 1.5, not better; "
             "a short training there tells (allhands plan on that computer)"
         )
     from allhands.distributed.reduce import bucket_bytes_for
@@ -433,59 +401,6 @@ def _present(config: TrainConfig, blocks: Blocks | None, work: Work | None, meas
     # The steps that were measured have written nothing.
     later = WRITING_BYTES if config.sample_prompts else 0
     return later + max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
-
-
-def _prices(asked: Asked, devices: list[Device], notes: list[str]) -> Prices:
-    if asked.prices.watts is not None or asked.prices.per_kwh is None:
-        return asked.prices
-    if not devices:
-        hint = "say how much a computer takes while it trains: --watts 60"
-        raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
-    watts = sum(each.watts for each in devices) / len(devices)
-    notes.append(f"no --watts are given: {watts:g} are taken for each computer, as such ones take while they train")
-    return replace(asked.prices, watts=watts)
-
-
-# --- the link -----------------------------------------------------------------------------------------
-
-
-def _link(
-    config: TrainConfig, asked: Asked, devices: int, say: Callable[[str], object], notes: list[str]
-) -> Exchange | None:
-    if config.hosts or config.hostfile or config.num_ranks > 1:
-        return _measured_link(config, say, notes)
-    if asked.link:
-        found = link_of(asked.link)
-    elif devices > 1 or (asked.machines and asked.machines != (1,)):
-        found = link_of(_DEFAULT_LINK)
-        notes.append(f"no --link is given: {_DEFAULT_LINK} is taken for it")
-    else:
-        return None
-    notes.append(
-        f"link {found.name}: {format_bytes(found.bytes_per_s)}/s, {1e3 * found.latency_s:.2g} ms ({found.source})"
-    )
-    return found
-
-
-def _measured_link(config: TrainConfig, say: Callable[[str], object], notes: list[str]) -> Exchange:
-    from allhands.cli.netbench import chosen_hosts
-    from allhands.cluster.netbench import BenchOptions, measure
-    from allhands.errors import DistributedError
-
-    alone = not (config.hostfile or config.hosts)
-    chosen = chosen_hosts(config.hostfile, config.hosts, config.num_ranks if alone else None)
-    say("measuring the link ...")
-    options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
-    found = measure(chosen, config.backend, options)
-    if found.whole is None:
-        why = "; ".join(failure.message for failure in found.failures) or "no group came together"
-        raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
-    whole = found.whole
-    notes.append(
-        f"link as measured over {whole.backend} between {whole.num_ranks} ranks: "
-        f"{format_bytes(whole.bytes_per_s)}/s of all-reduces, {1e3 * whole.latency_s:.2g} ms"
-    )
-    return Measured(whole.num_ranks, whole.seconds, name=whole.backend)
 
 
 def _told(measured: Calibration) -> str:

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from allhands.formatting import format_duration
-from allhands.plan.strategies import QUANTISE, SHARD
+from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
 
 Outcome = Literal[
-    "one machine", "data parallel", "accumulate", "faster link", "smaller", "divide the optimizer", "framework"
+    "one machine",
+    "data parallel",
+    "accumulate",
+    "faster link",
+    "smaller",
+    "divide the optimizer",
+    "framework",
+    "measure again",
 ]
 
 HOUR_S = 3600.0
-# Of a step on two computers: beyond the first an exchange is felt, beyond the second it eats what two save.
-_FELT, _EATEN = 0.2, 0.5
-_WORTH = 1.3  # of a speed-up
+# Several computers are advised for what they save only from this part of one computer's time on.
+SAVED = 0.15
+_WORTH = 1.0 / (1.0 - SAVED)  # as a speed-up
+# Larger batches are another training: they must make it this many times as fast at least.
+_WORTH_ANOTHER = 1.3
+_FELT = 0.2  # of a step on several computers: beyond it the exchange is felt
 _SETUP_S = 4 * HOUR_S  # what it may take to make several computers ready for the first time
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Several computers on which the training fits.
+
+    Attributes:
+        names: which they are.
+        training_s: of the whole training; ``speed_up`` against one computer that has all its cores.
+        exposed: the part of a step that is waiting for the exchange.
+        accumulated: the speed-up if four batches' gradients are exchanged as one.
+        flags: with which it is started there; ``more`` those that save memory.
+        weights: for ``--rank-weights``; empty where the computers are equal.
+    """
+
+    machines: int
+    names: str
+    training_s: float
+    speed_up: float
+    exposed: float
+    accumulated: float
+    flags: str = ""
+    more: str = ""
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,33 +61,46 @@ class Situation:
         again: whether such a training is needed more than once.
         alone_s: of the whole training on one computer.
         fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
-        fits_divided: the flags with which it fits on several, the optimizer's state divided; empty if it never does.
+        offer: the number of computers that is worth taking, if any is, else the best of several; ``None`` where it fits
+            on no several computers, or there are no others; ``rounded`` the same with weights in 4 bits.
         machines: that there are, or could be.
-        speed_up: on all of them; ``exposed`` the part of a step on them that is waiting for the exchange.
-        accumulated_speed_up: if four batches' gradients are exchanged as one.
-        enough: computers beyond which another saves less than 5 %.
+        enough: computers beyond which each further one saves less than 5 %.
         together: whether the machines are processes of one.
+        imagined: whether the others are only imagined.
         faster: what to put in place of the link; ``adapters`` whether only small ones are trained and exchanged.
+        one: the computer that is meant by one machine, where they differ.
+        unable: computers that cannot hold their share, each with its figures.
+        rows: of a batch; 0 if not known.
+        kind: of processor.
+        doubt: why nothing should be concluded; empty if all is well.
     """
 
     again: bool
     alone_s: float
     fits_one: bool
     fits_smaller: str
-    fits_divided: str
+    offer: Offer | None
     machines: int
-    speed_up: float
-    exposed: float
-    accumulated_speed_up: float
     enough: int
     together: bool = False
+    imagined: bool = False
     faster: str = ""
     adapters: bool = False
+    one: str = ""
+    unable: tuple[str, ...] = ()
+    rows: int = 0
+    kind: str = ""
+    doubt: str = ""
+    rounded: Offer | None = None
 
     @property
-    def several(self) -> str:
-        """How many there are, in words."""
-        return f"{self.machines} {'processes' if self.together else 'machines'}"
+    def pays(self) -> bool:
+        """Whether several computers save enough to be worth the trouble."""
+        return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
+
+    def several(self, number: int) -> str:
+        """So many of them, in words."""
+        return f"{number} {'processes' if self.together else 'machines'}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +135,8 @@ LONG = "Does it take an hour or more on one machine?"
 FITS = "Does it fit one machine?"
 SMALLER = "Does it fit with flags that save memory?"
 MORE = "Are there others to help?"
-DIVIDED = "Does it fit with the optimizer divided?"
+DIVIDED = "Does it fit if it is divided among several?"
+PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
 
@@ -99,7 +146,6 @@ class _Walk:
 
     def __init__(self) -> None:
         self._path: list[Question] = []
-        self.flags = ""  # with which alone it fits
 
     def ask(self, text: str, yes: bool, why: str, but: str = "", besides: str = "") -> bool:
         """Whether it is so; ``but`` or ``besides`` is why the path does not go where a "no" or "yes" usually leads."""
@@ -108,23 +154,24 @@ class _Walk:
         return yes
 
     def end(self, outcome: Outcome, title: str, *reasons: str) -> Advice:
-        if self.flags:
-            title, reasons = f"{title}, each with {self.flags}", (_same(self.flags), *reasons)
-        return Advice(tuple(self._path), outcome, title, reasons)
+        return Advice(tuple(self._path), outcome, title, tuple(filter(None, reasons)))
 
 
 def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
-    saved = max(0.0, at.alone_s * (1 - 1 / max(at.speed_up, 1e-9)))
+    if at.doubt:
+        hint = "plan again when nothing else computes here; what is shown above is not to be relied on"
+        return walk.end("measure again", "no advice: measure again", at.doubt, hint)
+    saved = max(0.0, at.alone_s - at.offer.training_s) if at.offer else 0.0
     large = "" if at.fits_one else "too large"
-    again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or ("long" if saved >= _SETUP_S else ""))
-    if not again and at.fits_one and saved < _SETUP_S:
-        return walk.end(
-            "one machine",
-            "stay on one machine, and let it run",
-            f"a single training would be done {format_duration(saved)} sooner: setting up may take as long",
-        )
+    # Processes of one computer need nothing set up.
+    worth = "long" if saved >= _SETUP_S else "nothing to set up" if at.together else ""
+    again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or worth)
+    if not again and at.fits_one and not worth:
+        sooner = f"a single training would be done {format_duration(saved)} sooner: setting up may take as long"
+        why = sooner if at.offer is not None else "no other computer is named"
+        return walk.end("one machine", "stay on one machine, and let it run", why)
     long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}", large)
     if not long and at.fits_one:
         return walk.end(
@@ -134,30 +181,36 @@ def advise(at: Situation) -> Advice:
             + ("what several processes" if at.together else "several computers must be set up, and what they")
             + " would save is not felt",
         )
-    pays = at.speed_up >= _WORTH and at.exposed < _EATEN
-    if not walk.ask(FITS, at.fits_one, "as it is asked for"):
-        if not (
-            at.fits_smaller and long and pays and at.machines > 1 and not at.together and (again or saved >= _SETUP_S)
-        ):
+    not_so = "" if at.fits_one else "not "
+    if not walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
+        if not (at.fits_smaller and long and at.pays and not at.together and (again or saved >= _SETUP_S)):
             return _too_large(at, walk)
         walk.ask(SMALLER, True, at.fits_smaller, besides="long")
-        walk.flags = at.fits_smaller
-    if not walk.ask(MORE, at.machines > 1, f"{at.machines}"):
-        return walk.end("one machine", "stay on one machine", "there is none")
-    waiting = f"{100 * at.exposed:.0f} % of a step would be waiting for it"
-    if walk.ask(FAST, at.exposed < _FELT, waiting, "it pays" if pays else ""):
-        return walk.end("data parallel", "plain data parallel", *_beyond(at))
-    if pays:
+    if not walk.ask(MORE, at.offer is not None, _why_more(at)) or at.offer is None:
+        return walk.end("one machine", f"stay on one machine{_named(at.one)}", *_why_no_others(at))
+    fast = f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}"
+    little = ", less than 5 % for each" if at.offer.speed_up >= _WORTH and not at.pays else ""
+    if walk.ask(PAYS, at.pays, f"{fast}{little}"):
+        return _data_parallel(at, at.offer, walk)
+    return _too_little(at, at.offer, walk)
+
+
+def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
+    """Where several computers save less than is worth the trouble."""
+    waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
+    slow = f"{as_fast(offer.speed_up)} on {at.several(offer.machines)}"
+    if walk.ask(FAST, offer.exposed < _FELT, waiting):
         return walk.end(
-            "data parallel",
-            "plain data parallel, knowing that the link takes its part",
-            f"{100 * at.exposed:.0f} % of each step is waiting; a faster link would give it back",
-            *_beyond(at),
+            "one machine",
+            f"stay on one machine{_named(at.one)}",
+            f"{slow}: {_too_small(offer)} of the time saved is not worth the trouble",
+            _why_little(at),
         )
-    if walk.ask(LARGER, at.accumulated_speed_up >= _WORTH, f"{as_fast(at.accumulated_speed_up)} with four in one"):
+    if walk.ask(LARGER, offer.accumulated >= _WORTH_ANOTHER, f"{as_fast(offer.accumulated)} with four in one"):
         return walk.end(
             "accumulate",
             "larger batches, or accumulate gradients over several",
+            f"as it is: {slow}",
             "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size",
             "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
         )
@@ -165,10 +218,80 @@ def advise(at: Situation) -> Advice:
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"on {at.several} the training would be {as_fast(at.speed_up)}: the link eats the rest",
-        *([better] if better else []),
+        f"on {at.several(offer.machines)} the training would be {as_fast(offer.speed_up)}: the link eats the rest",
+        better,
         "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
     )
+
+
+def _too_small(offer: Offer) -> str:
+    return "less than 5 % for each" if offer.speed_up >= _WORTH else f"less than {100 * SAVED:.0f} %"
+
+
+def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
+    more = offer.more
+    title = f"data parallel on {at.several(offer.machines)}{f', each with {more}' if more else ''}"
+    times = f"{format_duration(offer.training_s)} in place of {format_duration(at.alone_s)}"
+    reasons = [
+        _same(more) if more else "",
+        "" if at.fits_one or more else f"each with its share it fits as it is; on one it takes {at.fits_smaller}",
+        f"{as_fast(offer.speed_up)} on {at.several(offer.machines)}: {times}",
+        f"which are {offer.names}" if at.one else "",
+        "the others are only imagined: as many of the same kind, and this link, would have to be there"
+        if at.imagined
+        else "",
+    ]
+    if offer.exposed >= _FELT:
+        reasons.append(f"{100 * offer.exposed:.0f} % of each step is waiting; a faster link would give it back")
+    reasons.append(_weights_told(offer))
+    if offer.machines < at.machines:
+        reasons.append(_why_not_all(at, offer))
+    return walk.end("data parallel", title, *reasons)
+
+
+def _why_not_all(at: Situation, offer: Offer) -> str:
+    if at.unable and offer.machines < at.enough:
+        return f"not on {'; '.join(at.unable)}"
+    each = "process" if at.together else "machine"
+    return f"beyond {offer.machines} another {each} saves less than 5 % of a step, or makes it longer"
+
+
+def _weights_told(offer: Offer) -> str:
+    if not offer.weights:
+        return ""
+    numbers = ", ".join(f"{weight:g}" for weight in offer.weights)
+    return f"unequal computers want unequal shares: --rank-weights '[{numbers}]' for {offer.names}, in this order"
+
+
+def _named(computer: str) -> str:
+    return f": {computer}" if computer else ""
+
+
+def _why_more(at: Situation) -> str:
+    if at.offer is None and at.machines > 1:
+        return "not all can hold their share" if at.machines > 2 else "it cannot hold its share"
+    others = at.machines - 1
+    if others < 1:
+        return "none is named"
+    return f"if there were {at.machines}" if at.imagined else f"{at.machines} in all"
+
+
+def _why_no_others(at: Situation) -> tuple[str, ...]:
+    if at.machines < 2:
+        return ("no other computer is named",)
+    reasons = at.unable or ("there is not memory enough for several",)
+    if at.rounded is not None:
+        times = as_fast(at.rounded.speed_up)
+        reasons += (f"with weights in 4 bits ({at.rounded.more}) it is {times} on {at.several(at.rounded.machines)}",)
+    return reasons
+
+
+def _why_little(at: Situation) -> str:
+    if 0 < at.rows < 2:
+        return "a batch of one row cannot be divided: --batch-size 2 or more can"
+    if at.together:
+        return "one process with all cores is nearly as fast"
+    return ""
 
 
 def as_fast(times: float) -> str:
@@ -187,42 +310,47 @@ def _why_again(at: Situation, saved_s: float) -> str:
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
+    where = at.one or "one machine"
     if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
-        return walk.end("smaller", f"one machine, with {at.fits_smaller}", _same(at.fits_smaller))
-    several = at.machines > 1
-    over = f"over {at.several}" if several else "there is no other machine"
-    if walk.ask(DIVIDED, several and bool(at.fits_divided), over):
-        return _divided(at, walk)
-    return walk.end(
-        "framework",
-        "a framework that divides the model itself",
-        "weights, tensors or layers must be spread over devices: torchtitan or DeepSpeed (ZeRO-3) on NVIDIA GPUs; "
-        "SageMaker or Vertex AI where you have none of your own",
-        "or a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)",
+        reasons = [_same(at.fits_smaller)]
+        if at.offer is not None and not at.pays:
+            reasons.append(f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}: not worth the trouble")
+        return walk.end("smaller", f"{where}, with {at.fits_smaller}", *reasons)
+    over = "there is no other machine" if at.machines < 2 else f"over {at.several(at.machines)}"
+    if walk.ask(DIVIDED, at.offer is not None, over) and at.offer is not None:
+        return _divided(at, at.offer, walk)
+    return walk.end("framework", "a framework that divides the model itself", *at.unable, *_elsewhere(at))
+
+
+def _elsewhere(at: Situation) -> tuple[str, ...]:
+    """What to do where allhands has no way."""
+    smaller = "a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)"
+    if at.adapters:
+        smaller = "a smaller model, shorter rows (--max-seq-length), 4 bits (allhands model get MODEL --quantize 4)"
+    where = "torchtitan or DeepSpeed (ZeRO-3) on NVIDIA GPUs; SageMaker or Vertex AI where you have none of your own"
+    if at.kind == "metal":
+        where += ". For Macs there is none: these do not run on them"
+    return (
+        f"weights, tensors or layers must be spread over devices, which allhands does not do: {where}",
+        f"or {smaller}; or a computer with more memory",
         "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
     )
 
 
 def _same(flags: str) -> str:
     same = "nearly the same (weights in 4 bits are rounded)" if QUANTISE in flags else "the same"
-    return f"it computes {same} in less memory"
+    slower = ", but takes longer" if CHECKPOINT in flags else ""
+    return f"it computes {same} in less memory{slower}"
 
 
-def _divided(at: Situation, walk: _Walk) -> Advice:
-    before, divided, more = at.fits_divided.partition(SHARD)
+def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
+    """It takes several computers at all: for memory, whatever it saves of the time."""
+    time = f"{format_duration(offer.training_s)} on {at.several(offer.machines)}; on one it does not fit"
+    which = f"which are {offer.names}" if at.one else ""
+    before, divided, more = offer.flags.partition(SHARD)
     if not divided:
-        return walk.end(
-            "divide the optimizer", "data parallel, each with its share", f"a share takes less memory: {before}"
-        )
-    return walk.end(
-        "divide the optimizer",
-        f"data parallel with the optimizer divided{f', and{more}' if more else ''}",
-        f"each rank keeps a part of the optimizer's state: {at.fits_divided}",
-    )
-
-
-def _beyond(at: Situation) -> Sequence[str]:
-    told = [f"{at.speed_up:.2f} times as fast on {at.several}"]
-    if at.enough < at.machines:
-        told.append(f"beyond {at.enough} another {'process' if at.together else 'machine'} saves less than 5 %")
-    return told
+        title, why = "data parallel, each with its share", f"a share takes less memory: {before}"
+    else:
+        title = f"data parallel with the optimizer divided{f', and{more}' if more else ''}"
+        why = f"each rank keeps a part of the optimizer's state: {offer.flags}"
+    return walk.end("divide the optimizer", title, why, time, which, _weights_told(offer))

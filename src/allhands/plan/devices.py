@@ -10,7 +10,9 @@ from allhands.errors import ConfigError
 # Of the products that a GPU could compute a training does about so much; a guess, good within a factor of 1.5.
 _USED = {"cuda": 0.45, "metal": 0.35}
 # Of its memory what arrays may take: macOS keeps a quarter for itself, a driver and its kernels about a GB.
-_USABLE = {"cuda": 0.94, "metal": 0.75}
+USABLE = {"cuda": 0.94, "metal": 0.75}
+MAC_KEEPS = "macOS keeps a quarter of a Mac's memory from the GPU"
+DRIVER_TAKES = "the driver and its kernels take the rest"
 # Of a small memory they take more than that part of it: bytes, at least.
 _SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}
 
@@ -35,7 +37,14 @@ class Device:
     @property
     def usable_bytes(self) -> int:
         """What arrays may take."""
-        return min(int(_USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind])
+        return min(int(USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind])
+
+    @property
+    def why(self) -> str:
+        """Why that is not all."""
+        if self.kind == "cuda":
+            return DRIVER_TAKES
+        return MAC_KEEPS if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes) else "macOS takes the rest"
 
     def seconds(self, flops: float) -> float:
         """A guess of how long so many products and sums take."""

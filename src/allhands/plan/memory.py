@@ -100,9 +100,13 @@ class Work:
     row_tokens: int = 1
 
     def divided(self, ranks: int) -> Work:
-        """That of each of so many ranks with a share of the batch."""
+        """That of each of so many ranks with an equal share of the batch."""
+        return self.share(1 / ranks)
+
+    def share(self, part_of_batch: float) -> Work:
+        """That of a rank with such a part of the batch."""
         whole = self.batch_tokens or self.tokens
-        part = max(1, whole // ranks)
+        part = max(1, int(whole * part_of_batch + 1e-6))
         # What is summed for another reason than the size of the batch still is.
         summed = self.accumulated and (whole <= self.tokens or part > self.tokens)
         return replace(self, tokens=min(self.tokens, part), batch_tokens=part, accumulated=summed)

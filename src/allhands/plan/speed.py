@@ -6,14 +6,16 @@ passes), and the exchange. On one computer only the first two are there, and two
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from allhands.plan.links import Exchange
 
 _WORTH = 0.05  # what another computer must save of a step's time
 _MOST = 1024
+_SAME = 1e-9  # of logarithms
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class Prediction:
     Attributes:
         compute_s: of the rank that takes longest.
         exchange_s: of the exchange, all of it; ``exposed_s`` what is waited for.
-        speed_up: against one computer with the same batch.
+        speed_up: against the fastest of them alone with the same batch.
         scaled: tokens in the time of one computer's, if each has a batch of its own (Gustafson).
+        capacity: how many of the fastest of them all of them are worth: their number where all are equal.
     """
 
     ranks: int
@@ -71,10 +74,11 @@ class Prediction:
     exposed_s: float
     speed_up: float
     scaled: float
+    capacity: float = 0.0
 
     @property
     def efficiency(self) -> float:
-        return self.speed_up / self.ranks
+        return self.speed_up / (self.capacity or self.ranks)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -101,12 +105,12 @@ def predict(model: StepModel, link: Exchange, speeds: Sequence[float]) -> Predic
 
     Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for.
     """
-    ranks = len(speeds)
-    shares = [model.rows * speed / sum(speeds) for speed in speeds]
-    largest = max(min(model.rows, math.ceil(share - 1e-9)) / speed for share, speed in zip(shares, speeds, strict=True))
-    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two.
-    even = sum(shares) / sum(speeds)
-    compute = model.tokens * model.token_s * (even + largest) / 2 / model.rows
+    ranks, whole = len(speeds), sum(speeds)
+    even, largest = model.rows / whole, _of_whole_rows(model.rows, speeds)
+    # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two. But no rank that
+    # computes at all has less than a row.
+    longest = max((even + largest) / 2, 1 / max(speeds))
+    compute = model.tokens * model.token_s * longest / model.rows
     exchange = exchange_s(model, link, ranks)
     exposed = exchange
     if model.overlapped:
@@ -114,29 +118,51 @@ def predict(model: StepModel, link: Exchange, speeds: Sequence[float]) -> Predic
         exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
     step = model.serial_s + compute + exposed
     own = model.serial_s + model.tokens * model.token_s + exposed
-    alone = model.alone_s / max(speeds)
-    return Prediction(ranks, step, compute, exchange, exposed, alone / step, sum(speeds) * model.alone_s / own)
+    alone = model.serial_s + model.tokens * model.token_s / max(speeds)
+    scaled = whole * model.alone_s / own
+    return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / max(speeds))
 
 
-def amdahl(serial_fraction: float, ranks: int) -> float:
+def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
+    """Rows by speed of the rank that takes longest, each row given to the one that is done with it first."""
+    if len(set(speeds)) == 1:
+        return math.ceil(rows / len(speeds)) / speeds[0]
+    done = [(1 / speed, place) for place, speed in enumerate(speeds)]
+    heapq.heapify(done)
+    last = 0.0
+    for _ in range(rows):
+        last, place = done[0]
+        heapq.heapreplace(done, (last + 1 / speeds[place], place))
+    return last
+
+
+def amdahl(serial_fraction: float, ranks: float) -> float:
     """The speed-up of so many computers if nothing had to be exchanged (Amdahl 1967)."""
     return 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
 
 
-def gustafson(serial_fraction: float, ranks: int) -> float:
+def gustafson(serial_fraction: float, ranks: float) -> float:
     """How many times the work so many computers do in the same time, if nothing had to be exchanged (1988)."""
     return ranks - serial_fraction * (ranks - 1)
 
 
-def enough(model: StepModel, link: Exchange) -> int:
-    """The number of computers beyond which another saves less than 5 % of a step's time."""
-    before = predict(model, link, [1.0])
-    for ranks in range(2, min(_MOST, model.rows) + 1):
-        now = predict(model, link, [1.0] * ranks)
-        if now.step_s > (1.0 - _WORTH) * before.step_s:
-            # Rows that do not divide evenly may hide what one more would save.
-            further = predict(model, link, [1.0] * min(ranks + 1, model.rows))
-            if further.step_s > (1.0 - _WORTH) ** 2 * before.step_s:
-                return ranks - 1
-        before = now
-    return min(_MOST, model.rows)
+def enough(model: StepModel, link: Exchange, most: int = _MOST) -> int:
+    """The number of equal computers beyond which each further one saves less than 5 % of a step's time."""
+    limit = max(1, min(most, _MOST, model.rows))
+    return enough_of({ranks: predict(model, link, [1.0] * ranks).step_s for ranks in range(1, limit + 1)})
+
+
+def enough_of(seconds: Mapping[int, float]) -> int:
+    """Of so many computers with a step's seconds: those beyond which each further one saves less than 5 % of it.
+
+    Rows that do not divide evenly may hide what the next one saves, so that all numbers beyond are looked at.
+    """
+    # Each computer that is worth it takes log(1 - 5 %) off the logarithm at least.
+    left = {ranks: math.log(time) - ranks * math.log(1.0 - _WORTH) for ranks, time in seconds.items()}
+    least = math.inf
+    found = max(left)
+    for ranks in sorted(left, reverse=True):
+        if left[ranks] < least - _SAME:
+            found = ranks
+        least = min(least, left[ranks])
+    return found

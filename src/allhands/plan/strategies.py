@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from allhands.plan.memory import Blocks, Memory, Work
 from allhands.plan.sizes import all_weights, expert_weights
@@ -13,9 +14,12 @@ _QUANTISED = 4.5 / 16
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
 # What switches ways on.
-_CHECKPOINT = "--grad-checkpoint"
+CHECKPOINT = "--grad-checkpoint"
 SHARD = "--shard-optimizer on"
 QUANTISE = "allhands model get MODEL --quantize 4"
+_THEN = ", then "
+
+_Change = Callable[[Work], Work]
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,11 @@ class Strategy:
 
     Attributes:
         ranks: computers that it takes.
-        parts: bytes of a rank by what they are for, in the order of a table.
-        rank_bytes: at the peak; less than all parts, which do not come together.
+        parts: bytes of the rank with the largest share by what they are for, in the order of a table.
+        rank_bytes: of that rank at the peak; less than all parts, which do not come together.
+        by_rank: the same of each rank; all alike where each has an equal share.
         built: whether allhands does it; else it is for a framework that is named in the advice.
-        flags: what switches it on.
+        flags: what switches it on; ``more`` of these what saves memory.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
@@ -38,29 +43,25 @@ class Strategy:
     built: bool = True
     flags: str = ""
     combined: bool = False
+    by_rank: tuple[int, ...] = ()
+    more: str = ""
+
+    def with_bytes(self, of: Callable[[int], int]) -> Strategy:
+        """With other bytes of each rank, worked out from those that it has."""
+        found = {each: of(each) for each in {self.rank_bytes, *self.by_rank}}
+        by_rank = tuple(found[each] for each in self.by_rank)
+        return replace(self, rank_bytes=found[self.rank_bytes], by_rank=by_rank)
 
 
-def strategies(
-    work: Work,
-    blocks: Blocks,
-    ranks: int,
-    bucket_bytes: int,
-    of: Callable[[Work], Memory],
-    *,
-    quantised: bool,
-    together: bool = False,
-    divides: bool = True,
-) -> Iterator[Strategy]:
-    """All ways that make sense for this work on ``ranks`` computers, the simplest first.
+def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) -> Iterator[Strategy]:
+    """All ways that make sense for this work on one computer, the simplest first.
 
     Those of several flags together are all of them, from the one that costs the least time on: see :func:`those_told`.
 
     Args:
-        work: of one computer alone, with the whole batch in micro-batches as it would cut it.
+        work: the whole batch, in micro-batches as it would be cut.
         of: the arrays of a rank's work at its peak.
         quantised: whether the model's weights are already.
-        together: whether the ranks are processes of one computer.
-        divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
     """
     yield _of("as it is", 1, work, of(work), 0)
     half = max(work.row_tokens, work.tokens // 2)
@@ -69,35 +70,84 @@ def strategies(
         yield _of("half micro-batches", 1, one, of(one), 0, flags=_cut(half))
     if not work.recomputed:
         again = replace(work, recomputed=True)
-        yield _of("checkpointing", 1, again, of(again), 0, flags=_CHECKPOINT)
-    for name, flags, less in _less(work):
-        if flags not in (_CHECKPOINT, _cut(half)):
+        yield _of("checkpointing", 1, again, of(again), 0, flags=CHECKPOINT)
+    for name, flags, change in _less(work):
+        if flags not in (CHECKPOINT, _cut(half)):
+            less = change(work)
             yield _of(name, 1, less, of(less), 0, flags=flags, combined=True)
     if not quantised and work.method != "full":
-        small = replace(work, weights_bytes=int(work.weights_bytes * _QUANTISED) + work.trained_bytes)
+        small = _in_four_bits(work)
         yield _of("weights in 4 bits", 1, small, of(small), 0, flags=QUANTISE)
-        for name, flags, less in _less(small):
-            yield _of(f"4 bits, {name}", 1, less, of(less), 0, flags=f"{QUANTISE}, then {flags}", combined=True)
-    if ranks < 2:
-        return
-    share, start = work.divided(ranks), f"-n {ranks}" if together else "--hostfile hosts.json"
-    memory = of(share)
-    yield _of("data parallel", ranks, share, memory, bucket_bytes, flags=start)
-    divides = divides and work.optimizer in ELEMENTWISE
-    if divides:
-        flags = f"{start} {SHARD}"
-        yield _of("optimizer divided", ranks, share, _divided(memory, ranks), bucket_bytes, flags=flags)
-    for name, flags, less in _less(share):
-        if divides:
-            flags, name, memory_of = f"{start} {SHARD} {flags}", f"divided, {name}", _divided(of(less), ranks)
-        else:
-            flags, name, memory_of = f"{start} {flags}", f"data parallel, {name}", of(less)
-        yield _of(name, ranks, less, memory_of, bucket_bytes, flags=flags, combined=True)
+        for name, flags, change in _less(small):
+            less = change(small)
+            yield _of(f"4 bits, {name}", 1, less, of(less), 0, flags=f"{QUANTISE}{_THEN}{flags}", combined=True)
+
+
+def ways_of_team(
+    work: Work,
+    blocks: Blocks,
+    shares: Sequence[float],
+    bucket_bytes: int,
+    of: Callable[[Work], Memory],
+    *,
+    quantised: bool,
+    together: bool = False,
+    divides: bool = True,
+) -> Iterator[Strategy]:
+    """All ways that make sense for this work on several computers; as :func:`ways_of_one`.
+
+    Args:
+        work: of one computer alone.
+        shares: of each computer the part of a batch that it gets.
+        together: whether the ranks are processes of one computer.
+        divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
+    """
+    ranks, largest = len(shares), work.share(max(shares))
+    start = f"-n {ranks}" if together else "--hostfile hosts.json"
+    divided = divides and work.optimizer in ELEMENTWISE
+
+    def way(name: str, more: str, change: _Change, parts: int = 1, *, combined: bool = False) -> Strategy:
+        """All ranks with the same flags, each with its share."""
+        found = {share: change(work.share(share)) for share in {*shares}}
+        bytes_of = {share: _divided(of(each), parts).arrays + bucket_bytes for share, each in found.items()}
+        changed = found[max(shares)]
+        made = _of(name, ranks, changed, _divided(of(changed), parts), bucket_bytes, combined=combined)
+        before, then, after = more.partition(_THEN)
+        flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
+        more = more if not then or after else before
+        return replace(made, by_rank=tuple(bytes_of[share] for share in shares), flags=flags.strip(), more=more)
+
+    yield way("data parallel", "", _same)
+    if divided:
+        yield way("optimizer divided", SHARD, _same, ranks)
+    ways = [*_less(largest)]
+    for name, flags, change in ways:
+        yield way(f"data parallel, {name}", flags, change, combined=True)
+    for name, flags, change in ways if divided else ():
+        yield way(f"divided, {name}", f"{SHARD} {flags}", change, ranks, combined=True)
+    if not quantised and work.method != "full":
+        yield way("4 bits, data parallel", f"{QUANTISE}{_THEN}", _in_four_bits)
+        for name, flags, change in ways:
+            yield way(
+                f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", partial(_both, _in_four_bits, change), combined=True
+            )
     yield from _of_frameworks(work, blocks, ranks, bucket_bytes, of)
 
 
-def _less(work: Work) -> Iterator[tuple[str, str, Work]]:
-    """Name, flags and work of all that saves memory and changes no result, from what costs the least time on.
+def _same(work: Work) -> Work:
+    return work
+
+
+def _in_four_bits(work: Work) -> Work:
+    return replace(work, weights_bytes=int(work.weights_bytes * _QUANTISED) + work.trained_bytes)
+
+
+def _both(first: _Change, then: _Change, work: Work) -> Work:
+    return then(first(work))
+
+
+def _less(work: Work) -> Iterator[tuple[str, str, _Change]]:
+    """Name, flags and change of all that saves memory and changes no result, from what costs the least time on.
 
     Micro-batches are halved as far as one row; then the same with activations that are computed again.
     """
@@ -106,17 +156,28 @@ def _less(work: Work) -> Iterator[tuple[str, str, Work]]:
     while size > work.row_tokens:
         size = max(work.row_tokens, size // 2)
         sizes.append(size)
-    cuts = [(f"micro-batches of {size}", _cut(size), work.cut(size)) for size in sizes]
-    yield from cuts
+    for size in sizes:
+        yield f"micro-batches of {size}", _cut(size), partial(_smaller, tokens=size)
     if work.recomputed:
         return
-    yield "checkpointing", _CHECKPOINT, replace(work, recomputed=True)
-    for name, flags, less in cuts:
-        yield f"checkpointing, {name}", f"{_CHECKPOINT} {flags}", replace(less, recomputed=True)
+    yield "checkpointing", CHECKPOINT, partial(replace, recomputed=True)
+    for size in sizes:
+        flags = f"{CHECKPOINT} {_cut(size)}"
+        yield f"checkpointing, micro-batches of {size}", flags, partial(_smaller, tokens=size, recomputed=True)
+
+
+def _smaller(work: Work, *, tokens: int, recomputed: bool = False) -> Work:
+    """With micro-batches of at most so many places."""
+    return replace(work.cut(min(tokens, work.tokens)), recomputed=recomputed or work.recomputed)
 
 
 def _cut(tokens: int) -> str:
     return f"--micro-batch-tokens {tokens}"
+
+
+def costs(way: Strategy) -> tuple[bool, bool, bool]:
+    """By which ways that fit are chosen from: what changes results comes last, before it what takes time most."""
+    return QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags
 
 
 def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
@@ -142,7 +203,7 @@ def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[
 
 
 def _divided(memory: Memory, ranks: int) -> Memory:
-    """With a part of the optimizer's state, and of what is renewed in the update."""
+    """With one of so many parts of the optimizer's state, and of what is renewed in the update."""
     update = memory.update - memory.renewed * (ranks - 1) // ranks
     return replace(memory, optimizer=memory.optimizer // ranks, update=update)
 
@@ -214,4 +275,5 @@ def _of(
         "logits": memory.logits,
         "buckets": bucket_bytes,
     }
-    return Strategy(name, ranks, parts, memory.arrays + bucket_bytes, built, flags, combined)
+    whole = memory.arrays + bucket_bytes
+    return Strategy(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)

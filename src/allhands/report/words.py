@@ -100,9 +100,14 @@ def judge_run(history: RunHistory) -> list[Judgement]:
     return judge(train, valid, course)
 
 
+# Warnings that are said wherever a run is spoken of, as whatever is bad.
+_HARMFUL = ("worse", "gradients", "skipped")
+
+
 def harm(history: RunHistory) -> list[Judgement]:
     """That training did harm: what must be said wherever a run is spoken of."""
-    return [one for one in judge_run(history) if one.level == "bad" or (one.kind, one.level) == ("worse", "warning")]
+    found = judge_run(history)
+    return [one for one in found if one.level == "bad" or (one.kind in _HARMFUL and one.level == "warning")]
 
 
 def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgement]:

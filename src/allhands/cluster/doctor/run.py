@@ -113,6 +113,18 @@ def examine(hosts: Sequence[Host], options: CheckOptions) -> Cluster:
     return cluster
 
 
+def ask_facts(hosts: Sequence[Host], timeout_s: float) -> dict[str, HostFacts]:
+    """What each computer tells of itself, by name; without those that cannot be asked."""
+    options = CheckOptions(timeout_s=timeout_s)
+    patients = [Patient(host) for host in hosts]
+    try:
+        _each(patients, lambda patient: _begin(patient, options))
+        _each(patients, lambda patient: _ask_facts(patient, options, ()))
+    finally:
+        _each(patients, lambda patient: patient.session.close() if patient.session else None)
+    return {patient.host.name: patient.told["facts"] for patient in patients if "facts" in patient.told}
+
+
 def diagnose(hosts: Sequence[Host], options: CheckOptions) -> tuple[Cluster, list[Finding]]:
     """:func:`examine`, and what is wrong, the worst first."""
     cluster = examine(hosts, options)

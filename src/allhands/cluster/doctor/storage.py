@@ -23,7 +23,7 @@ def check_memory(cluster: Cluster) -> list[Finding]:
     findings: list[Finding] = []
     for host, facts in cluster.answered():
         weights = _weights(cluster)
-        total, free, where = _device_memory(facts)
+        total, free, where = device_memory(facts)
         # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
         copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
         needed = weights * copies
@@ -46,7 +46,7 @@ def _weights(cluster: Cluster) -> int:
     return max((sum(f.size for f in tree.files if f.name.endswith(".safetensors")) for tree in trees), default=0)
 
 
-def _device_memory(facts: HostFacts) -> tuple[int, int, str]:
+def device_memory(facts: HostFacts) -> tuple[int, int, str]:
     """Total and free memory of the device that computes, and its name."""
     if not facts.gpus:
         return facts.memory.total, facts.memory.free, "memory"

@@ -1,0 +1,258 @@
+"""The computers that ``allhands plan`` plans for, what they have, and the link between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from allhands.config import TrainConfig
+from allhands.errors import ConfigError, DistributedError
+from allhands.formatting import format_bytes
+from allhands.plan.computers import Computer
+from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device, device_of
+from allhands.plan.links import Exchange, Measured, link_of
+
+if TYPE_CHECKING:
+    from allhands.cluster.doctor.facts import HostFacts
+    from allhands.cluster.hosts import Host
+    from allhands.plan.outlook import Prices
+
+_DEFAULT_LINK = "1GbE"
+_MOST_DEVICES = 1024
+_ASK_S = 10.0
+_HERE = "this computer"
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's own options; see :func:`allhands.cli.plan.plan`."""
+
+    device: str | None
+    link: str | None
+    machines: tuple[int, ...]
+    once: bool
+    timeout_s: float
+    prices: Prices
+
+
+# --- computers ----------------------------------------------------------------------------------------
+
+
+def devices_of(text: str | None) -> list[Device]:
+    """``M1 Pro 32GB, 2 x M1 16GB``; of one kind, because no training is of several.
+
+    Raises:
+        ConfigError: they are not known, or too many, or of several kinds.
+    """
+    found: list[Device] = []
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        number, x, rest = part.strip().partition(" x ")
+        several = bool(x) and number.isdecimal()
+        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
+        found += [device_of(rest if several else part)] * times
+        if len(found) > _MOST_DEVICES:
+            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
+            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
+    if text is not None and not found:
+        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
+    if len({each.kind for each in found}) > 1:
+        hint = "MLX has no back-end for both in one group: plan for one kind"
+        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
+    return found
+
+
+def on_hosts(config: TrainConfig) -> bool:
+    """Whether it is planned for computers that answer over ssh."""
+    return bool(config.hosts or config.hostfile)
+
+
+def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
+    """The computers that the options name, as training reads them; this one with all ranks, if they name none."""
+    from allhands.cluster.hosts import Host, read_hostfile, write_hosts
+
+    if config.hostfile:
+        return read_hostfile(config.hostfile)
+    if config.hosts:
+        with TemporaryDirectory(prefix="allhands-plan-") as folder:
+            return read_hostfile(write_hosts(config.hosts, Path(folder) / "hosts"))
+    return (Host("this computer", slots=config.num_ranks),)
+
+
+def computers_of(
+    config: TrainConfig, asked: Asked, devices: Sequence[Device], kind: str, say: Say, notes: list[str]
+) -> tuple[Computer, ...]:
+    """All of them, in the order in which they are named; one where the others are like it, or only imagined.
+
+    Args:
+        kind: of this computer's processor.
+    """
+    from allhands.plan.computers import listed
+
+    if devices:
+        watts = asked.prices.watts is None and asked.prices.per_kwh is not None
+        found = tuple(_described(each, devices[0], watts=watts) for each in devices)
+    elif on_hosts(config):
+        found = _answering(config, kind, say, notes)
+    else:
+        return (_here(kind),)
+    notes += listed(found)
+    return found
+
+
+def _described(device: Device, first: Device, *, watts: bool) -> Computer:
+    return Computer(
+        name=device.name,
+        speed=device.flops / first.flops,
+        usable_bytes=device.usable_bytes,
+        memory_bytes=device.memory_bytes,
+        why=device.why,
+        watts=device.watts if watts else None,
+    )
+
+
+def _here(kind: str) -> Computer:
+    """This one: what arrays may take now, or at all where that is the GPU's own."""
+    if kind == "cpu":
+        from allhands.cluster.doctor.probes.computer import memory_facts
+
+        memory = memory_facts()
+        return Computer(_HERE, 1.0, memory["free"], memory["total"], "other programs have the rest now")
+    from allhands.accelerator import device_memory
+
+    whole = device_memory()
+    why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES
+    return Computer(_HERE, 1.0, int(USABLE[kind] * whole), whole, why)
+
+
+def _answering(config: TrainConfig, kind: str, say: Say, notes: list[str]) -> tuple[Computer, ...]:
+    """A rank of each slot of the hosts, with their memory as they tell it themselves."""
+    from allhands.cluster.doctor.run import ask_facts
+
+    hosts = hosts_of(config)
+    say("asking the computers for their memory ...")
+    told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
+    facts = {host.name: told.get(host.name) for host in hosts}
+    found: list[Computer] = []
+    for host in hosts:
+        one = replace(_here(kind), name=host.name) if host.ssh is None else _told(host, facts[host.name])
+        if host.slots > 1:
+            usable = one.usable_bytes if kind == "cuda" or one.usable_bytes is None else one.usable_bytes // host.slots
+            why = f"{one.why}; its {host.slots} ranks share it" if kind != "cuda" else one.why
+            one = replace(one, usable_bytes=usable, why=why.removeprefix("; "), part=1.0 / host.slots)
+        found += [one] * host.slots
+    speeds = _speeds(config, hosts, facts, notes)
+    return tuple(replace(each, speed=speed) for each, speed in zip(found, speeds, strict=True))
+
+
+def _told(host: Host, facts: HostFacts | None) -> Computer:
+    from allhands.cluster.doctor.storage import device_memory
+
+    if facts is None or not facts.memory.total:
+        return Computer(host.name)
+    usable, free, _ = device_memory(facts)
+    if not facts.gpus:
+        return Computer(host.name, 1.0, free, facts.memory.total, "other programs have the rest now")
+    gpu = facts.gpus[0]
+    if gpu.kind == "cuda":
+        return Computer(host.name, 1.0, int(USABLE["cuda"] * usable), usable, DRIVER_TAKES)
+    return Computer(host.name, 1.0, usable, gpu.memory, MAC_KEEPS)
+
+
+def _speeds(
+    config: TrainConfig, hosts: Sequence[Host], facts: dict[str, HostFacts | None], notes: list[str]
+) -> list[float]:
+    """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or by what the computers are."""
+    slots = [host.slots for host in hosts]
+    if config.rank_weights:
+        mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
+        return [weight / config.rank_weights[mine] for weight in config.rank_weights]
+    kinds = {host.name: _processor(facts[host.name]) for host in hosts if host.ssh is not None}
+    others = ", ".join(f"{name} ({kind})" if kind else name for name, kind in kinds.items())
+    notes.append(
+        f"only this computer was measured: {others or 'all ranks'} are taken to be as fast; if they are not, "
+        "say so with --rank-weights, as in '[2, 1]'"
+    )
+    return [1.0] * sum(slots)
+
+
+def _processor(facts: HostFacts | None) -> str:
+    """What computes there, in words; empty if that is not known."""
+    if facts is None:
+        return ""
+    if facts.gpus:
+        return facts.gpus[0].name
+    return f"{facts.processor.usable} cores" + (f" of {facts.processor.model}" if facts.processor.model else "")
+
+
+def prices_of(asked: Asked, devices: Sequence[Device], notes: list[str]) -> Prices:
+    """With a power, where energy has a price.
+
+    Raises:
+        ConfigError: nothing says what a computer takes.
+    """
+    if asked.prices.watts is not None or asked.prices.per_kwh is None:
+        return asked.prices
+    if not devices:
+        hint = "say how much a computer takes while it trains: --watts 60"
+        raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
+    watts = {each.name: each.watts for each in devices}
+    if len(set(watts.values())) == 1:
+        each = devices[0].watts
+        notes.append(f"no --watts are given: {each:g} are taken for each computer, as such ones take while they train")
+    else:
+        told = ", ".join(f"{value:g} for {name}" for name, value in watts.items())
+        notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
+    return asked.prices
+
+
+# --- the link -----------------------------------------------------------------------------------------
+
+
+def link_between(config: TrainConfig, asked: Asked, devices: int, say: Say, notes: list[str]) -> Exchange | None:
+    """Measured between ranks that there are, else as described; ``None`` where there is one computer.
+
+    Raises:
+        AllhandsError: it is not known, or cannot be measured.
+    """
+    if on_hosts(config) or config.num_ranks > 1:
+        return _measured_link(config, say, notes)
+    if devices < 2 and asked.machines in ((), (1,)):
+        if asked.link:
+            link_of(asked.link)
+            named = "--device '2 x M1 Pro 32GB'" if devices else "--hosts, or --device"
+            notes.append(
+                f"--link {asked.link} is not used: one computer is planned for. Name the others ({named}), or say how "
+                "many of this kind are imagined: --machines 1,2,4"
+            )
+        return None
+    found = link_of(asked.link or _DEFAULT_LINK)
+    if not asked.link:
+        notes.append(f"no --link is given: {_DEFAULT_LINK} is taken for it")
+    notes.append(
+        f"link {found.name}: {format_bytes(found.bytes_per_s)}/s, {1e3 * found.latency_s:.2g} ms ({found.source})"
+    )
+    return found
+
+
+def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> Exchange:
+    from allhands.cluster.netbench import BenchOptions, measure
+
+    say("measuring the link ...")
+    options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
+    found = measure(hosts_of(config), config.backend, options)
+    if found.whole is None:
+        why = "; ".join(failure.message for failure in found.failures) or "no group came together"
+        raise DistributedError(f"the link cannot be measured: {why}", hint="allhands cluster check tells more")
+    whole = found.whole
+    notes.append(
+        f"link as measured over {whole.backend} between {whole.num_ranks} ranks: "
+        f"{format_bytes(whole.bytes_per_s)}/s of all-reduces, {1e3 * whole.latency_s:.2g} ms"
+    )
+    return Measured(whole.num_ranks, whole.seconds, name=whole.backend)

@@ -1,0 +1,87 @@
+"""Whether times that were measured here can be trusted: what else the computer did, and what cannot be."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import psutil
+
+from allhands.blas import allowed_cores, available_cores
+
+# Of this computer's cores others may take so much, and half a core in any case, before times are no measure.
+_BUSY, _HALF = 0.15, 0.5
+_LONGER = 1.05  # times that should be no longer than others may be so much longer
+_MORE = 1.15  # of a whole batch, against what half of it takes for as many tokens
+
+
+class Watch:
+    """How many cores other programs took while something was measured."""
+
+    def __init__(self) -> None:
+        self.others = 0.0
+
+
+@contextmanager
+def watched() -> Generator[Watch]:
+    """Watch the processor cores that this process may use."""
+    found = Watch()
+    began, busy, own = time.monotonic(), _busy_s(), _own_s()
+    yield found
+    passed = time.monotonic() - began
+    if passed > 0.0:
+        found.others = max(0.0, (_busy_s() - busy) - (_own_s() - own)) / passed
+
+
+def _busy_s() -> float:
+    """Seconds that the cores have computed for anybody."""
+    each = psutil.cpu_times(percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
+    chosen = [each[core] for core in mine if core < len(each)]
+    # A guest's time is in that of users, too.
+    return sum(one.user + one.system + getattr(one, "nice", 0.0) + getattr(one, "steal", 0.0) for one in chosen)
+
+
+def _own_s() -> float:
+    """Seconds that this process, and those that it waited for, have computed."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def busy(others: float) -> str:
+    """That this computer did too much else to be measured, in words; empty if it did not."""
+    cores = allowed_cores()
+    # Where it is a container's part of a larger one, others may have the rest.
+    short = others + min(available_cores(), cores) > cores
+    if not short or others <= max(_HALF, _BUSY * cores):
+        return ""
+    return f"this computer is busy: other programs took {others:.1f} of its {cores} cores while it was measured"
+
+
+def contradiction(points: Sequence[tuple[float, float]], whole_s: float | None) -> str:
+    """What cannot be true of measured steps, in words; empty if nothing is amiss.
+
+    Args:
+        points: tokens and seconds of a step with the whole batch and with half of it.
+        whole_s: of a step with all cores, where the others had fewer.
+    """
+    (_, seconds), *rest = points
+    if rest and rest[0][0] < points[0][0] and rest[0][1] > _LONGER * seconds:
+        half, all_of_it = 1e3 * rest[0][1], 1e3 * seconds
+        return f"half of the batch took {half:,.0f} ms, and all of it {all_of_it:,.0f}: something else computed besides"
+    if whole_s is not None and whole_s > _LONGER * seconds:
+        fewer, more = 1e3 * seconds, 1e3 * whole_s
+        return (
+            f"a step took {more:,.0f} ms with all cores, and {fewer:,.0f} with fewer: something else computed besides, "
+            "or the steps are too short to be measured"
+        )
+    return ""
+
+
+def suspicious(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether the whole batch took more than its tokens explain: worth another look, although it may be so."""
+    (tokens, seconds), *rest = points
+    return any(seconds > _MORE * more * tokens / less for less, more in rest if less < tokens)

@@ -1,0 +1,170 @@
+"""A plan as people read it: what it stands on, two tables, and the advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from allhands.formatting import format_bytes, format_duration
+from allhands.plan.computers import largest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from allhands.plan.outlook import Job, Outlook
+
+_FELT = 0.01  # of a training's time
+_FITS = {True: "yes", False: "no", None: "?"}
+
+
+def show(outlook: Outlook, notes: Sequence[str]) -> None:
+    """Print the tables and the advice."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for note in notes:
+        console.print(f"- {note}", markup=False)
+    console.print()
+    _show_time(console, outlook)
+    _show_memory(console, outlook)
+    advice = outlook.advice
+    console.print("Is distributing worth it?", style="bold")
+    for question in advice.path:
+        console.print(f"  {question.text} {question.answer} ({question.why})", markup=False)
+    console.print(f"  -> {advice.title}", markup=False, style="bold")
+    for reason in advice.reasons:
+        console.print(f"     {reason}", markup=False)
+
+
+def _show_time(console: Console, outlook: Outlook) -> None:
+    job, step = outlook.job, outlook.job.step
+    where = f"on {outlook.alone.name}" if job.whole_s is None else "by one process with its share of the cores"
+    alone_s = outlook.lines[0].prediction.step_s
+    console.print(
+        f"{job.steps} steps; one of them {where}: {_milliseconds(alone_s)}, of which "
+        f"{100 * step.serial_s / alone_s:.0f} % gets no shorter with more",
+        markup=False,
+    )
+    if job.whole_s is not None:
+        told = f"By one process with all cores: {_milliseconds(job.whole_s)}, {format_duration(outlook.alone_s)} in all"
+        best = min(outlook.lines[1:], key=lambda line: line.training_s, default=None)
+        if best is not None and not job.doubt:
+            told += f"; {best.machines} {_unit(job)} are {outlook.alone_s / best.training_s:.2f} times as fast"
+        console.print(told, markup=False)
+    if job.doubt:
+        console.print(f"Not to be relied on: {job.doubt}.", markup=False)
+    _show_lines(console, outlook)
+    for line in outlook.lines:
+        costs = [] if line.kwh is None else [f"{line.kwh:.3g} kWh"]
+        costs += [] if line.money is None else [f"costs {line.money:.2f}"]
+        if costs:
+            console.print(f"{line.machines}: {', '.join(costs)}", markup=False)
+    _show_validations(console, outlook)
+    if len(outlook.lines) > 1:
+        alike = len({each.speed for each in job.computers}) == 1
+        if not job.doubt and (alike or outlook.enough < outlook.lines[-1].machines):
+            another = "process with as many cores" if job.together else "machine"
+            console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
+        console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
+    console.print()
+
+
+def _show_lines(console: Console, outlook: Outlook) -> None:
+    heads = ("a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson")
+    table = _table([_unit(outlook.job), *heads])
+    for line in outlook.lines:
+        found, laws = line.prediction, outlook.laws[line.machines]
+        speed_up = outlook.lines[0].training_s / line.training_s
+        table.add_row(
+            str(line.machines),
+            _milliseconds(found.step_s),
+            f"{100 * found.exposed_s / found.step_s:.0f} %",
+            format_duration(line.training_s),
+            f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}",
+            f"{100 * speed_up / found.capacity:.0f} %",
+            f"{laws[0]:.2f}",
+            f"{laws[1]:.2f}",
+        )
+    console.print(table)
+    if len({each.name for each in outlook.job.computers}) > 1:
+        for line in outlook.lines:
+            console.print(f"{line.machines}: {line.computers}", markup=False)
+    if any(line.weights for line in outlook.lines):
+        console.print("efficient: against the sum of their speeds; shares are in proportion, by --rank-weights")
+
+
+def _show_validations(console: Console, outlook: Outlook) -> None:
+    """Where they are felt."""
+    line = max(outlook.lines, key=lambda line: line.validation_s / line.training_s)
+    if line.validation_s < _FELT * line.training_s:
+        return
+    spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in outlook.lines)
+    console.print(
+        f"In all of it are {outlook.job.validations} validations ({spent}), reckoned as forward passes at the speed of "
+        "the steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches",
+        markup=False,
+    )
+
+
+def _unit(job: Job) -> str:
+    return "processes" if job.together else "machines"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def _table(heads: Sequence[str]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for place, head in enumerate(heads):
+        # On a narrow terminal names go on in a second line; numbers are never cut.
+        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
+    return table
+
+
+def _show_memory(console: Console, outlook: Outlook) -> None:
+    if not outlook.memory:
+        return
+    job = outlook.job
+    console.print("Memory of a rank at its peak" + _there_is(job), markup=False)
+    kept = ("weights", "optimizer", "gradients", "activations", "logits")
+    table = _table([f"{_unit(job)}: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])
+    how: list[str] = []
+    shown = (1, outlook.advised if outlook.advised > 1 else outlook.lines[-1].machines)
+    ways = [each for each in zip(outlook.memory, outlook.fits, strict=True) if each[0].ranks in shown]
+    # Ways that are not here are of interest where none that is here is enough.
+    needed = not any(way.built and fits is not False for way, fits in ways)
+    for way, fits in ways:
+        if not way.built and not needed:
+            continue
+        name = f"{way.ranks}: {way.name}"
+        parts = [format_bytes(way.parts[part]) for part in kept]
+        table.add_row(name, *parts, format_bytes(way.rank_bytes), _FITS[fits] if way.built else "-")
+        if way.flags:
+            how.append(f"{name}: {way.flags}")
+    console.print(table)
+    console.print("optim.: what the optimizer keeps; activ.: what the passes keep", markup=False)
+    if needed and any(not way.built for way, _ in ways):
+        where = "" if job.kind == "metal" else ": torchtitan and DeepSpeed have them, for NVIDIA GPUs"
+        how.append(f"-: allhands has no such way{where}")
+    for number in sorted({way.ranks for way, _ in ways}):
+        if short := outlook.line(number).short:
+            console.print(f"{number}: data parallel: too little memory: {', '.join(short)}", markup=False)
+    for line in how:
+        console.print(line, markup=False)
+    console.print()
+
+
+def _there_is(job: Job) -> str:
+    """Whose memory it is held to, and how much of it there is."""
+    if len({each.usable_bytes for each in job.computers}) > 1:
+        most = largest(job.computers)
+        one = f"one machine is {most.name}, which has {most.memory_told}"
+        return f"; {one}; of several each is held to its own, and the largest share is shown"
+    usable = job.computers[0].usable_bytes
+    if usable is None:
+        return ""
+    return f"; there are {job.computers[0].memory_told}{', for all of them' if job.shares else ''}"

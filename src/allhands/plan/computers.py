@@ -1,0 +1,110 @@
+"""The computers of a plan: how fast each is, what memory it has for a training, and in which order they are added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from allhands.formatting import format_bytes
+
+_ALL_SHOWN = 16  # lines of a table; of more computers only powers of two have one
+
+
+@dataclass(frozen=True)
+class Computer:
+    """A computer, or the part of one that a rank has.
+
+    Attributes:
+        name: as people know it.
+        speed: 1 being that of the one on which a step was measured or estimated.
+        usable_bytes: memory that a training may take; ``None`` if that is not known.
+        memory_bytes: all that there is.
+        why: why that is more than may be taken, in words.
+        watts: while it trains.
+        part: of a computer, where several ranks share it.
+    """
+
+    name: str
+    speed: float = 1.0
+    usable_bytes: int | None = None
+    memory_bytes: int | None = None
+    why: str = ""
+    watts: float | None = None
+    part: float = 1.0
+
+    @property
+    def memory_told(self) -> str:
+        """Its memory, and what of it may be taken, in words."""
+        if self.usable_bytes is None:
+            return "memory not known"
+        if self.memory_bytes is None or self.memory_bytes <= self.usable_bytes:
+            return f"{format_bytes(self.usable_bytes)} for training"
+        why = f" ({self.why})" if self.why else ""
+        return f"{format_bytes(self.usable_bytes)} of {format_bytes(self.memory_bytes)} for training{why}"
+
+    def holds(self, num_bytes: int) -> bool | None:
+        """Whether a rank of so many bytes fits; ``None`` if that is not known."""
+        return None if self.usable_bytes is None else num_bytes <= self.usable_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+Team = tuple[Computer, ...]
+
+
+def fractions(team: Sequence[Computer]) -> tuple[float, ...]:
+    """The part of each batch that each computer gets, in proportion to its speed."""
+    whole = sum(each.speed for each in team)
+    return tuple(each.speed / whole for each in team)
+
+
+def largest(computers: Sequence[Computer]) -> Computer:
+    """That with the most memory; of equal ones the fastest."""
+    return max(computers, key=lambda each: (each.usable_bytes or 0, each.speed))
+
+
+def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
+    """The one for a training of so many bytes on one computer: the fastest that holds it, else the largest."""
+    able = [each for each in computers if num_bytes is None or each.holds(num_bytes) is not False]
+    return max(able, key=lambda each: (each.speed, each.usable_bytes or 0)) if able else largest(computers)
+
+
+def ordered(computers: Sequence[Computer], first: Computer, able: Callable[[Computer], bool]) -> Team:
+    """In the order in which they are added: the first, those that are able to take part, the fastest before others."""
+    others = list(computers)
+    others.remove(first)
+    return (first, *sorted(others, key=lambda each: (not able(each), -each.speed)))
+
+
+def shown(most: int) -> list[int]:
+    """The numbers of computers that have a line, of up to so many."""
+    if most <= _ALL_SHOWN:
+        return list(range(1, most + 1))
+    powers = [2**power for power in range(most.bit_length())]
+    return sorted({*powers, most})
+
+
+def listed(computers: Sequence[Computer]) -> list[str]:
+    """Each kind once, with how many of it there are and its memory."""
+    kinds: dict[Computer, int] = {}
+    for each in computers:
+        kind = replace(each, watts=None)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    speeds = {each.speed for each in computers}
+    told: list[str] = []
+    for each, number in kinds.items():
+        name = each.name if number == 1 else f"{number} x {each.name}"
+        speed = f", {each.speed:.2g} times the speed of {computers[0].name}" if len(speeds) > 1 else ""
+        told.append(f"{name}: {each.memory_told}{speed if each.speed != computers[0].speed else ''}")
+    return told
+
+
+def names(computers: Sequence[Computer]) -> str:
+    """All of them in a few words: ``2 x M1 Pro 32GB, M1 16GB``."""
+    counted: dict[str, int] = {}
+    for each in computers:
+        counted[each.name] = counted.get(each.name, 0) + 1
+    return ", ".join(name if number == 1 else f"{number} x {name}" for name, number in counted.items())
