@@ -252,7 +252,7 @@ class Callers:
         line, _, more = bytes(caller.said).partition(b"\n")
         if more:
             self.drop(caller)
-            return None
+            return (None,) if caller.proved else None
         caller.said.clear()
         return (line,)
 

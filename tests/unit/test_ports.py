@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from allhands import ports
-from allhands.callers import listen_at
+from allhands.callers import CALLER, Call, key_for, listen_at
 from allhands.cluster import join, meeting
 from allhands.cluster.meeting import Patience, meet
 from allhands.cluster.place import Launch, MeetingPoint
@@ -267,6 +268,56 @@ def test_a_rank_that_has_come_is_not_barred(monkeypatch: pytest.MonkeyPatch) -> 
         thread.join(20)
     assert len(errors) == 2
     assert not any("firewall" in text for text in (*told[1:], *map(str, errors)))
+
+
+# --- after the meeting --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("leaves", "rank 1 has left the meeting"),
+        ("cannot listen", "rank 1: a reason"),
+        ("says two things at once", "rank 1 has left the meeting"),
+    ],
+)
+def test_a_rank_that_does_not_go_on_is_named_to_all(last: str, words: str) -> None:
+    with somebody() as port:
+        pass
+    point, errors = MeetingPoint("127.0.0.1", (port,), "job"), list[DistributedError]()
+
+    def rank(number: int) -> None:
+        try:
+            meet(point, number, 3, 5000 + number, Patience(20.0, first_pause_s=0.02, longest_pause_s=0.1))
+        except DistributedError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 2)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20.0
+    while time.monotonic() < until:
+        try:
+            call = Call(("127.0.0.1", port), 5.0)
+            break
+        except OSError:
+            time.sleep(0.02)
+    else:
+        raise AssertionError("rank 0 does not listen")
+    with call:
+        conversation = call.begin(key_for("meeting of job", os.environ), until)
+        hello = {"version": meeting._VERSION, "rank": 1, "size": 3, "address": "127.0.0.1", "port": 5001, "nonce": "n"}
+        call.say(conversation.sealed(CALLER, json.dumps(hello).encode()), until)
+        for _ in ("welcome", "list"):
+            assert call.line(4096, until) != b""
+        line = conversation.sealed(CALLER, b'{"kind": "listens", "problem": "rank 1: a reason"}')
+        if last != "leaves":
+            call.say(line * (1 + (last == "says two things at once")), until)
+            call.line(4096, until)
+    for thread in threads:
+        thread.join(20.0)
+    assert [words in error.message for error in errors] == [True, True], errors
+    assert {error.exit_code for error in errors} == {7}
 
 
 # --- a group that does not form -----------------------------------------------------------------------
