@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _CHECK = "`allhands cluster check` with the same --hostfile or --hosts finds what is in the way"
 _HINT = f"see whether it runs, and whether a firewall is between the computers: {_CHECK}"
 _BLOCKED_HINT = f"open the ports of that computer for this one: {_CHECK}"
-_SETTINGS = Settings(address='the address that the other computers reach it by, as "ips" in the hostfile')
+_SETTINGS = Settings("other ports", 'the address that the other computers reach it by, as "ips" in the hostfile')
 # What another rank takes from its word to being called: a few milliseconds.
 _HEAD_START_S = 0.02
 _PAUSES_S = (0.005, 0.1)  # between two calls: the first, and the longest of those that double
@@ -110,7 +110,7 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
             raise _unreached(after, hosts[after], problem, proof, timeout_s)
 
     try:
-        listener = _listen(hosts[rank], rank)
+        listener = _listen(hosts[rank], "the ring")
     except ValueError:
         return
     # The last one calls while it listens: whoever else comes there is seen off meanwhile.
@@ -149,7 +149,7 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
         return
     words = {b"%d is there" % other: other for other in range(1, size)}
     came: dict[int, tuple[Caller, Conversation]] = {}
-    with Callers([_listen(host, rank)], _MOST_BYTES, _TALK_S) as callers:
+    with Callers([_listen(host, "the group")], _MOST_BYTES, _TALK_S) as callers:
         proof.watch.listening()
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
             for caller, line in callers.wait(min(left, _TICK_S)):
@@ -301,8 +301,8 @@ def _say(call: Call, key: bytes, word: bytes, deadline: float) -> str | None:
     return None if agreed else "somebody else listens there"
 
 
-def _listen(host: str, rank: int) -> socket.socket:
-    """Listen at the address of this rank.
+def _listen(host: str, whose: str) -> socket.socket:
+    """Listen at the address of this rank, as ``whose`` part it is to do.
 
     Raises:
         ValueError: that is no address.
@@ -318,7 +318,7 @@ def _listen(host: str, rank: int) -> socket.socket:
         trouble = cannot_listen(error, name, port, _SETTINGS)
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         kind = PortTakenError if taken else DistributedError
-        told = f"rank {rank} cannot listen at {host}: {trouble.message}"
+        told = f"cannot bind {host}, where this rank of {whose} is to listen: {trouble.message}"
         raise kind(told, hint=trouble.hint) from None
 
 
