@@ -115,6 +115,7 @@ class Caller:
         ours: the number that it has been sent.
         theirs: its own number, once it has sent it.
         proved: whether it has; to be set: then it may stay as long as it likes.
+        asked: whether it may say a further line, although it is believed; to be set.
     """
 
     connection: socket.socket
@@ -124,6 +125,7 @@ class Caller:
     ours: bytes = field(default_factory=new_number)
     theirs: bytes = b""
     proved: bool = False
+    asked: bool = False
     said: bytearray = field(default_factory=bytearray)
 
     def conversation(self, key: bytes) -> Conversation:
@@ -197,6 +199,13 @@ class Callers:
         self._turn_out()
         return found
 
+    def let_in_no_more(self) -> None:
+        """Listen no longer; who is connected stays."""
+        for server in self._servers:
+            self._selector.unregister(server)
+            server.close()
+        self._servers = ()
+
     def drop(self, caller: Caller) -> None:
         """Hang up."""
         if self._callers.pop(caller.connection, None) is not None:
@@ -233,7 +242,7 @@ class Callers:
         except OSError:
             heard = b""
         caller.said += heard
-        if caller.proved or not heard or len(caller.said) > self._most_bytes:
+        if (caller.proved and not caller.asked) or not heard or len(caller.said) > self._most_bytes:
             self.drop(caller)
             return (None,) if caller.proved else None
         if not caller.theirs and not self._answer_number(caller):
@@ -243,7 +252,7 @@ class Callers:
         line, _, more = bytes(caller.said).partition(b"\n")
         if more:
             self.drop(caller)
-            return None
+            return (None,) if caller.proved else None
         caller.said.clear()
         return (line,)
 

@@ -7,7 +7,6 @@ before anything else is looked at. Other computers need a token.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import ipaddress
 import re
@@ -17,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allhands.errors import ConfigError
+from allhands.ports import Settings, cannot_listen
 
 LEAST_TOKEN = 8
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/@]+)(?::[0-9]{1,5})?")
@@ -24,6 +24,7 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
 _PORTS = {"http": "80", "https": "443"}
 _SAFE = ("GET", "HEAD")
+_SETTINGS = Settings("another --port, or 0 for any free one", "--host 127.0.0.1, or 0.0.0.0 for all addresses")
 
 
 @dataclass(frozen=True)
@@ -224,14 +225,6 @@ def _bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         if listener is not None:
             listener.close()
-        number = getattr(error, "errno", None)
-        if number == errno.EADDRINUSE:
-            message, hint = "another program listens there already", "choose another: --port, or 0 for any free one"
-        elif number == errno.EACCES:
-            message, hint = "ports below 1024 are for the administrator", "choose another: --port 8080"
-        elif isinstance(error, socket.gaierror | UnicodeError) or number == errno.EADDRNOTAVAIL:
-            message, hint = "this is no address of this computer", "give --host 127.0.0.1, or 0.0.0.0 for all of them"
-        else:
-            message, hint = f"{error}", "choose another --port or --host"
-        raise ConfigError(f"cannot listen: {message}", where=f"{host}:{port}", hint=hint) from None
+        trouble = cannot_listen(error, host, port, _SETTINGS)
+        raise ConfigError(f"cannot listen: {trouble.message}", where=f"{host}:{port}", hint=trouble.hint) from None
     return listener

@@ -33,7 +33,7 @@ _PASSWORD = "swordfish"
 _SHADOW = "$6$brokencluster$a8gmvXuO0tEccrGk5i/tFW../ufF4.n0IxoebPuktymjrYJmcR4tv6P5e61ybH9SVjSrEQ2Q7O2TVgydSCNDf/"
 _CHECK_S, _REPAIR_S, _UP_S = 240.0, 120.0, 10.0
 # What a person answers, by the end of the question.
-_ANSWERS = ((r"\(yes/no(/\[fingerprint\])?\)\? ?$", "yes"), (r"assword: ?$", _PASSWORD))
+_ANSWERS = ((r"\(yes/no(/\[fingerprint\])?\)\? ?$", "yes"), (r"assword: ?$", _PASSWORD), (r"\[y/N\] $", "y"))
 Told = tuple[str, str, tuple[str, ...]]
 
 

@@ -46,6 +46,7 @@ LAYERS: dict[str, int] = {
     "allhands.faults": 0,
     "allhands.versions": 0,
     "allhands.callers": 0,
+    "allhands.ports": 0,
     "allhands.strict_json": 0,
     "allhands.blame": 0,
     "allhands.kernels": 0,

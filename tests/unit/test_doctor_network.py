@@ -38,6 +38,13 @@ def test_an_address_of_the_hostfile_that_is_not_the_computers_own() -> None:
     assert new_ips(finding) == {"node1": ["10.0.0.1"], "node2": ["10.0.0.2"], "node3": ["10.0.0.3"]}
 
 
+def test_an_own_address_at_which_it_cannot_listen_is_not_said_to_be_anothers() -> None:
+    finding = only(cluster(host(1), host(2, bind_errors={"10.0.0.2": "the system has no room for it"}), host(3)))
+    assert (finding.check, finding.severity, finding.hosts) == ("address", "stop", ("node2",))
+    assert "no room" in finding.message
+    assert "not an address" not in finding.message
+
+
 # --- ports --------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from strangers import inputs, loopback_sources, pestering, say, say_all, wait_fo
 
 from allhands.cluster.processes import reserve_ports
 from allhands.distributed import ring
-from allhands.distributed.ring import BlockedError, take_turns
+from allhands.distributed.ring import BlockedError, PortTakenError, take_turns
 from allhands.errors import DistributedError
 
 
@@ -292,14 +292,22 @@ def test_what_mlx_cannot_read_is_left_to_mlx_to_tell(tmp_path: Path, text: str |
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_an_address_that_cannot_be_had_is_left_to_mlx_to_tell(tmp_path: Path, rank: int) -> None:
+def test_an_address_that_cannot_be_had_is_told_at_once(tmp_path: Path, rank: int) -> None:
     path = hostfile(tmp_path, 3)
     hosts = json.loads(path.read_text())
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for address in ("192.0.2.7:5000", f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:many", "127.0.0.1"):
-            hosts[rank] = [address]
-            path.write_text(json.dumps(hosts))
-            take_turns(path, rank, 60.0)
+
+    def turn(address: str) -> None:
+        hosts[rank] = [address]
+        path.write_text(json.dumps(hosts))
+        take_turns(path, rank, 60.0)
+
+    for none in ("127.0.0.1:many", "127.0.0.1"):
+        turn(none)  # for MLX to say
+    with pytest.raises(DistributedError, match=r"192\.0\.2\.7 is no address of this computer") as caught:
+        turn("192.0.2.7:5000")
+    assert not isinstance(caught.value, PortTakenError)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError, match="listens there already"):
+        turn(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 _RANK = """

@@ -265,6 +265,19 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 NEEDS_A_DIRECTORY = replace(mac(2, 9), cwd_exists=False)
 
 
+def test_what_is_refused_leaves_an_earlier_hostfile_as_it_was(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = earlier(place)
+    at_terminal(monkeypatch, "n\n")
+    assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="ask")) == 7
+    assert "hosts.json is not written" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="nothing has been changed"):
+        run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY, mode="refuse"))
+    assert (place / "hosts.json").read_text() == before
+    assert not (place / "hosts.json.bak").exists()
+
+
 @pytest.mark.parametrize("answer", ["n\n", "maybe\n", ""], ids=["no", "maybe", "Ctrl-D"])
 def test_a_refusal_writes_no_hostfile_and_says_so(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -361,6 +364,14 @@ def test_no_way_between_hosts_is_no_trouble(hosts: Hosts, monkeypatch: pytest.Mo
     assert state.exit_code == 0
     assert [host.parent for host in state.hosts] == ["this computer over ssh"] * 2
     assert (hosts.got("a"), hosts.got("b")) == (hosts.has(), hosts.has())
+
+
+@pytest.mark.parametrize(("number", "told"), [(errno.EMFILE, True), (errno.EADDRNOTAVAIL, False)])
+def test_who_is_deaf_feeds_over_ssh(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, number: int, told: bool) -> None:
+    monkeypatch.setattr(socket, "create_server", mock.Mock(side_effect=OSError(number, "a reason")))
+    state = bring(hosts.make("a"))
+    assert (state.exit_code, state.hosts[0].parent) == (0, "this computer over ssh")
+    assert ["a reason" in note for note in state.notes] == [True] * told
 
 
 def test_without_openssl_everything_goes_over_ssh_and_is_told(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,8 +334,8 @@ class ContainerRun:
     def _train_share(self, config: TrainConfig) -> tuple[int, str | None]:
         """This computer's ranks of a job over several."""
         from allhands.cli.train import job_of
-        from allhands.cluster.meeting import Patience
         from allhands.cluster.node import NodeJob, run_node
+        from allhands.cluster.patience import Patience
         from allhands.cluster.ranks import LaunchSpec
 
         launch, count = self.launch, self.launch.ranks_per_node

@@ -9,7 +9,6 @@ is silent, or gone, or this process is killed, everything that it has started is
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import queue
 import shutil
@@ -223,16 +222,7 @@ class Agent:
     def _reserve(self, address: str) -> list[int]:
         ring = self._hello["backend"] == "ring"
         count = self._count if ring else int(self._first == 0)
-        try:
-            self._ports, numbers = reserve_ports(count, ring, address)
-        except OSError as error:
-            if error.errno in (errno.EADDRNOTAVAIL, None):  # None: it is no address at all
-                raise DistributedError(
-                    f"{address} is not an address of this computer: {error.strerror or error}",
-                    hint='give the address that the other computers reach it by as "ips" in the hostfile',
-                ) from None
-            hint = "see what is the matter there: too many open files or ports (ulimit -n; ss -s), or not allowed to"
-            raise DistributedError(f"no port of {address} can be had: {error.strerror}", hint=hint) from None
+        self._ports, numbers = reserve_ports(count, ring, address)
         return numbers
 
     def _release_ports(self) -> None:

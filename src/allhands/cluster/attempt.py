@@ -34,7 +34,9 @@ _LOOK_S = 0.5  # between two looks at whether a process is stopped
 _STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
 # What those say whose port another program has: not who cannot connect, and not who asks for an address of nobody.
-_PORT_TAKEN = re.compile(r"Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))")
+_PORT_TAKEN = re.compile(
+    r"PortTakenError: |Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))"
+)
 # How ranks end that were told to stop: having saved, or before they could.
 _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands import errors
+from allhands.blame import init_command
 from allhands.cluster import ssh
 from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, Link
 from allhands.cluster.hosts import Host
@@ -213,16 +214,12 @@ class Connection:
             self._process.wait(1.0)
         code = self._process.poll()
         last = "".join(f": {line}" for line in (tail(self._log)[-1:] if self._log else ()))
-        hints = {
-            255: f"make `ssh {shlex.quote(self.name)} true` work without a question",
-            126: 'name the Python that has allhands there as "python" in the hostfile',
-            127: 'name the Python that has allhands there as "python" in the hostfile',
-        }
-        hint = hints.get(
-            code or 0, 'install allhands there, or name the Python that has it as "python" in the hostfile'
-        )
+        hint = f"make `ssh {shlex.quote(self.name)} true` work without a question"
+        if code != 255:
+            ready = f"make it ready (`{init_command([self.name])}`)"
+            hint = f'{ready}, or name the Python that has allhands there as "python" in the hostfile'
         what = "cannot be reached" if code == 255 else "runs no agent of allhands"
-        kind = UnfitHosts if code in (1, *hints) and code != 255 else HostError
+        kind = UnfitHosts if code in (1, 126, 127) else HostError
         return kind([self.name], f"host {self.name} {what}{last}", hint=self._see_log(hint))
 
     def _see_log(self, hint: str) -> str:

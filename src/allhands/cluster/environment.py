@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi, own, torchrun, without_group
-from allhands.cluster.meeting import Patience, meet
+from allhands.cluster.meeting import meet
+from allhands.cluster.patience import Patience
 from allhands.cluster.place import Given, Launch
 from allhands.cluster.platforms import indexed_job, mpi_job_launcher, platform_of, sagemaker, tf_config, vertex
 from allhands.cluster.processes import reserve_ports
@@ -163,9 +164,9 @@ def rendezvous(
     if launch.meeting is None:
         yield dict(launch.exports)
         return
-    held, (port,) = reserve_ports(1, shareable=launch.backend == "ring", address="")
+    held, (port,) = reserve_ports(1, shareable=True, address="")
     try:
-        peers = meet(launch.meeting, launch.rank, launch.size, port, patience or Patience())
+        peers = meet(launch.meeting, launch.rank, launch.size, port, patience or Patience(), launch.backend)
         if launch.backend != "ring" or sys.platform != "linux":
             held[0].close()
         yield dict(launch.exports) | _variables(launch, peers, directory)

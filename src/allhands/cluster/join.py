@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from allhands.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.guard import write_whole
-from allhands.cluster.meeting import Patience
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.cluster.outcome import ALL_LISTEN
+from allhands.cluster.patience import Patience
 from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, DistributedError
@@ -48,11 +48,15 @@ _CLOUD_PATIENCE_S = 900.0
 # Ends quietly when its standard input closes: the group has formed, or the rank is gone.
 _TIMER = f"""
 import os, select, sys
-if not select.select([0], [], [], float(sys.argv[2]))[0]:
-    sys.stderr.write(sys.argv[3])
+for seconds, text in zip(sys.argv[2::2], sys.argv[3::2]):
+    if select.select([0], [], [], float(seconds))[0]:
+        break
+    sys.stderr.write(text)
     sys.stderr.flush()
+else:
     os.kill(int(sys.argv[1]), {int(signal.SIGKILL)})
 """
+_UNCONNECTED_S = 30.0  # until it is said that the group does not come together
 
 
 def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
@@ -166,7 +170,8 @@ def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = Fal
         run_dir = os.environ.get("ALLHANDS_RUN_DIR")
         watch = _Supervisor(Path(run_dir), launch.rank) if run_dir and launch.launcher == "allhands" else None
         neighbours_s = _AS_LONG_S if watch and deadline_outside else timeout_s
-        return connect(launch.backend, launch.size, launch.rank, neighbours_s, watch)
+        tried = launch.meeting is not None
+        return connect(launch.backend, launch.size, launch.rank, neighbours_s, watch, tried=tried)
 
 
 @dataclass(frozen=True)
@@ -244,12 +249,19 @@ def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, No
     if launch.size == 1 or "ALLHANDS_SUPERVISOR_PID" in os.environ:
         yield
         return
-    message = (
-        f"allhands: error: rank {launch.rank}: the {launch.backend} group of {launch.size} did not come together "
-        f"within {seconds:.0f} s\n"
-        "  what to do: look at the other ranks' output; raise --start-timeout-s if they are slow\n"
-    )
-    command = [sys.executable, "-I", "-S", "-c", _TIMER, str(os.getpid()), str(seconds), message]
+    group = f"rank {launch.rank}: the {launch.backend} group of {launch.size}"
+    check = f"`allhands cluster check --backend {launch.backend}`"
+    # The ways that can be tried beforehand have been; a back-end has more of its own.
+    wall = "" if launch.local_size == launch.size else f", or whether a firewall is between the computers: {check}"
+    look = f"look at the other ranks' output; raise --start-timeout-s if they are slow{wall}\n"
+    times = [(seconds, f"allhands: error: {group} did not come together within {seconds:.0f} s\n  what to do: {look}")]
+    if wall and seconds > 2 * _UNCONNECTED_S:
+        told = (
+            f"allhands: {group} has not come together for {_UNCONNECTED_S:.0f} s: see whether others are slow{wall}\n"
+        )
+        times = [(_UNCONNECTED_S, told), (seconds - _UNCONNECTED_S, times[0][1])]
+    words = [word for after_s, text in times for word in (str(after_s), text)]
+    command = [sys.executable, "-I", "-S", "-c", _TIMER, str(os.getpid()), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
         try:
             yield

@@ -2,7 +2,8 @@
 
 MLX's ring wants every rank's address and a free port in advance, waits half a minute for a late rank, takes the
 first comer for its neighbour and lets no deadline interrupt it. So rank 0 first calls the roll here: the others
-say who they are, from which address they came and on which port they will listen, and all get the whole list.
+say who they are, from which address they came and on which port they will listen, and all get the whole list. Then all
+listen, and each tries the ways that MLX is going to take, see :mod:`allhands.cluster.ways`.
 
 Rank 0 and every caller prove to each other, by :mod:`allhands.callers`, that they know what the ranks of a job have in
 common, so strangers (port scanners, health checks, another job) are told nothing and stop nothing. That keeps mistakes
@@ -11,6 +12,7 @@ out, not an attacker who knows the job's variables; ``ALLHANDS_MEETING_KEY`` on 
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import os
@@ -18,7 +20,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,9 +37,13 @@ from allhands.callers import (
     key_for,
     listen_at,
 )
-from allhands.cluster.place import LOOPBACK, MeetingPoint
+from allhands.cluster.patience import Patience
+from allhands.cluster.patience import Waiting as _Waiting
+from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
+from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
 from allhands.errors import DistributedError
 from allhands.formatting import format_duration
+from allhands.ports import Settings, cannot_listen, fate_of, is_blocked, kind_of
 from allhands.strict_json import is_integer, read_object
 
 _VERSION = 2
@@ -47,44 +53,24 @@ _MOST_STRANGERS = 1000  # addresses of others that are remembered
 _MOST_RANKS = 1 << 20
 _MOST_LETTERS = 500  # of rank 0's reason, as a guest shows it
 _REACH_S = 5.0
+_CALL_S, _BRIEF_CALL_S = 3.0, 1.0  # for a connection: to the first port, and to others where that was not answered
+_UNHEARD_S = 20.0  # without a caller, until rank 0 says so
+_TRY_S, _LAST_S = 60.0, 8.0  # for all to try their ways, and when one has not succeeded
 _FAREWELL_S = 5.0
 _TICK_S = 0.2
-_EVERYWHERE = ""
-_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
-def _silent(text: str) -> None:
-    """For who wants to hear nothing."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the others, and the name server, may take.
-
-    Attributes:
-        total_s: seconds until it is given up.
-        tell: is given a line about what is waited for, now and then.
-        tell_every_s: how often.
-        first_pause_s: before the second try; pauses double.
-        longest_pause_s: up to this.
-        resolve: the IPv4 address of a name; OSError: not known (yet).
-    """
-
-    total_s: float = 900.0
-    tell: Callable[[str], None] = _silent
-    tell_every_s: float = 15.0
-    first_pause_s: float = 0.1
-    longest_pause_s: float = 5.0
-    resolve: Callable[[str], str] = socket.gethostbyname
-
-
-def meet(point: MeetingPoint, rank: int, size: int, port: int, patience: Patience) -> tuple[str, ...]:
+def meet(
+    point: MeetingPoint, rank: int, size: int, port: int, patience: Patience, backend: Backend = "ring"
+) -> tuple[str, ...]:
     """Return ``"ip:port"`` of every rank, the same list on all of them.
 
-    The address is this computer's on the way to rank 0; ``port`` is where this rank will listen.
+    The address is this computer's on the way to rank 0; ``port`` is where this rank will listen, and does so for a
+    moment, to see whether ``backend`` will find its ways open.
 
     Raises:
-        DistributedError: not everybody came in time, a rank came twice, or one was started for another size.
+        DistributedError: not everybody came in time, a rank came twice, one was started for another size, or one cannot
+            connect to another.
     """
     if ":" in point.host:
         raise DistributedError(
@@ -93,8 +79,8 @@ def meet(point: MeetingPoint, rank: int, size: int, port: int, patience: Patienc
         )
     key = key_for(f"meeting of {point.job}", os.environ)
     hello = _Hello(_VERSION, rank, size, "", port, secrets.token_hex(16))
-    waiting = _Waiting(patience)
-    return _RollCall(point, hello, key, waiting).run() if rank == 0 else _Guest(point, hello, key, waiting).run()
+    part = _RollCall if rank == 0 else _Guest
+    return part(point, hello, key, _Waiting(patience), backend).run()
 
 
 @dataclass(frozen=True)
@@ -144,24 +130,6 @@ def _are_peers(found: object, size: int) -> bool:
     return True
 
 
-class _Waiting:
-    """A deadline, and a line about it now and then."""
-
-    def __init__(self, patience: Patience) -> None:
-        self.patience = patience
-        self._begin = self._told = time.monotonic()
-
-    @property
-    def left_s(self) -> float:
-        return self._begin + self.patience.total_s - time.monotonic()
-
-    def tell(self, what: str) -> None:
-        now = time.monotonic()
-        if now - self._told >= self.patience.tell_every_s:
-            self._told = now
-            self.patience.tell(f"{what} ({format_duration(now - self._begin)})")
-
-
 # --- rank 0 ------------------------------------------------------------------------------------------
 
 
@@ -177,19 +145,34 @@ class _Visitor:
         with suppress(OSError):  # one who has left is missed soon enough
             self.caller.say(self.conversation.sealed(LISTENER, json.dumps(body).encode()), deadline)
 
+    def problem(self, what: str, line: bytes) -> str | None:
+        """What kept it from doing ``what``, as it says in that line, or empty; ``None``: it does not say that."""
+        words = self.conversation.opened(CALLER, line)
+        said = None if words is None else read_object(words, most_depth=1)
+        known = said is not None and said.get("kind") == what and isinstance(said.get("problem"), str)
+        return _printable(said["problem"]) if said is not None and known else None
+
 
 class _Bad(Exception):
-    """The ranks do not belong together: everybody is told, and gives up."""
+    """The ranks do not belong together, or do not reach each other: everybody is told, and gives up."""
+
+    def __init__(self, message: str, *, blocked: bool = False) -> None:
+        super().__init__(message)
+        self.blocked = blocked
 
 
 class _RollCall:
     """Rank 0's part: listen, write down who comes, and when all are there tell them who is where."""
 
-    def __init__(self, point: MeetingPoint, hello: _Hello, key: bytes, waiting: _Waiting) -> None:
+    def __init__(
+        self, point: MeetingPoint, hello: _Hello, key: bytes, waiting: _Waiting, backend: Backend = "ring"
+    ) -> None:
         self._point = point
         self._me = hello
         self._key = key
         self._waiting = waiting
+        self._backend: Backend = backend
+        self._here = ""
         self._present: dict[int, _Visitor] = {}
         self._unfit: list[_Visitor] = []
         self._strangers = Counter[str]()  # by address, those who have spoken as a rank does
@@ -200,61 +183,75 @@ class _RollCall:
             try:
                 return self._wait()
             except _Bad as problem:
-                self._say_all({"kind": "error", "message": str(problem)})
-                raise DistributedError(str(problem), where="rank 0", hint=_HINT) from None
+                self._say_all({"kind": "error", "message": str(problem), "blocked": problem.blocked})
+                raise DistributedError(str(problem), where="rank 0", hint=_hint(problem.blocked)) from None
 
     def _listener(self) -> socket.socket:
         """On the first port that is free; what is in the way may be another rank 0 of this very job."""
-        refused, address = "", self._own_address()
+        troubles, hints = list[str](), dict[str, None]()
+        address = listening_address(self._point, self._waiting.patience)
         for port in self._point.ports:
             try:
                 # Not SO_REUSEPORT: another job of the same user would share the port and take half of the guests.
-                return listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR,))
+                listener = listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR,))
             except OSError as error:
-                refused = f"{port}: {error.strerror}"
-                double = _Guest(self._point, self._me, self._key, self._waiting)
-                double.ask_double(address or LOOPBACK, port)
-        ports = f"{self._point.ports[0]} to {self._point.ports[-1]}"
-        raise DistributedError(
-            f"rank 0 can listen on none of the ports {ports} ({refused})",
-            hint="end what uses them (ss -ltnp), or choose others with MASTER_PORT",
-        )
-
-    def _own_address(self) -> str:
-        """The address that the launcher named; all of this computer's, and why, where it is none that can be had."""
-        host = self._point.host
-        if self._point.is_local:
-            return LOOPBACK
-        try:
-            address = self._waiting.patience.resolve(host)
-        except OSError as error:
-            reason = f"the name {host} has no address here ({error.strerror or error})"
-        else:
-            try:
-                with socket.socket() as probe:
-                    probe.bind((address, 0))
-            except OSError as error:
-                named = host if host == address else f"{host} is {address}, which"
-                reason = f"{named} is no address of this computer ({error.strerror})"
+                trouble = cannot_listen(error, address or "this computer", port, _SETTINGS)
+                troubles.append(f"{port}: {error.strerror} ({trouble.message})")
+                hints[trouble.hint] = None
+                if error.errno == errno.EADDRINUSE:
+                    double = _Guest(self._point, self._me, self._key, self._waiting)
+                    double.ask_double(address or LOOPBACK, port)
             else:
-                if not _is_loopback(address) or host in _LOOPBACK_NAMES or host == address:
-                    return address
-                reason = f"{host} is {address} here, which no other computer can reach"
-        self._waiting.patience.tell(f"rank 0 listens on all addresses of this computer: {reason}")
-        return _EVERYWHERE
+                self._here = f"port {port} of {address or 'this computer'}"
+                return listener
+        told = f"rank 0 cannot listen at {self._point.host}: {'; '.join(troubles)}"
+        raise DistributedError(told, hint="; ".join(hints))
 
     def _wait(self) -> tuple[str, ...]:
         while len(self._present) < self._me.size - 1:
             if self._waiting.left_s <= 0:
                 limit = format_duration(self._waiting.patience.total_s)
-                raise _Bad(f"{self._missing()} did not come within {limit}{self._who_else()}")
-            self._waiting.tell(f"waiting for {self._missing()}")
+                unheard = self._unheard()
+                text = f"{self._missing()} did not come within {limit}{self._who_else()}{unheard}"
+                raise _Bad(text, blocked=bool(unheard))
+            self._waiting.tell(f"waiting for {self._missing()}{self._unheard()}")
             for caller, line in self._callers.wait(_TICK_S):
                 self._hear(caller, line)
         peers = self._peers()
+        for visitor in self._present.values():
+            visitor.caller.asked = True
         self._say_all({"kind": "list", "peers": peers})
+        with Door() as door:
+            self._agree("listens", door.open(peers[0]))
+            self._agree("reaches", blocked_way(self._backend, 0, peers))
         self._farewell()
         return peers
+
+    def _agree(self, what: str, problem: str) -> None:
+        """Let the ranks go on together: each says whether it could do ``what``, or what the problem is, as rank 0 has.
+
+        Raises:
+            _Bad: one has a problem, or has left.
+        """
+        problems = {0: problem}
+        began = time.monotonic()
+        # Also after a problem all are heard: who is told why listens then.
+        while len(problems) < self._me.size:
+            if time.monotonic() > began + (_LAST_S if any(problems.values()) else _TRY_S):
+                problems[-1] = f"rank {min(set(self._present) - set(problems))} says nothing any more"
+                break
+            for caller, line in self._callers.wait(_TICK_S):
+                rank = next((rank for rank, one in self._present.items() if one.caller is caller), None)
+                if rank is None:
+                    self._callers.drop(caller)  # who comes now is none of ours
+                elif line is None:
+                    problems.setdefault(rank, f"rank {rank} has left the meeting")
+                elif (said := self._present[rank].problem(what, line)) is not None:
+                    problems[rank] = said
+        if found := [text for _, text in sorted(problems.items(), reverse=True) if text]:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise _Bad(found[-1] + more, blocked=what == "reaches")
+        self._say_all({"kind": what})
 
     def _hear(self, caller: Caller, line: bytes | None) -> None:
         """Greet a rank, see another one off, or drop a stranger.
@@ -308,6 +305,13 @@ class _RollCall:
         shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         return f"rank{'s' * (len(absent) > 1)} {shown} of {self._me.size}"
 
+    def _unheard(self) -> str:
+        """That nobody calls from elsewhere, once that has been so for longer than ranks take to start."""
+        heard = self._strangers or any(not is_loopback(one.hello.address) for one in self._present.values())
+        if heard or self._point.is_local or self._waiting.passed_s < _UNHEARD_S:
+            return ""
+        return f"; nobody has called {self._here}: if they run, a firewall may keep them out"
+
     def _who_else(self) -> str:
         """Ranks of another start, or without the key, or strangers."""
         if not self._strangers:
@@ -318,9 +322,9 @@ class _RollCall:
     def _peers(self) -> tuple[str, ...]:
         """Where everybody is. Ranks beside rank 0 may have come over the loopback: other computers need its address."""
         others = [self._present[rank] for rank in range(1, self._me.size)]
-        seen = [visitor.caller.here for visitor in others if not _is_loopback(visitor.hello.address)]
+        seen = [visitor.caller.here for visitor in others if not is_loopback(visitor.hello.address)]
         own = seen[-1] if seen else LOOPBACK
-        addresses = [own if _is_loopback(visitor.hello.address) else visitor.hello.address for visitor in others]
+        addresses = [own if is_loopback(visitor.hello.address) else visitor.hello.address for visitor in others]
         ports = [self._me.port, *(visitor.hello.port for visitor in others)]
         return tuple(f"{address}:{port}" for address, port in zip((own, *addresses), ports, strict=True))
 
@@ -344,38 +348,61 @@ class _RollCall:
 # --- the other ranks ---------------------------------------------------------------------------------
 
 _HINT = "look at the output of the ranks that are named; every rank must be of the same start of the same job"
+_WAYS_HINT = (
+    "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way"
+)
+_SETTINGS = Settings("another port with MASTER_PORT", "the name or an address of rank 0's computer (MASTER_ADDR)")
+
+
+def _hint(blocked: bool) -> str:
+    return _WAYS_HINT if blocked else _HINT
+
+
+def _printable(text: str) -> str:
+    return "".join(letter for letter in text[:_MOST_LETTERS] if letter.isprintable())
 
 
 class _NotYet(Exception):
-    """Rank 0 cannot be reached, for now; it says why."""
+    """Rank 0 cannot be reached, for now; it says why, and whether something may be in the way."""
+
+    def __init__(self, reason: str, *, blocked: bool = False) -> None:
+        super().__init__(reason)
+        self.blocked = blocked
 
 
 class _Guest:
     """The part of every other rank: find rank 0, say hello, wait for the list."""
 
-    def __init__(self, point: MeetingPoint, hello: _Hello, key: bytes, waiting: _Waiting) -> None:
+    def __init__(
+        self, point: MeetingPoint, hello: _Hello, key: bytes, waiting: _Waiting, backend: Backend = "ring"
+    ) -> None:
         self._point = point
         self._me = hello
         self._key = key
         self._waiting = waiting
+        self._backend: Backend = backend
+        self._suspicion = Suspicion(point)
 
     def run(self) -> tuple[str, ...]:
         """Raises DistributedError."""
-        patience, reason = self._waiting.patience, ""
+        patience, reason = self._waiting.patience, _NotYet("no time was left")
         pause = patience.first_pause_s
         while self._waiting.left_s > 0:
+            began = time.monotonic()
             try:
                 return self._visit()
             except _NotYet as why:
-                reason = str(why)
+                reason = why
+            if told := self._suspicion.note(str(reason), began, reason.blocked):
+                patience.tell(told)
             self._waiting.tell(f"waiting for rank 0 at {self._point.host}: {reason}")
             time.sleep(max(0.0, min(pause, self._waiting.left_s)))
             pause = min(2 * pause, patience.longest_pause_s)
-        port = self._point.ports[0]
+        look = f"see whether rank 0 runs, and from here: nc -vz {self._point.host} {self._point.ports[0]}"
         raise DistributedError(
             f"no meeting with rank 0 at {self._point.host} within {format_duration(patience.total_s)}: {reason}",
             where=f"rank {self._me.rank}",
-            hint=f"see whether rank 0 runs, and from here: nc -vz {self._point.host} {port}",
+            hint=f"{self._suspicion.way_out}; {look}" if reason.blocked else look,
         )
 
     def ask_double(self, address: str, port: int) -> None:
@@ -385,7 +412,7 @@ class _Guest:
             DistributedError: it is; it ends, too.
         """
         with suppress(_NotYet):
-            self._knock(address, port)
+            self._knock(address, port, _CALL_S)
 
     def _visit(self) -> tuple[str, ...]:
         """Try each port once.
@@ -394,24 +421,27 @@ class _Guest:
             _NotYet: rank 0 is at none of them.
             DistributedError: rank 0 has said that it will not come to anything.
         """
-        host, reasons = self._point.host, list[str]()
+        host, reasons = self._point.host, list[_NotYet]()
         try:
             address = self._waiting.patience.resolve(host)
         except OSError as error:
             raise _NotYet(f"the name {host} has no address yet ({error.strerror or error})") from None
         for port in self._point.ports:
             try:
-                return self._knock(address, port)
+                return self._knock(address, port, _BRIEF_CALL_S if any(one.blocked for one in reasons) else _CALL_S)
             except _NotYet as why:
-                reasons.append(str(why))
-        raise _NotYet(_most_telling(reasons))
+                reasons.append(why)
+        # Of several ports: where somebody was is more than where something is in the way, or nobody is.
+        raise min(reasons, key=lambda one: (one.blocked, "refused" in str(one)))
 
-    def _knock(self, address: str, port: int) -> tuple[str, ...]:
-        deadline = time.monotonic() + _REACH_S
+    def _knock(self, address: str, port: int, call_s: float) -> tuple[str, ...]:
         try:
-            call = Call((address, port), _REACH_S)
+            call = Call((address, port), call_s)
         except OSError as error:
-            raise _NotYet(f"{address}:{port}: {error.strerror or 'no answer'}") from None
+            blocked = is_blocked(kind_of(error))
+            told = f"connections to {address}:{port} {fate_of(error)}"
+            raise _NotYet(told, blocked=blocked) from None
+        deadline = time.monotonic() + _REACH_S
         with call:
             try:
                 conversation = call.begin(self._key, deadline)
@@ -423,11 +453,27 @@ class _Guest:
             try:
                 until = time.monotonic() + max(0.0, self._waiting.left_s) + _REACH_S
                 body = self._heard(conversation, call.line(_MOST_LIST_BYTES, until), "list")
+                peers = tuple(body["peers"])
+                with Door() as door:
+                    self._agree(call, conversation, "listens", door.open(peers[self._me.rank]))
+                    self._agree(call, conversation, "reaches", blocked_way(self._backend, self._me.rank, peers))
             except (OSError, Unproved):
                 late = self._waiting.left_s <= 0
                 reason = "it waits for other ranks" if late else "it has ended before all had come"
                 raise _NotYet(reason) from None
-        return tuple(body["peers"])
+        return peers
+
+    def _agree(self, call: Call, conversation: Conversation, what: str, problem: str) -> None:
+        """Say whether this rank could do ``what``, and wait until all could.
+
+        Raises:
+            Unproved, OSError: rank 0 has left.
+            DistributedError: one could not.
+        """
+        deadline = time.monotonic() + _TRY_S + _REACH_S
+        told = f"rank {self._me.rank}: {problem}" if problem and what == "listens" else problem
+        call.say(conversation.sealed(CALLER, json.dumps({"kind": what, "problem": told}).encode()), deadline)
+        self._heard(conversation, call.line(_MOST_BYTES, deadline), what)
 
     def _heard(self, conversation: Conversation, line: bytes, kind: str) -> dict[str, Any]:
         """What rank 0 says to this very call.
@@ -441,17 +487,8 @@ class _Guest:
         if body is None:
             raise Unproved
         if body.get("kind") == "error" and isinstance(body.get("message"), str):
-            message = "".join(letter for letter in body["message"][:_MOST_LETTERS] if letter.isprintable())
-            raise DistributedError(message, where=f"rank {self._me.rank}", hint=_HINT)
+            hint = _hint(body.get("blocked") is True)
+            raise DistributedError(_printable(body["message"]), where=f"rank {self._me.rank}", hint=hint)
         if body.get("kind") != kind or (kind == "list" and not _are_peers(body.get("peers"), self._me.size)):
             raise Unproved
         return body
-
-
-def _most_telling(reasons: list[str]) -> str:
-    """Of several ports: where somebody was is more than where nobody is."""
-    return next((reason for reason in reasons if "refused" not in reason), reasons[0] if reasons else "no port to try")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.")

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allhands.cluster.attempt import describe_exit
-from allhands.cluster.meeting import Patience, meet
+from allhands.cluster.meeting import meet
+from allhands.cluster.patience import Patience
 from allhands.cluster.place import MeetingPoint
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
@@ -126,7 +127,7 @@ class _Node:
     def run(self) -> NodeEnd:
         """From the meeting to the end."""
         spec, ring = self.job.spec, self.job.spec.backend == "ring"
-        held, ports = reserve_ports(self.job.count, shareable=ring, address="")
+        held, ports = reserve_ports(self.job.count, shareable=True, address="")
         try:
             peers = self._meet(ports)
             if not ring or sys.platform != "linux":
@@ -151,7 +152,7 @@ class _Node:
 
         def come(rank: int, port: int) -> None:
             try:
-                found[rank] = meet(job.meeting, rank, job.spec.num_processes, port, job.patience)
+                found[rank] = meet(job.meeting, rank, job.spec.num_processes, port, job.patience, job.spec.backend)
             except Exception as error:
                 failed.append(error)
 

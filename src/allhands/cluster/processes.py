@@ -35,6 +35,7 @@ from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.errors import AllhandsError, DistributedError
 from allhands.files import private_opener, storage_error_of
+from allhands.ports import Settings, cannot_listen
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -56,6 +57,7 @@ _FOREIGN = (
     *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE, ATTEST_VARIABLE, TRIAL_VARIABLE),
 )
 _OFFER_S = 5.0
+_SETTINGS = Settings(address='the address that the other computers reach it by, as "ips" in the hostfile')
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -125,17 +127,24 @@ def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tu
 
     A shareable socket may stay open (never listening): MLX's ring binds with SO_REUSEPORT too, so it gets in
     and strangers do not. Only Linux promises that connections then go to the one that listens.
+
+    Raises:
+        DistributedError: that cannot be.
     """
-    sockets = [socket.socket() for _ in range(count)]
+    sockets: list[socket.socket] = []
     try:
-        for one in sockets:
+        for _ in range(count):
+            one = socket.socket()
+            sockets.append(one)
             if shareable:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             one.bind((address, 0))
-    except OSError:
+    except OSError as error:
         for one in sockets:
             one.close()
-        raise
+        trouble = cannot_listen(error, address, 0, _SETTINGS)
+        place = address or "this computer"
+        raise DistributedError(f"no port of {place} can be had: {trouble.message}", hint=trouble.hint) from None
     return sockets, [one.getsockname()[1] for one in sockets]
 
 

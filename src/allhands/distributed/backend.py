@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from allhands.accelerator import nothing_computed
-from allhands.distributed.ring import Watch, take_turns
+from allhands.distributed.ring import Watch, reach_first, take_turns
 from allhands.errors import ConfigError, DistributedError
 from allhands.kernels import launch_directly
 
@@ -106,7 +107,13 @@ def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
 
 
 def connect(
-    backend: str, size: int, rank: int, timeout_s: float = _NEIGHBOURS_S, watch: Watch | None = None
+    backend: str,
+    size: int,
+    rank: int,
+    timeout_s: float = _NEIGHBOURS_S,
+    watch: Watch | None = None,
+    *,
+    tried: bool = False,
 ) -> Communicator:
     """Join the group that the launcher has prepared and prove that it has the promised size.
 
@@ -117,8 +124,10 @@ def connect(
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds for which a ring's neighbours are waited for; without a ``watch`` a minute at most.
-        watch: knows when all ranks of a ring listen, and sees to it that they come.
+        timeout_s: seconds for which a ring's neighbours, or the first rank, are waited for; without a ``watch`` a
+            minute at most.
+        watch: knows when all ranks listen, and sees to it that they come.
+        tried: whether all ranks are known to reach the first one.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
@@ -128,9 +137,12 @@ def connect(
         if size != 1:
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
         return Alone()
+    _check_build(backend)
+    wait_s = timeout_s + _LATER_S if watch is not None else min(timeout_s + _LATER_S, _NEIGHBOURS_S)
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
-        longest_s = _NEIGHBOURS_S if watch is None else timeout_s + _LATER_S
-        take_turns(Path(hostfile), rank, min(timeout_s + _LATER_S, longest_s), watch)
+        take_turns(Path(hostfile), rank, wait_s, watch)
+    elif size > 1 and not tried and (first := _first_rank(backend, os.environ)):
+        reach_first(first, rank, size, wait_s, watch)
     if backend == "nccl":  # whose first sum is computed on the GPU: afterwards it is too late
         launch_directly(os.environ, untouched=nothing_computed())
     group = _initialise(backend, size)
@@ -153,13 +165,28 @@ def _check_first_sum(communicator: Communicator) -> None:
         raise DistributedError(f"the first sum over {communicator.size} processes is wrong", hint=hint)
 
 
-def _initialise(backend: str, size: int) -> Any:
+def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
+    """Where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very computer."""
+    if backend == "nccl":
+        address, port = environ.get("NCCL_HOST_IP", ""), environ.get("NCCL_PORT", "")
+    elif backend == "jaccl":
+        address, _, port = environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")
+    else:
+        return None
+    here = address.startswith("127.") or address in ("", "localhost", "::1", "0.0.0.0")
+    return None if here or not port.isdecimal() else f"{address}:{port}"
+
+
+def _check_build(backend: str) -> None:
     if backend in _BUILDS and not mx.distributed.is_available(backend):
         raise ConfigError(
             f"MLX on {socket.gethostname()} is a build without {backend}",
             where=f"--backend {backend}",
             hint=f"leave --backend out, so that one is chosen that works; {backend} is in {_BUILDS[backend]}",
         )
+
+
+def _initialise(backend: str, size: int) -> Any:
     try:
         return mx.distributed.init(strict=True, backend=backend)
     except (RuntimeError, ValueError) as error:

@@ -1,4 +1,6 @@
-"""The order in which ranks join MLX's ring, where a call that comes too early costs a second and more.
+"""How ranks try the ways that MLX is going to take, and the order in which they join its ring.
+
+In a ring a call that comes too early costs a second and more.
 
 The last rank calls the first, which then calls the second, and so on; who is not listening yet is called again after
 one second, then after two more, for half a minute in all. So the word goes round before: every rank tells the next
@@ -6,6 +8,8 @@ one, at the address that MLX is going to call, that it and all before it are the
 first, and goes when it has heard. Only neighbours talk to each other, as in the ring itself: others may have no cable
 between them. So every way that MLX will take has been tried, and who cannot be called though it listens is known. They
 know each other by the hostfile, and by the secrets of :mod:`allhands.callers` where there are some.
+
+NCCL and JACCL begin with a call of every rank to the first one: that way is tried likewise, see :func:`reach_first`.
 """
 
 from __future__ import annotations
@@ -13,20 +17,27 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from allhands.callers import CALLER, LISTENER, Call, Callers, Unproved, key_for, listen_at
+from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Conversation, Unproved, key_for, listen_at
 from allhands.errors import DistributedError
+from allhands.ports import Settings, cannot_listen, fate_of, is_blocked, kind_of
 
-_HINT = "check that every host of the hostfile answers at its address and that the ports are free"
+_log = logging.getLogger(__name__)
+
+_CHECK = "`allhands cluster check` with the same --hostfile or --hosts finds what is in the way"
+_HINT = f"see whether it runs, and whether a firewall is between the computers: {_CHECK}"
+_BLOCKED_HINT = f"open the ports of that computer for this one: {_CHECK}"
+_SETTINGS = Settings("other ports", 'the address that the other computers reach it by, as "ips" in the hostfile')
 # What another rank takes from its word to being called: a few milliseconds.
 _HEAD_START_S = 0.02
 _PAUSES_S = (0.005, 0.1)  # between two calls: the first, and the longest of those that double
@@ -45,10 +56,13 @@ class BlockedError(DistributedError):
 
     def __init__(self, peer: int, host: str, rank: int, problem: str) -> None:
         message = f"rank {peer} listens at {host}, but connections from rank {rank} {problem}"
-        hint = "run `allhands cluster check` with the same --hostfile or --hosts: it finds what is in the way"
-        super().__init__(message, where=f"rank {rank}", hint=hint)
+        super().__init__(message, where=f"rank {rank}", hint=f"run {_CHECK}")
         self.peer = peer
         self.problem = f"{host} {problem}"
+
+
+class PortTakenError(DistributedError):
+    """Another program listens where this rank is to: other ports may be free."""
 
 
 class Watch(Protocol):
@@ -77,13 +91,14 @@ class Unwatched:
 def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None = None) -> None:
     """Return when this rank may join the ring of ``hostfile``.
 
-    At once if the file cannot be read or this rank's address cannot be had: then it is MLX that fails, and says why.
+    At once if the file cannot be read: then it is MLX that fails, and says why.
 
     Raises:
         BlockedError: a neighbour that listens, as ``watch`` says, cannot be connected to.
-        DistributedError: a neighbour was not there within ``timeout_s``.
+        PortTakenError: another program listens at this rank's port.
+        DistributedError: a neighbour was not there within ``timeout_s``, or this rank's address cannot be had.
     """
-    hosts, proof = _hosts(hostfile), _Proof(watch or Unwatched())
+    hosts, proof = _hosts(hostfile), _Proof(watch or Unwatched(), rank)
     if not 0 <= rank < len(hosts):
         return
     key = key_for(f"ring of {hashlib.sha256(json.dumps(hosts).encode()).hexdigest()}", os.environ)
@@ -92,12 +107,11 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
 
     def call() -> None:
         if problem := _tell(hosts[after], key, b"%d is there" % rank, deadline, proof):
-            blocked = BlockedError(after, hosts[after], rank, problem)
-            raise blocked if proof.given else _missing(after, hosts[after], timeout_s, problem)
+            raise _unreached(after, hosts[after], problem, proof, timeout_s)
 
     try:
-        listener = _listen(hosts[rank])
-    except (OSError, ValueError):
+        listener = _listen(hosts[rank], "the ring")
+    except ValueError:
         return
     # The last one calls while it listens: whoever else comes there is seen off meanwhile.
     beside = _Beside(call if last and rank > 0 else lambda: None)
@@ -109,11 +123,53 @@ def take_turns(hostfile: Path, rank: int, timeout_s: float, watch: Watch | None 
     if beside.error is not None:
         raise beside.error
     if not heard:
-        raise _missing(before, hosts[before], timeout_s, f"said nothing to rank {rank} at {hosts[rank]}")
+        where = f"rank {before} at {hosts[before]}"
+        raise _missing(where, timeout_s, f"said nothing to rank {rank} at {hosts[rank]}")
     if last:
         time.sleep(_HEAD_START_S)
     else:
         call()
+
+
+def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch | None = None) -> None:
+    """Return when all ``size`` ranks have reached rank 0 at ``host``, an address with its port, which is free again.
+
+    Raises:
+        BlockedError: rank 0 listens, as ``watch`` says, and cannot be connected to.
+        PortTakenError: another program listens there.
+        DistributedError: a rank was not there within ``timeout_s``, or the address is none of rank 0's computer.
+    """
+    proof = _Proof(watch or Unwatched(), rank)
+    key = key_for(f"{size} ranks at {host}", os.environ)
+    deadline = time.monotonic() + timeout_s
+    if rank > 0:
+        proof.watch.listening()  # nobody calls it
+        if problem := _tell(host, key, b"%d is there" % rank, deadline, proof):
+            raise _unreached(0, host, problem, proof, timeout_s)
+        return
+    words = {b"%d is there" % other: other for other in range(1, size)}
+    came: dict[int, tuple[Caller, Conversation]] = {}
+    with Callers([_listen(host, "the group")], _MOST_BYTES, _TALK_S) as callers:
+        proof.watch.listening()
+        while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
+            for caller, line in callers.wait(min(left, _TICK_S)):
+                came = {other: one for other, one in came.items() if one[0] is not caller}
+                conversation = caller.conversation(key)
+                other = None if line is None else words.get(conversation.opened(CALLER, line) or b"")
+                if other is None:
+                    callers.drop(caller)
+                else:
+                    came[other], caller.proved = (caller, conversation), True
+        if len(came) == size - 1:
+            callers.let_in_no_more()  # who is answered calls MLX here, at once
+            for caller, conversation in came.values():
+                with suppress(OSError):
+                    caller.say(conversation.sealed(LISTENER, _AGREED), deadline)
+            _part(callers, [caller for caller, _ in came.values()], deadline)
+            return
+    absent = [other for other in words.values() if other not in came]
+    where = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{' ...' * (len(absent) > 8)}"
+    raise _missing(where, timeout_s, f"said nothing to rank 0 at {host}")
 
 
 class _Beside(threading.Thread):
@@ -139,15 +195,26 @@ class _Proof:
     Attributes:
         given: whether that is so.
         since: since when it has been known here that all listen.
+        blocked: whether something may be in the way, as it looked at last.
     """
 
     watch: Watch
+    rank: int
     given: bool = False
     since: float | None = None
+    blocked: bool = False
+    _blocked_since: float | None = None
+    _told: bool = False
 
-    def look(self, began: float, error: OSError) -> None:
-        """Take in how a call that began then has failed."""
+    def look(self, began: float, error: OSError, host: str) -> None:
+        """Take in how a call of ``host`` that began then has failed."""
         now = time.monotonic()
+        self.blocked = is_blocked(kind_of(error))
+        self._blocked_since = (self._blocked_since or began) if self.blocked else None
+        if self._blocked_since is not None and now - self._blocked_since >= _CALL_S and not self._told:
+            self._told = True
+            way = f"connections from rank {self.rank} to {host} {fate_of(error)}"
+            _log.warning("%s; or that computer is not up yet. %s", way, _CHECK)
         if self.since is None:
             self.since = now if self.watch.all_listen() else None
         elif began >= self.since:
@@ -161,9 +228,21 @@ def _hosts(hostfile: Path) -> list[str]:
     return []
 
 
-def _missing(rank: int, host: str, timeout_s: float, problem: str) -> DistributedError:
-    where = f"rank {rank} at {host}"
-    return DistributedError(f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=_HINT)
+def _unreached(peer: int, host: str, problem: str, proof: _Proof, timeout_s: float) -> DistributedError:
+    if proof.given:
+        return BlockedError(peer, host, proof.rank, problem)
+    return _missing(f"rank {peer} at {host}", timeout_s, problem, _BLOCKED_HINT if proof.blocked else _HINT)
+
+
+def _missing(where: str, timeout_s: float, problem: str, hint: str = _HINT) -> DistributedError:
+    return DistributedError(f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=hint)
+
+
+def _part(callers: Callers, staying: Sequence[Caller], deadline: float) -> None:
+    """Let who has been answered hang up first: then it is not this port that has to rest."""
+    parting = min(deadline, time.monotonic() + _PARTING_S)
+    while any(caller in callers.all() for caller in staying) and time.monotonic() < parting:
+        callers.wait(_TICK_S)
 
 
 def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _Beside) -> bool:
@@ -177,10 +256,7 @@ def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _B
             with suppress(OSError):
                 caller.say(conversation.sealed(LISTENER, _AGREED), deadline)
                 caller.proved = True
-                # The caller closes first: then it is not this port that has to rest.
-                parting = min(deadline, time.monotonic() + _PARTING_S)
-                while caller in callers.all() and time.monotonic() < parting:
-                    callers.wait(_TICK_S)
+                _part(callers, [caller], deadline)
                 return True
     return False
 
@@ -196,11 +272,12 @@ def _tell(host: str, key: bytes, word: bytes, deadline: float, proof: _Proof) ->
         except ValueError as error:
             return str(error)
         except OSError as error:
-            problem = _words(error)
-            proof.look(began, error)
+            problem = fate_of(error)
+            proof.look(began, error, host)
             if proof.given:
                 return problem
         else:
+            proof.blocked = False
             problem = _say(call, key, word, deadline)
             if problem is None:
                 return None
@@ -224,21 +301,25 @@ def _say(call: Call, key: bytes, word: bytes, deadline: float) -> str | None:
     return None if agreed else "somebody else listens there"
 
 
-def _words(error: OSError) -> str:
-    """What becomes of connections that fail like this."""
-    if isinstance(error, TimeoutError):
-        return "get no answer (timed out): a firewall drops them, or that address leads elsewhere"
-    if error.errno == errno.ECONNREFUSED:
-        return f"are refused ({error.strerror})"
-    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN):
-        return f"do not get there ({error.strerror}): a firewall rejects them, or there is no way to that address"
-    return f"fail ({error.strerror or error})"
+def _listen(host: str, whose: str) -> socket.socket:
+    """Listen at the address of this rank, as ``whose`` part it is to do.
 
-
-def _listen(host: str) -> socket.socket:
-    (family, _, _, _, address), *_ = socket.getaddrinfo(*_address(host), type=socket.SOCK_STREAM)
-    # As MLX does: a launcher may keep the port for this rank.
-    return listen_at(family, (str(address[0]), int(address[1])), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
+    Raises:
+        ValueError: that is no address.
+        PortTakenError: another program listens there.
+        DistributedError: it cannot be listened at for another reason.
+    """
+    name, port = _address(host)
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        # As MLX does: a launcher may keep the port for this rank.
+        return listen_at(family, (str(address[0]), port), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
+    except (OSError, OverflowError, UnicodeError) as error:
+        trouble = cannot_listen(error, name, port, _SETTINGS)
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        kind = PortTakenError if taken else DistributedError
+        told = f"cannot bind {host}, where this rank of {whose} is to listen: {trouble.message}"
+        raise kind(told, hint=trouble.hint) from None
 
 
 def _address(host: str) -> tuple[str, int]:

@@ -33,6 +33,10 @@ def check_address(cluster: Cluster) -> list[Finding]:
     for host, facts in cluster.answered():
         for ip, reason in host.bind_errors.items():
             own = [address for _, address, _ in networks(facts)]
+            if ip in own:
+                message = f"it cannot listen at its address {ip}: {reason}"
+                findings.append(Finding("address", (host.name,), "stop", message, on(host, "ulimit -n; ss -s")))
+                continue
             message = f"{ip} is not an address of it ({reason}); it has {listed(own) or 'none'}"
             show = on(host, "ifconfig | grep 'inet '" if on_mac(host) else "ip -br -4 addr")
             best = _common_address(cluster, facts)

@@ -105,11 +105,12 @@ class Listener:
         self._closed = False
         self._sockets: list[socket.socket] = []
 
-    def listen(self, address: str) -> int | None:
-        """Listen on one of this host's addresses; the port, or ``None`` if that cannot be."""
+    def listen(self, address: str, failed: Callable[[OSError], None] = lambda _: None) -> int | None:
+        """Listen on one of this host's addresses; the port, or ``None`` if that cannot be, as ``failed`` hears."""
         try:
             listening = socket.create_server((address, 0), family=_family(address), backlog=_BACKLOG)
-        except OSError:
+        except OSError as error:
+            failed(error)
             return None
         self._sockets.append(listening)
         threading.Thread(target=self._accept, args=(listening,), name="sync-accept", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import secrets
 import threading
@@ -22,6 +23,7 @@ from allhands.cluster.sync.wire import Broken, Security
 from allhands.cluster.sync.worker import Counts
 from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError
 from allhands.files import storage_error
+from allhands.ports import cannot_listen
 from allhands.strict_json import Check, integer, is_integer, is_text, list_of, object_of
 
 SOURCE = -1  # the number of this computer
@@ -439,8 +441,13 @@ class _Run:
         if not address or self._listener is None:
             return None
         if address not in self._ports:
-            self._ports[address] = self._listener.listen(address)
+            self._ports[address] = self._listener.listen(address, lambda error: self._note_deaf(address, error))
         return self._ports[address]
+
+    def _note_deaf(self, address: str, error: OSError) -> None:
+        if error.errno != errno.EADDRNOTAVAIL:  # a network in between knows this computer by another address
+            reason = cannot_listen(error, address, 0).message
+            self._state.notes.append(f"this computer cannot listen at {address}, so it feeds over ssh: {reason}")
 
     # --- time passes --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from allhands.cluster.doctor.probes.tools import finished, program_environment
+from allhands.ports import cannot_listen
 
 # Enough for many full-size packets, so that a path on which only small ones pass is found.
 LARGE_BYTES = 1 << 18
@@ -55,7 +56,8 @@ class Listeners:
                 listening.bind((address, 0))
                 listening.listen(_CALLS)
             except OSError as error:
-                errors[address] = error.strerror or str(error)
+                nobodys = error.errno == errno.EADDRNOTAVAIL  # who asks knows the words
+                errors[address] = str(error.strerror) if nobodys else cannot_listen(error, address, 0).message
                 listening.close()
                 continue
             ports[address] = listening.getsockname()[1]

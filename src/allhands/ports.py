@@ -1,0 +1,146 @@
+"""Why a port cannot be listened at, or not be connected to: in words that are true for the error that the system gave.
+
+"In use" is said of a port that is in use, with who uses it where that can be seen; a firewall is suspected where
+nobody answers or somebody forbids it, and never where a connection is refused: there nobody listens yet.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["refused", "dropped", "rejected", "forbidden", "failed"]
+
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+_FORBIDDEN = (errno.EPERM, errno.EACCES)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_FIRST_FREE = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+_USUAL_FIRST_FREE = 1024
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is wrong, and what a person can do about it."""
+
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a person says where to listen, as hints have it.
+
+    Attributes:
+        port: chooses another port, for example ``"--port, or 0 for any free one"``.
+        address: chooses another address.
+    """
+
+    port: str = "another port"
+    address: str = "an address of this computer"
+
+
+# --- listening ----------------------------------------------------------------------------------------
+
+
+def cannot_listen(error: Exception, address: str, port: int, settings: Settings | None = None) -> Trouble:
+    """Why nobody can listen at ``port`` of ``address``; port 0 is any that is free.
+
+    Args:
+        error: what binding the port, or looking for the address, has raised.
+    """
+    given = settings or Settings()
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, OverflowError):
+        return Trouble("a port is a number from 0 to 65535", f"choose {given.port}")
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return Trouble(f"{address} is no name or address that is known here", f"give {given.address}")
+    if number == errno.EADDRNOTAVAIL:
+        return Trouble(f"{address} is no address of this computer", f"give {given.address}")
+    if number == errno.EADDRINUSE and port == 0:
+        return Trouble("no port is free", "end what keeps thousands of connections: ss -s")
+    if number == errno.EADDRINUSE:
+        user = user_of(port)
+        told = f": {user}" if user else ""
+        return Trouble(f"another program listens there already{told}", _end_it(user, port, given))
+    if number in _FORBIDDEN:
+        first = _first_free()
+        if number == errno.EACCES and 0 < port < first:
+            return Trouble(f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher")
+        return Trouble(
+            f"the system forbids it ({_words(error)})", "look at the rules of the sandbox, container or SELinux"
+        )
+    if number in _NO_ROOM:
+        return Trouble(f"the system has no room for it ({_words(error)})", "close files, or allow more: ulimit -n")
+    if number == errno.EAFNOSUPPORT:
+        family = "IPv6" if ":" in address else "IPv4"
+        return Trouble(f"this computer has no {family}", f"give {given.address}")
+    return Trouble(f"{_words(error)}", f"choose {given.port}, or {given.address}")
+
+
+def user_of(port: int) -> str | None:
+    """The program that listens at a TCP port here, ``"python3 (process 123)"``, as far as one may see it."""
+    import psutil
+
+    found: str | None = None
+    # macOS shows the connections of all processes to the administrator only.
+    with suppress(psutil.Error, OSError, RuntimeError):
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
+                found = f"{psutil.Process(one.pid).name()} (process {one.pid})" if one.pid else "another user's program"
+                if one.pid:
+                    break
+    return found
+
+
+def _end_it(user: str | None, port: int, given: Settings) -> str:
+    if user is None:
+        return f"look for it (ss -ltnp 'sport = :{port}', or lsof -iTCP:{port}), or choose {given.port}"
+    return f"end it, or choose {given.port}"
+
+
+def _first_free() -> int:
+    with suppress(OSError, ValueError):
+        return int(_FIRST_FREE.read_text(encoding="ascii"))
+    return _USUAL_FIRST_FREE
+
+
+def _words(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+# --- connecting ---------------------------------------------------------------------------------------
+
+
+def kind_of(error: OSError) -> Kind:
+    """What has become of a connection: only ``"refused"`` says that the computer is there and nobody listens."""
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "dropped"
+    if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
+        return "refused"
+    if error.errno in _UNREACHABLE:
+        return "rejected"
+    return "forbidden" if error.errno in _FORBIDDEN else "failed"
+
+
+def is_blocked(kind: Kind) -> bool:
+    """Whether something may be in the way: more than that nobody listens yet."""
+    return kind in ("dropped", "rejected", "forbidden")
+
+
+def fate_of(error: OSError) -> str:
+    """What becomes of connections that fail like this: the end of a sentence about them."""
+    match kind_of(error):
+        case "dropped":
+            return "get no answer (timed out): a firewall drops them, or that address leads elsewhere"
+        case "rejected":
+            return f"do not get there ({_words(error)}): a firewall rejects them, or there is no way to that address"
+        case "forbidden":
+            return f"are not let out ({_words(error)}): a firewall of this computer forbids them"
+        case "refused":
+            return f"are refused ({_words(error)})"
+        case "failed":
+            return f"fail ({_words(error)})"
