@@ -19,6 +19,7 @@ from allhands.cli.options import option_function
 from allhands.config import TrainConfig, build_config
 from allhands.data.records import ColumnNames
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,9 +176,7 @@ def vocabulary_of(model: Path) -> int | None:
 @contextmanager
 def _progress() -> Generator[Callable[[str, int], None], None, None]:
     """A line on standard error that counts, if that is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
+    console = progress_console(highlight=False)
     with console.status("reading") as status:
 
         def report(split: str, done: int) -> None:
@@ -340,9 +339,7 @@ def _print_all(
     shown: Sequence[ShownRecord],
     special: Sequence[str],
 ) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = console_for(highlight=False, markup=False, emoji=False)
     for report in reports:
         if report.lengths.max or report.bad_rows or report.name == "train":
             _print_split(console, report, config)

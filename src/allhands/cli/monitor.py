@@ -24,6 +24,7 @@ from allhands.formatting import format_bytes, format_duration, format_rate, form
 from allhands.metrics import RunHistory, read_metrics
 from allhands.monitor import Board, Follower, Row, Sample, encode_sample
 from allhands.monitor.samples import in_order
+from allhands.terminal import console_for, is_read_live, is_screen, progress_console, tell
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -110,7 +111,7 @@ def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sa
             "just been started has some in a few seconds",
         )
     for reason in remote.complaints():
-        print(f"allhands: warning: not asked: {reason}", file=sys.stderr)
+        tell(f"allhands: warning: not asked: {reason}")
     return samples
 
 
@@ -143,8 +144,9 @@ def _live(options: MonitorOptions, board: Board, new: Read) -> None:
 
 def _console() -> Console:
     """Nothing has to be left out where no terminal limits the width."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+    if is_screen(sys.stdout):
+        return progress_console(sys.stdout, highlight=False)
+    return console_for(highlight=False, **({} if is_read_live(sys.stdout) else {"width": _WIDE}))
 
 
 def _gone(board: Board) -> set[tuple[str, int]]:

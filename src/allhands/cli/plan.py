@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
+from allhands.terminal import console_for
 
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
@@ -211,9 +212,7 @@ def _show_compared(found: Comparison) -> None:
 
 def show(outlook: Outlook, notes: Sequence[str]) -> None:
     """Print the tables and the advice."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = console_for(highlight=False)
     for note in notes:
         console.print(f"- {note}", markup=False)
     console.print()
