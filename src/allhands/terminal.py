@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Who starts a rank under these gives it a terminal of its own, wherever its output really ends up.
+# Who starts a rank with these gives it a terminal of its own, wherever its output really ends up. Our own launcher,
+# which may go through mpirun, hands its output over.
+_OURS = "ALLHANDS_RANK"
 _RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 _GAPS = re.compile(r" +")
 _GAP = re.compile(r" {2,}")
@@ -41,7 +43,8 @@ def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
     Nobody sits before that of continuous integration (``CI``), which keeps all that was ever written, or before the
     one that mpirun or srun gives a rank, wherever its output really ends up.
     """
-    if environ.get("CI", "").lower() not in _NO or any(name in environ for name in _RELAYED):
+    relayed = _OURS not in environ and any(name in environ for name in _RELAYED)
+    if relayed or environ.get("CI", "").lower() not in _NO:
         return False
     try:
         return bool(stream.isatty())

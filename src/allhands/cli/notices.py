@@ -12,7 +12,7 @@ from itertools import dropwhile
 
 from allhands.cluster.hosts import is_here
 from allhands.cluster.supervisor import SupervisorEvent
-from allhands.terminal import tell
+from allhands.terminal import is_screen, tell
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_FILES = ("DataError:", "ModelError:")
@@ -142,7 +142,7 @@ class Notices:
 
     def _leave_the_line(self) -> None:
         """Get off the line on which a progress display may have been left."""
-        if sys.stderr.isatty() and not self.tagged:
+        if is_screen(sys.stderr) and not self.tagged:
             print(file=sys.stderr)
 
 

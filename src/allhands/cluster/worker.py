@@ -41,7 +41,7 @@ from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLo
 from allhands.files import private_opener, storage_error_of
 from allhands.kernels import publish
 from allhands.monitor import Identity, ProcessSampler, monitor_file
-from allhands.terminal import tell
+from allhands.terminal import is_screen, tell
 
 _POLL_S = 0.5
 _KEEP_KERNELS_S = 10.0
@@ -277,7 +277,7 @@ class WorkerContext:
 
     def _end_at_once(self, number: int) -> NoReturn:
         """End because of a signal, with the terminal's cursor, which a progress display hides, to be seen again."""
-        if self._announce and os.isatty(1):
+        if self._announce and is_screen(sys.stdout):
             os.write(1, b"\x1b[?25h\n")
         if self._announce and self._log_dir is None:
             os.write(2, b"allhands: ended at once; what was not saved is lost\n")
