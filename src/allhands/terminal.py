@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # Who starts a rank with these gives it a terminal of its own, wherever its output really ends up. Our own launcher,
 # which may go through mpirun, hands its output over.
@@ -58,8 +60,6 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
     ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
     that happens to be a terminal: 80 in a file, unless ``COLUMNS`` says otherwise.
     """
-    from rich.console import Console
-
     stream = sys.stdout if stream is None else stream
     if environ.get("NO_COLOR"):
         options["color_system"] = None
@@ -67,7 +67,45 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
         options["force_terminal"] = False
     if not is_read_live(stream, environ) and not environ.get("COLUMNS"):
         options.setdefault("width", _WIDTH_OF_FILES)
-    return Console(file=stream, **options)
+    return _careful_console()(file=stream, **options)
+
+
+@cache
+def _careful_console() -> type[Console]:
+    """A console that breaks plain text as :func:`fitted` does: rich's own parts numbers from their units."""
+    from rich.console import Console
+
+    class Careful(Console):
+        def print(self, *objects: Any, **how: Any) -> None:
+            text = objects[0] if len(objects) == 1 else None
+            if isinstance(text, str) and not how.get("soft_wrap") and (how.get("markup") is False or "[" not in text):
+                shown = row_width(self)
+                objects = (fitted(text, self.width) if shown else broken(text, self.width),)
+                how["soft_wrap"] = True
+            super().print(*objects, **how)
+
+    return Careful
+
+
+def print_table(console: Console, table: Table, dispensable: Sequence[str] = ()) -> None:
+    """Print a table without as many of the columns that are ``dispensable``, the first ones first, as have no room."""
+    for name in dispensable:
+        if table.__rich_measure__(console, console.options.update(width=10_000)).maximum <= console.width:
+            break
+        table = _without(table, name)
+    console.print(table)
+
+
+def _without(table: Table, name: str) -> Table:
+    from rich.table import Table
+
+    kept = [column for column in table.columns if column.header != name]
+    made = Table(box=table.box, padding=table.padding, pad_edge=table.pad_edge)
+    for column in kept:
+        made.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
+    for cells in zip(*(column.cells for column in kept), strict=True):
+        made.add_row(*cells)
+    return made
 
 
 def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
@@ -88,25 +126,29 @@ def fitted(text: str, width: int) -> str:
     what is copied from it, a command for instance, is still one line. Fields that stand two blanks apart stay whole
     where they can, and a number stays with its unit. A word longer than a row is broken, as there is no other way.
     """
-    return "\n".join(_fitted(line, width) for line in text.split("\n"))
+    return "\n".join("".join(_rows(line, width)) for line in text.split("\n"))
 
 
-def _fitted(line: str, width: int) -> str:
+def broken(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width``, for a file; broken where :func:`fitted` breaks it."""
+    return "\n".join(row.rstrip(" ") for line in text.split("\n") for row in _rows(line, width))
+
+
+def _rows(line: str, width: int) -> list[str]:
     if len(line) <= width or width < 2:
-        return line
+        return [line]
     rows: list[str] = []
     rest = line
     while len(rest) > width:
         place = _break(rest, width)
         if place is None:  # one word, whose end the next row holds
-            full = len(rest.split(" ", 1)[0])
-            kept = full - full % width if full % width else full
-            rows.append(rest[: max(kept, width)])
-            rest = rest[max(kept, width) :]
-            continue
-        rows.append(rest[:place].ljust(width))
-        rest = rest[place:].lstrip(" ")
-    return "".join([*rows, rest])
+            whole = max(width, len(rest.split(" ", 1)[0]) // width * width)
+            rows.append(rest[:whole])
+            rest = rest[whole:]
+        else:
+            rows.append(rest[:place].ljust(width))
+            rest = rest[place:].lstrip(" ")
+    return [*rows, rest]
 
 
 def _break(rest: str, width: int) -> int | None:
@@ -120,6 +162,11 @@ def _break(rest: str, width: int) -> int | None:
         if gaps := [place for place in gaps if rest[:place].strip()]:
             return gaps[-1]
     return None
+
+
+def echo(text: str) -> None:
+    """:func:`tell` on standard output."""
+    tell(text, sys.stdout)
 
 
 def row_width(console: Console) -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
-from allhands.terminal import console_for
+from allhands.terminal import console_for, echo, print_table, tell
 
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
@@ -87,10 +87,10 @@ def plan(
     if as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
-            typer.echo(told, err=True)
+            tell(told)
     else:
         show(outlook, notes)
-        typer.echo(told)
+        echo(told)
     if picture is not None:
         # Last, because what was measured is not to be lost if it cannot be written.
         typer.echo(f"chart: {draw_chart(outlook.advice, picture)}", err=as_json)
@@ -179,13 +179,13 @@ def show_after(run: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(values, indent=1))
         return
     for one in done:
-        typer.echo(f"{one.level}: {one.text}")
+        echo(f"{one.level}: {one.text}")
     if not found:
-        typer.echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
+        echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
     for sign in found:
-        typer.echo(f"{sign.seen}\n  what to do: {sign.advice}")
+        echo(f"{sign.seen}\n  what to do: {sign.advice}")
     for note in notes:
-        typer.echo(note)
+        echo(note)
     if compared is not None:
         _show_compared(compared)
 
@@ -197,14 +197,14 @@ def _show_compared(found: Comparison) -> None:
         f"\nAs planned on {format_moment(found.made)} UTC, for {found.machines} rank{'s' * (found.machines > 1)}:"
     )
     for note in found.notes:
-        typer.echo(f"- {note}")
+        echo(f"- {note}")
     for figure in found.figures:
         mark = " (with other options)" if figure.marked and figure.ratio is not None else ""
-        typer.echo(f"{figure.told}{mark}")
+        echo(f"{figure.told}{mark}")
         if figure.why:
-            typer.echo(f"  what may explain it: {'; '.join(figure.why)}")
+            echo(f"  what may explain it: {'; '.join(figure.why)}")
     for one in found.differences:
-        typer.echo(f"other than planned: {one.told}")
+        echo(f"other than planned: {one.told}")
 
 
 # --- for people ---------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _show_time(console: Any, outlook: Outlook) -> None:
             f"{laws[0]:.2f}",
             f"{laws[1]:.2f}",
         )
-    console.print(table)
+    print_table(console, table, ("Gustafson", "Amdahl", "efficient"))
     for line in outlook.lines:
         costs = [] if line.kwh is None else [f"{line.kwh:.3g} kWh"]
         costs += [] if line.money is None else [f"costs {line.money:.2f}"]
@@ -326,7 +326,7 @@ def _show_memory(console: Any, outlook: Outlook) -> None:
         table.add_row(name, *parts, format_bytes(strategy.rank_bytes), words[fits])
         if strategy.flags or not strategy.built:
             how.append(f"{name}: {strategy.flags if strategy.built else 'not here, but by torchtitan or DeepSpeed'}")
-    console.print(table)
+    print_table(console, table, ("grads", "logits", "optim."))
     console.print("optim.: what the optimizer keeps; activ.: what the passes keep", markup=False)
     for line in how:
         console.print(line, markup=False)
