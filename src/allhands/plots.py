@@ -292,16 +292,15 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
 
     See :func:`times_markdown` for what is compared.
     """
-    caption = "speed-up: tokens/s relative to the first run" if len(runs) > 1 else None
-    if caption and len(runs) > _SIDE_BY_SIDE:
+    caption = "speed-up: tokens/s relative to the first run"
+    if len(runs) > _SIDE_BY_SIDE:
         return _rows(runs, caption)
     table = Table(title="Training times", caption=caption)
     table.add_column("", no_wrap=True)
     for label in _labels(runs):
         table.add_column(Text(label), justify="right", overflow="fold")
     for measure, cells in _measures(runs):
-        if caption or measure != "speed-up":
-            table.add_row(measure, *cells)
+        table.add_row(measure, *cells)
     return table
 
 
