@@ -30,39 +30,19 @@ PHASES = {
 OTHER = "#444444"  # a phase without a name here
 # Of the first, second, ... run or rank: matplotlib's names; the pages draw the same.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_NAMES = {"update and rest": "update"}
 
 
-def colours() -> dict[str, str]:
-    """Every colour by its name on a page: ``run-0``, ``rank-3``, ``director-0``, ``phase-compute``, ``phase-other``."""
-    named = {
-        f"{kind}-{place}": colour
-        for kind, palette in (("run", RUNS), ("rank", RANKS), ("director", DIRECTORS))
-        for place, colour in enumerate(palette)
-    }
-    return named | {phase_key(label): colour for label, colour, _ in PHASES.values()} | {"phase-other": OTHER}
+def palettes() -> dict[str, tuple[str, ...]]:
+    """The colours of each kind of thing on a page, in their order; the last phase is any without a name here."""
+    phases = (*(colour for _, colour, _ in PHASES.values()), OTHER)
+    return {"run": RUNS, "rank": RANKS, "director": DIRECTORS, "phase": phases}
 
 
-def run_key(place: int) -> str:
-    """The name of the colour of the run at a place, counted from 0."""
-    return f"run-{place % len(RUNS)}"
-
-
-def rank_key(rank: int) -> str:
-    """The name of the colour of a rank."""
-    return f"rank-{rank % len(RANKS)}"
-
-
-def director_key(place: int) -> str:
-    """The name of the colour of the process at a place among those that direct the ranks."""
-    return f"director-{place % len(DIRECTORS)}"
-
-
-def phase_key(label: str) -> str:
-    """The name of the colour of a phase, as people call it."""
-    label = _NAMES.get(label, label)
-    known = any(label == one for one, _, _ in PHASES.values())
-    return f"phase-{label.replace(' ', '-')}" if known else "phase-other"
+def phase_colour(label: str) -> int:
+    """The place among the phases' colours of the phase that people call so; updates are told with all else, too."""
+    labels = [one for one, _, _ in PHASES.values()]
+    label = "update" if label == "update and rest" else label
+    return labels.index(label) if label in labels else len(labels)
 
 
 def luminance(colour: str) -> float:

@@ -17,7 +17,7 @@ from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, Row, Sample, read_samples
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
-Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "without an end"]
+Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 
 _CONFIG = "adapter_config.json"
 _PREPARED = "report.json"
@@ -44,7 +44,8 @@ class RunFacts:
         path: as it was given.
         status: how it ended, or whether it goes on; ``reason`` says more, in words.
         journal: the supervisor's events, in their order.
-        rows: the processes with their highest memory; ``samples`` are all looks at them.
+        rows: the processes with their highest memory; ``samples`` are all looks at them. ``together_bytes`` and, of the
+            ranks alone, ``ranks_bytes`` are what they had at the same time.
         config: the options that the run was given, by name; empty if not known.
         prepared: the report of ``allhands data prepare`` on the data, if it is there.
         plan: that was made for it before it began, if one was kept.
@@ -53,12 +54,13 @@ class RunFacts:
 
     path: Path
     history: RunHistory
-    status: Status = "without an end"
+    status: Status = "crashed or killed"
     reason: str = ""
     journal: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Sample] = ()
     rows: Sequence[Row] = ()
     together_bytes: int = 0
+    ranks_bytes: int = 0
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     prepared: Mapping[str, Any] = field(default_factory=dict[str, Any])
     answers: Sequence[Answers] = ()
@@ -90,7 +92,11 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     facts = RunFacts(path, history, journal=journal, notes=notes)
     facts.samples = _samples(directory, notes)
     board = Board(facts.samples)
-    facts.rows, facts.together_bytes = board.rows(), board.peak_together_bytes
+    facts.rows, facts.together_bytes, facts.ranks_bytes = (
+        board.rows(),
+        board.peak_together_bytes,
+        board.peak_ranks_bytes,
+    )
     facts.config = _config(directory, notes)
     facts.prepared = _prepared(facts.config)
     facts.answers = tuple(_answers(directory))
@@ -140,7 +146,10 @@ def _status(facts: RunFacts, directory: Path, board: Board, now: float) -> tuple
     if (facts.samples and not board.over(now)) or (not facts.samples and age < _FRESH_S):
         return "going on", "it goes on: what follows is what there is so far"
     silent = f" {format_duration(age)} ago" if age < float("inf") else ""
-    return "without an end", f"its file has no end: it was killed, or lost its computer; last written{silent}"
+    return (
+        "crashed or killed",
+        f"its file has no end: it crashed, was killed, or lost its computer; last written{silent}",
+    )
 
 
 def _told(event: Mapping[str, Any]) -> str:
