@@ -185,12 +185,15 @@ def test_phases_of_ranks_are_read_side_by_side(browser: Any, report: Path) -> No
 
 def test_colours_follow_the_scheme_and_charts_the_width(browser: Any, report: Path) -> None:
     page = opened(browser, report).page
-    colours = "() => getComputedStyle(document.documentElement).getPropertyValue('--series-0')"
-    bright, light = page.evaluate(PIXELS), page.evaluate(colours)
+    colours = """() => ["--background", "--run-0", "--rank-0", "--phase-3"].map(
+      name => getComputedStyle(document.documentElement).getPropertyValue(name))"""
+    bright, (light, *kept) = page.evaluate(PIXELS), page.evaluate(colours)
     page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_timeout(500)
-    assert page.evaluate(colours) != light
+    background, *shown = page.evaluate(colours)
+    assert background != light
+    assert shown == kept, "a colour means the same in both"
     assert page.evaluate(PIXELS) != bright
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientWidth))") <= 390

@@ -107,8 +107,8 @@ def summary_of(name: str, directory: Path) -> Summary | None:
 
 
 def processes_of(facts: RunFacts, now: float) -> list[dict[str, str]]:
-    """The run's processes side by side, as texts."""
-    return [_process(row, now) for row in Board(facts.samples).rows()]
+    """The run's processes side by side, as texts; the ranks first, then those that only direct them."""
+    return [_process(row, now) for row in sorted(Board(facts.samples).rows(), key=lambda row: row.last.role != "rank")]
 
 
 def _process(row: Row, now: float) -> dict[str, str]:
@@ -175,7 +175,7 @@ def logs_of(directory: Path) -> list[str]:
         names = [entry.name for entry in entries if entry.is_file() and not entry.is_symlink()]
     except OSError:
         return []
-    return sorted(names, key=lambda name: ("attempt" in name, name))
+    return sorted(names, key=lambda name: ("attempt" in name, not name.startswith("rank-"), name))
 
 
 def tail_of(directory: Path, name: str) -> str:

@@ -82,13 +82,14 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     now = time.time() if now is None else now
     directory = path if path.is_dir() else path.parent
     notes: list[str] = []
+    missing = ""
     try:
         history = read_metrics(path)
     except DataError as error:
         if not journal or not path.is_dir():
             raise
         history = RunHistory(path.resolve().name)
-        notes.append(f"There are no metrics ({error.message}): the run ended before its first step.")
+        missing = error.message
     facts = RunFacts(path, history, journal=journal, notes=notes)
     facts.samples = _samples(directory, notes)
     board = Board(facts.samples)
@@ -103,6 +104,9 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     facts.plan, amiss = plan_before(directory, history.starts[0].time if history.starts else None)
     notes += amiss
     facts.status, facts.reason = _status(facts, directory, board, now)
+    if missing:
+        how = "has not come to its first step yet" if facts.status == "going on" else "ended before its first step"
+        notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
     notes += _amiss(history)
     return facts
 

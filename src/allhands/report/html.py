@@ -18,7 +18,7 @@ from allhands.report.page import Page
 MARK = '<meta name="generator" content="allhands report">'
 # Text that is darker than this part of white stands out from the colour behind it more than white text does.
 _BRIGHT = 0.18
-_NARROW = 7.0  # percent of a bar that its name needs
+_NARROW = 4.0  # percent of a bar that has no room for a name, on any screen
 
 
 def to_html(page: Page) -> str:

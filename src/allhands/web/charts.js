@@ -182,10 +182,22 @@ var allhandsCharts = (function () {
     made.append(svg("path", {d: shape, "class": "mark", transform: "translate(12 6) scale(4)", "vector-effect": "non-scaling-stroke"}));
   }
 
-  // Marks of the runs that the page's own text shows.
-  function markSwatches(host) {
+  // What a page's own text has besides its charts: marks of its runs, and bars.
+  function decorateText(host) {
+    fitBars(host);
     host.querySelectorAll("svg[data-mark]").forEach(function (made) {
       if (!made.querySelector(".mark")) mark(made, MARKS[made.dataset.mark % MARKS.length]);
+    });
+  }
+
+  // Names in bars only where they have room; the legend above them has all.
+  function fitBars(host) {
+    host.querySelectorAll(".bar svg svg").forEach(function (part) {
+      var name = part.querySelector("text");
+      if (!name) return;
+      name.removeAttribute("visibility");
+      var room = part.parentNode.getBoundingClientRect().width * parseFloat(part.getAttribute("width")) / 100;
+      if (name.getComputedTextLength() + 10 > room) name.setAttribute("visibility", "hidden");
     });
   }
 
@@ -217,7 +229,7 @@ var allhandsCharts = (function () {
   function room(u, values, axis, cycle) {
     if (cycle > 1) return u.axes[axis]._size;
     var longest = (values || []).reduce(function (most, text) { return Math.max(most, String(text).length); }, 0);
-    return Math.max(44, 7 * longest + 16);
+    return Math.max(44, 7 * longest + 24);
   }
 
   function legend(u, chart, list) {
@@ -320,10 +332,12 @@ var allhandsCharts = (function () {
     document.querySelectorAll("[data-chart]").forEach(function (host) {
       draw(host, charts[host.dataset.chart]);
     });
-    markSwatches(document);
+    decorateText(document);
     follow(document.querySelector("nav.parts"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   }
+
+  addEventListener("resize", function () { fitBars(document); });
 
   // The bar says which part of the page is in sight.
   function follow(nav) {
@@ -361,7 +375,7 @@ var allhandsCharts = (function () {
   }
 
   return {
-    draw: draw, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, markSwatches: markSwatches, swatch: swatch, MARKS: MARKS,
+    draw: draw, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, decorateText: decorateText, swatch: swatch, MARKS: MARKS,
   };
 })();
 if (document.getElementById("charts")) allhandsCharts.drawAll();
