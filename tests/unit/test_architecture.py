@@ -47,6 +47,7 @@ LAYERS: dict[str, int] = {
     "allhands.versions": 0,
     "allhands.callers": 0,
     "allhands.strict_json": 0,
+    "allhands.names": 0,
     "allhands.terminal": 0,
     "allhands.blame": 0,
     "allhands.kernels": 0,

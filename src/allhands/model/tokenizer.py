@@ -15,6 +15,7 @@ from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
 from allhands.errors import ModelError
 from allhands.model.sources import first_line, importing, is_path, resolve
+from allhands.names import MODELS_OF_A_RUN
 
 Json = dict[str, Any]
 
@@ -29,7 +30,6 @@ _TOKENIZER_FILES = (
 )
 
 # What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
-MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, Row, Sample, read_samples
+from allhands.names import CONFIG_FILE
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
 Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 
-_CONFIG = "adapter_config.json"
 _PREPARED = "report.json"
 _OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
@@ -187,7 +187,7 @@ def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
     except AllhandsError as error:
         notes.append(f"Its checkpoints cannot be read: {error.message}.")
     for place in places:
-        if found := _object(place / _CONFIG):
+        if found := _object(place / CONFIG_FILE):
             return found
         if found := _object(place / "state.json").get("config"):
             return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
@@ -203,7 +203,7 @@ def _prepared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answers(directory: Path) -> Iterator[Answers]:
     for file in sorted(directory.glob("*.json")):
-        if file.name in (_CONFIG, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
+        if file.name in (CONFIG_FILE, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
             continue
         content = _object(file)
         columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]

@@ -433,14 +433,26 @@ def _answers(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
 
 
 def _options(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
-    names = sorted({name for run in runs for name in run.config})
+    configs = [_in_effect(run.config) for run in runs]
+    names = sorted({name for config in configs for name in config})
     if not names:
         return
-    rows = tuple((name, *(_option(run.config.get(name)) or _NONE for run in runs)) for name in names)
+    rows = tuple((name, *(_option(config.get(name)) or _NONE for config in configs)) for name in names)
     differ = tuple(row for row in rows if len(set(row[1:])) > 1)
     if differ:
         yield Grid("options in which the runs differ", ("option", *labels), differ)
     yield Grid("all options that are set", ("option", *labels), tuple(row for row in rows if set(row[1:]) != {_NONE}))
+
+
+def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the warm-up in one place: it may be given on its own or with the schedule, not as both."""
+    schedule = config.get("lr_schedule")
+    if not isinstance(schedule, Mapping):
+        return dict(config)
+    told = {str(name): value for name, value in schedule.items() if name != "warmup"}
+    if not told.get("warmup_init"):
+        told.pop("warmup_init", None)
+    return {**config, "lr_schedule": told, "warmup_steps": schedule.get("warmup") or config.get("warmup_steps")}
 
 
 def _option(value: Any) -> str:
