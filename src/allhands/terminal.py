@@ -135,24 +135,28 @@ def broken(text: str, width: int) -> str:
 
 
 def _rows(line: str, width: int) -> list[str]:
-    if len(line) <= width or width < 2:
+    if len(line) < width or width < 2:
         return [line]
     rows: list[str] = []
     rest = line
-    while len(rest) > width:
+    while len(rest) >= width:
         place = _break(rest, width)
         if place is None:  # one word, whose end the next row holds
             whole = max(width, len(rest.split(" ", 1)[0]) // width * width)
-            rows.append(rest[:whole])
+            rows += [rest[at : at + width] for at in range(0, whole, width)]
             rest = rest[whole:]
         else:
             rows.append(rest[:place].ljust(width))
             rest = rest[place:].lstrip(" ")
-    return [*rows, rest]
+    return [*rows, rest] if rest else rows
 
 
 def _break(rest: str, width: int) -> int | None:
-    """Where the row ends: the last wide gap that leaves enough, or the last one that parts no number from its unit."""
+    """Where the row ends: the last wide gap that leaves enough, or the last one that parts no number from its unit.
+
+    The last column stays empty, so that there is a blank between two words when what is shown is copied.
+    """
+    width -= 1
     wide = [found.start() for found in _GAP.finditer(rest) if _FIELD_SHARE * width <= found.start() <= width]
     if wide:
         return wide[-1]

@@ -236,7 +236,7 @@ def train_line(
     if short:
         forms = _FORMS[4:] if _waiting(report) else _FORMS[3:]
     lines = [_train_line(report, f"step {report.step}/{total_steps}", left_s, *form) for form in forms]
-    return next((line for line in lines if width is None or len(line) <= width), lines[-1])
+    return next((line for line in lines if width is None or len(line) < width), lines[-1])
 
 
 def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, peaks: str, words: bool) -> str:
