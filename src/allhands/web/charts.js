@@ -357,10 +357,12 @@ var allhandsCharts = (function () {
         } else if (link !== current) link.removeAttribute("aria-current");
       });
     }
-    addEventListener("scroll", function () {
+    function soon() {
       if (!waiting) requestAnimationFrame(look);
       waiting = true;
-    }, {passive: true});
+    }
+    addEventListener("scroll", soon, {passive: true});
+    new ResizeObserver(soon).observe(document.body);  // what is above may grow while nobody scrolls
     look();
   }
 
