@@ -66,7 +66,7 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
     if not is_screen(stream, environ) and not environ.get("FORCE_COLOR"):
         options["force_terminal"] = False
     if not is_read_live(stream, environ) and not environ.get("COLUMNS"):
-        options.setdefault("width", _WIDTH_OF_FILES)
+        options["width"] = options.get("width") or _WIDTH_OF_FILES
     return _careful_console()(file=stream, **options)
 
 
@@ -187,8 +187,8 @@ def print_line(console: Console, line: str) -> None:
 
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Print ``text`` on standard error, or ``stream``, at once; broken between words on a terminal."""
-    stream = sys.stderr if stream is None else stream
-    print(fitted_to(stream.fileno(), text) if is_read_live(stream) else text, file=stream, flush=True)
+    out: TextIO = sys.stderr if stream is None else stream
+    print(fitted_to(out.fileno(), text) if is_read_live(out) else text, file=out, flush=True)
 
 
 def fitted_to(file: int, text: str) -> str:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_it_shows_runs_as_they_go_on(browser: Any, tmp_path: Path, width: int, s
 
 
 @contextmanager
-def going_on(directory: Path, **options: Any) -> Iterator[Path]:
+def going_on(directory: Path, **options: Any) -> Generator[Path]:
     """A run of which a process lives, which can be asked to stop."""
     write_run(directory, ended=None, **options)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", "allhands"]) as process:

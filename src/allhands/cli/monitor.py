@@ -146,7 +146,7 @@ def _console() -> Console:
     """Nothing has to be left out where no terminal limits the width."""
     if is_screen(sys.stdout):
         return progress_console(sys.stdout, highlight=False)
-    return console_for(highlight=False, **({} if is_read_live(sys.stdout) else {"width": _WIDE}))
+    return console_for(highlight=False, width=None if is_read_live(sys.stdout) else _WIDE)
 
 
 def _gone(board: Board) -> set[tuple[str, int]]:
