@@ -12,7 +12,6 @@ from allhands.cli import commands
 from allhands.cli.parser import App
 from allhands.errors import AllhandsError, ConfigError, in_our_words
 from allhands.paths import check_variables
-from allhands.terminal import tell
 
 _INTERRUPTED = 130
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
@@ -49,12 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
         code = result if isinstance(result, int) else 0
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
-            tell("allhands: interrupted")
+            _tell("allhands: interrupted")
     except AllhandsError as error:
         print_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
-        tell("allhands: interrupted")
+        _tell("allhands: interrupted")
         code = 130
     except BrokenPipeError:
         # The reader of our output has gone (a pager, head): nothing is left to say to it.
@@ -109,4 +108,10 @@ def _hint_for_flag(flag: str | None) -> str | None:
 
 def print_error(error: AllhandsError) -> None:
     """One clear message on standard error: what, where, what to do."""
-    tell(f"allhands: error: {error}")
+    _tell(f"allhands: error: {error}")
+
+
+def _tell(text: str) -> None:
+    from allhands.terminal import tell
+
+    tell(text)
