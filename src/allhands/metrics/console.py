@@ -30,7 +30,7 @@ from allhands.metrics.events import (
     ValidReport,
     Warned,
 )
-from allhands.terminal import print_line, row_width
+from allhands.terminal import broken, print_line, row_width
 
 # Share of a step that waiting for data may take before a person is told.
 WAIT_SHOWN_FROM = 0.05
@@ -229,14 +229,17 @@ def train_line(
     The rate of trained tokens is told where it is another one than that of all tokens.
 
     Args:
-        width: of the terminal, into which the fullest line goes that fits; ``None``: the fullest.
+        width: of the terminal, for the fullest line that takes as few rows as it can; ``None``: the fullest.
         short: whether it has the highest peak alone, or the wait for data.
     """
     forms = _FORMS
     if short:
         forms = _FORMS[4:] if _waiting(report) else _FORMS[3:]
     lines = [_train_line(report, f"step {report.step}/{total_steps}", left_s, *form) for form in forms]
-    return next((line for line in lines if width is None or len(line) < width), lines[-1])
+    if width is None:
+        return lines[0]
+    heights = [len(broken(line, width).splitlines()) for line in lines]
+    return lines[heights.index(min(heights))]
 
 
 def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, peaks: str, words: bool) -> str:
