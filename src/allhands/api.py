@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands.config import TrainConfig, build_config
 from allhands.errors import ConfigError
+from allhands.terminal import progress_console
 
 if TYPE_CHECKING:
     from allhands.train.callbacks import Callback
@@ -77,7 +78,6 @@ def pretrain(
 
 
 def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> FinetuneResult:
-    from rich.console import Console
 
     from allhands.cluster.choose import slower_than_ours
     from allhands.cluster.environment import launch_here, recognise_here
@@ -107,5 +107,5 @@ def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> 
     if progress and launch.rank == 0 and (note := slower_than_ours(launch, ours)):
         print(f"allhands: note: {note}", file=sys.stderr)
     if progress and launch.rank == 0:
-        surroundings = replace(surroundings, console=Console(file=sys.stdout, highlight=False))
+        surroundings = replace(surroundings, console=progress_console(sys.stdout, highlight=False))
     return run_finetune(chosen, surroundings, callbacks)

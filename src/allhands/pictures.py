@@ -8,6 +8,50 @@ from pathlib import Path
 from allhands.errors import ConfigError
 
 GREY = "#595959"
+# A colour means one thing: a run, a rank, who directs the ranks, or a phase of a step; in pictures and on pages, light
+# or dark. So each has a contrast of at least 3 with white and with the dark pages' background. None is the only sign:
+# lines have MARKERS as well, and bars have words. The blue and orange of the first runs: Okabe & Ito (2008).
+RUNS = ("#0072B2", "#D55E00", "#DC2864", "#00A0A0", "#96965A", "#AA4632")
+RANKS = ("#BE1E8C", "#5082FA", "#D27878", "#466E50", "#8C5A78", "#DC6EA0")
+DIRECTORS = ("#6B6B6B", "#949494")
+# As the monitor calls them: what they are called, their colours, and the pattern of their areas in pictures. In the
+# order of a step; computing is green, waiting for others purple. Those that are drawn as areas alone may be paler.
+PHASES = {
+    "start": ("starting", "#E3D3B4", ""),
+    "first": ("first step", "#CBE3C0", ""),
+    "load": ("data wait", "#A08400", "..."),
+    "compute": ("compute", "#2E8540", ""),
+    "reduce": ("reduce", "#8E4CAB", "///"),
+    "update": ("update", "#6A9F2A", ""),
+    "validate": ("validate", "#AC80C6", "xxx"),
+    "save": ("save", "#98601A", "---"),
+    "end": ("end", "#C9B7AE", ""),
+}
+OTHER = "#444444"  # a phase without a name here
+# Of the first, second, ... run or rank: matplotlib's names; the pages draw the same.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def palettes() -> dict[str, tuple[str, ...]]:
+    """The colours of each kind of thing on a page, in their order; the last phase is any without a name here."""
+    phases = (*(colour for _, colour, _ in PHASES.values()), OTHER)
+    return {"run": RUNS, "rank": RANKS, "director": DIRECTORS, "phase": phases}
+
+
+def phase_colour(label: str) -> int:
+    """The place among the phases' colours of the phase that people call so; updates are told with all else, too."""
+    labels = [one for one, _, _ in PHASES.values()]
+    label = "update" if label == "update and rest" else label
+    return labels.index(label) if label in labels else len(labels)
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of ``#rrggbb``, from 0 to 1 (WCAG 2.2)."""
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 # Dashes of a line that says something else than a solid one.
 DASHED = (0, (4, 2))
 STYLE: dict[str, object] = {

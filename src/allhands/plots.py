@@ -27,15 +27,13 @@ from allhands.errors import DataError
 from allhands.files import make_directory, write_whole
 from allhands.formatting import format_bytes, format_duration, format_memory, format_rate
 from allhands.metrics import RunHistory, TrainReport, ValidReport, typical
-from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
+from allhands.pictures import DASHED, GREY, MARKERS, RUNS, STYLE, picture_suffix
 
 Floats = NDArray[np.float64]
 
-# Okabe & Ito (2008), "Color universal design"; without yellow, which is too faint on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LONGEST_NAME = 30
 _NONE = "-"
+_MARKS = 8  # on a curve
 _SMOOTH_FROM = 20  # points; with fewer, every point can be seen
 _RESTART_ROOM = 0.1  # share of a panel's width that the word "restart" needs
 _SIDE_BY_SIDE = 3  # runs; with more, the columns of the table would be too narrow
@@ -58,6 +56,7 @@ class _Curve:
     valid: tuple[Floats, Floats, Floats]
     restarts: tuple[Floats, Floats]
     skipped: tuple[Floats, Floats]
+    marked: bool = False  # whether there are others from which the colour alone would tell it
 
     @property
     def best(self) -> int:
@@ -129,7 +128,10 @@ def _draw_curve(axes: Axes, curve: _Curve, column: int, scale: float) -> None:
     look: dict[str, Any] = {"color": curve.colour, "marker": "." if curve.train[2].size == 1 else None}
     x, loss = curve.train[column] / scale, curve.train[2]
     axes.plot(x, loss, lw=0.8, alpha=0.4, **look)
-    axes.plot(x, smooth(loss), lw=curve.width, ms=8 + curve.width, solid_capstyle="round", **look)
+    marks: dict[str, Any] = {}
+    if curve.marked and loss.size > 1:
+        marks = {"marker": curve.marker, "markevery": max(1, loss.size // _MARKS)}
+    axes.plot(x, smooth(loss), lw=curve.width, ms=5 + curve.width, solid_capstyle="round", **{**look, **marks})
     x, loss = curve.valid[column] / scale, curve.valid[2]
     if not loss.size:
         return
@@ -188,7 +190,10 @@ def _annotate_best(axes: Axes, curve: _Curve, column: int, scale: float) -> None
 
 def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
     """The runs by colour below the panels; what the line styles mean where ``axes`` has room."""
-    runs = [Line2D([], [], color=curve.colour, lw=4, label=curve.label) for curve in curves]
+    runs = [
+        Line2D([], [], color=curve.colour, lw=3, marker=curve.marker if curve.marked else "", ms=9, label=curve.label)
+        for curve in curves
+    ]
     figure.legend(handles=runs, loc="outside lower center", ncols=min(len(runs), 2))
     styles = [Line2D([], [], color=GREY, lw=2, label="training")]
     if any(curve.train[2].size >= _SMOOTH_FROM for curve in curves):
@@ -227,13 +232,14 @@ def _curves(runs: Sequence[RunHistory]) -> list[_Curve]:
     return [
         _Curve(
             label=label + (f": best validation {valid[2].min():.3f}" if valid[2].size else ""),
-            colour=_COLOURS[place % len(_COLOURS)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            colour=RUNS[place % len(RUNS)],
+            marker=MARKERS[place % len(MARKERS)],
             width=1.8 + min(2.2, 4 / len(drawn)) * (len(drawn) - 1 - place),
             train=train,
             valid=valid,
             restarts=_columns(run.restarts),
             skipped=_skipped(run, train if train[2].size else valid),
+            marked=len(drawn) > 1,
         )
         for place, (label, run, train, valid) in enumerate(drawn)
     ]

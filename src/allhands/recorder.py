@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from allhands.errors import ConfigError, Interrupted
 from allhands.metrics.events import UNKNOWN, Logged, RunEnded, RunStarted, TrainReport, ValidReport
-from allhands.metrics.sinks import METRICS_FILE, JsonlSink
+from allhands.metrics.sinks import JsonlSink
+from allhands.names import METRICS_FILE
 from allhands.paths import local_path
 from allhands.supervised import whole_step
 

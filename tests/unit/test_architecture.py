@@ -48,6 +48,8 @@ LAYERS: dict[str, int] = {
     "allhands.callers": 0,
     "allhands.ports": 0,
     "allhands.strict_json": 0,
+    "allhands.names": 0,
+    "allhands.terminal": 0,
     "allhands.blame": 0,
     "allhands.kernels": 0,
     "allhands.native": 0,

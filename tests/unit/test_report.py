@@ -17,9 +17,10 @@ from allhands.cli.main import main
 from allhands.cli.train import tell_troubles
 from allhands.errors import DataError
 from allhands.metrics import RunEnded, read_metrics
+from allhands.pictures import palettes, phase_colour
 from allhands.plots import times_of
 from allhands.report import make_page, read_facts, to_html, to_markdown
-from allhands.report.html import in_script
+from allhands.report.html import colour_sheet, in_script
 from allhands.report.page import Page
 
 
@@ -213,9 +214,8 @@ def test_memory_expected_and_measured_and_phases_of_each_rank(tmp_path: Path) ->
     assert head[2:6] == ("expected", "measured in training", "of expected", "highest resident")
     assert rows[1][:6] == ("rank 1", "studio", "600 MB", "610 MB", "102%", "490 MB")
     assert rows[0][:4] == ("rank 0", "mac", "600 MB", "600 MB")
-    # Both together without what they share, at the last moment before they end.
-    assert rows[2][0] == "together"
-    assert rows[2][6] == "860 MB"
+    # Both at the last moment before one of them ends, each on a computer of its own, with all that it has there.
+    assert (rows[2][0], rows[2][6]) == ("together", "970 MB")
     time = next(section for section in page.sections if section.key == "time")
     assert dict(time.bars[1].rows)["rank 1 on studio"] == (("compute", 10.0), ("reduce", 10.0))
     parts = dict(time.bars[0].rows[0][1])
@@ -320,7 +320,7 @@ def test_a_torn_last_line_is_no_damage_and_no_end_is_said(tmp_path: Path) -> Non
     (run / "metrics.jsonl").write_text(whole[:-40])
     os.utime(run / "metrics.jsonl", (BEGAN, BEGAN))
     page = page_of(run)
-    assert page.runs[0].status == "without an end"
+    assert page.runs[0].status == "crashed or killed"
     assert "cannot be read" not in " ".join(page.runs[0].notes), "a kill leaves one"
     assert "loss-steps" in to_html(page)
 
@@ -330,7 +330,7 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     os.utime(run / "metrics.jsonl", (BEGAN, BEGAN))
     assert read_facts(run, now=BEGAN + 5).status == "going on"
     write_samples(run)
-    assert read_facts(run, now=BEGAN + 25).status == "without an end"  # all of its processes have ended
+    assert read_facts(run, now=BEGAN + 25).status == "crashed or killed"  # all of its processes have ended
 
 
 def test_a_run_without_validation_and_with_one_report(tmp_path: Path) -> None:
@@ -454,14 +454,17 @@ def test_characters_that_cannot_be_written_or_steer_a_terminal(
 
 
 def test_lines_can_be_told_from_the_page_in_both_schemes() -> None:
-    """At least 3 to 1, as WCAG 2.1 (1.4.11) asks of what is drawn."""
+    """At least 3 to 1, as WCAG 2.1 (1.4.11) asks of what is drawn; the same colours in both, and in pictures."""
     style = (Path(__file__).parents[2] / "src" / "allhands" / "web" / "report.css").read_text(encoding="utf-8")
-    blocks = [dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", block)) for block in style.split(":root")[1:3]]
-    assert all(len([name for name in block if name.startswith("series-")]) == 7 for block in blocks)
-    for block in blocks:
-        for name, colour in block.items():
-            if name.startswith("series-"):
-                assert contrast(colour, block["background"]) >= 3, name
+    backgrounds = [re.findall(r"--background: (#[0-9a-f]{6})", block)[0] for block in style.split(":root")[1:3]]
+    named = dict(re.findall(r"--([a-z]+-[0-9]+): (#[0-9a-f]{6})", colour_sheet()))
+    for kind, some in palettes().items():
+        assert [named[f"{kind}-{place}"] for place in range(len(some))] == [colour.lower() for colour in some]
+    lines = {f"phase-{phase_colour(name)}" for name in ("data wait", "compute", "reduce", "update and rest")}
+    lines |= {name for name in named if not name.startswith("phase")}
+    for background in backgrounds:
+        for name in lines:
+            assert contrast(named[name], background) >= 3, name
 
 
 def contrast(one: str, other: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -185,15 +186,64 @@ def test_phases_of_ranks_are_read_side_by_side(browser: Any, report: Path) -> No
 
 def test_colours_follow_the_scheme_and_charts_the_width(browser: Any, report: Path) -> None:
     page = opened(browser, report).page
-    colours = "() => getComputedStyle(document.documentElement).getPropertyValue('--series-0')"
-    bright, light = page.evaluate(PIXELS), page.evaluate(colours)
+    colours = """() => ["--background", "--run-0", "--rank-0", "--phase-3"].map(
+      name => getComputedStyle(document.documentElement).getPropertyValue(name))"""
+    bright, (light, *kept) = page.evaluate(PIXELS), page.evaluate(colours)
     page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_timeout(500)
-    assert page.evaluate(colours) != light
+    background, *shown = page.evaluate(colours)
+    assert background != light
+    assert shown == kept, "a colour means the same in both"
     assert page.evaluate(PIXELS) != bright
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map(c => c.clientWidth))") <= 390
+    page.context.close()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_parts_stay_on_top_and_single_charts_have_the_whole_width(browser: Any, report: Path, width: int) -> None:
+    page = opened(browser, report, width, reduced_motion="reduce").page
+    for key in ("memory", "options", "words"):
+        page.locator(f"nav.parts a[href='#{key}']").click()
+        page.wait_for_timeout(200)
+        bar = page.locator("nav.parts").bounding_box()
+        assert bar["y"] <= 90 if key == "words" else bar["y"] == 0
+        assert bar["height"] <= 60, "one row, however many parts there are"
+        assert page.locator(f"#{key} h2").bounding_box()["y"] >= bar["y"] + bar["height"] - 1
+    # In each part a chart is half as wide as the page beside another, and else as wide as the page.
+    rows = page.evaluate("""() => [...document.querySelectorAll(".charts")].map(part => {
+      const rows = {};
+      for (const one of part.querySelectorAll("figure")) {
+        const box = one.getBoundingClientRect();
+        (rows[Math.round(box.top)] ||= []).push(box.width / part.clientWidth);
+      }
+      return Object.values(rows);
+    }).flat()""")
+    assert rows
+    for shares in rows:
+        assert sum(shares) > 0.95, rows
+    page.context.close()
+
+
+def test_a_colour_means_one_thing(browser: Any, report: Path) -> None:
+    """Legends and bars: what has the same colour is the same run, rank or phase, and has a mark or a word besides."""
+    page = opened(browser, report).page
+    shown = page.evaluate("""() => [
+      ...[...document.querySelectorAll(".plot ~ .legend button")].map(it => [
+        getComputedStyle(it.querySelector("path")).stroke, it.textContent,
+        it.querySelector(".mark")?.getAttribute("d")]),
+      ...[...document.querySelectorAll(".bars .legend li")].map(it => [
+        getComputedStyle(it.querySelector("rect")).fill, it.textContent, "bar"]),
+    ]""")
+    meanings: dict[str, set[str]] = {}
+    for colour, label, _ in shown:
+        name = re.sub(r":? (training|validation).*|: MLX's arrays| \(directs.*|update and rest", "", label)
+        meanings.setdefault(colour, set()).add(name or "update")
+    assert len(meanings) > 8
+    assert all(len(names) == 1 for names in meanings.values()), meanings
+    marks = {label: mark for _, label, mark in shown if label in ("rank 0", "rank 1")}
+    assert marks["rank 0"] != marks["rank 1"] is not None
     page.context.close()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_runs import BEGAN, write_run
+from written_runs import BEGAN, write_run, write_samples
 
 from allhands.report import make_page, read_facts, to_html, to_markdown
 from allhands.report.page import Page
@@ -55,3 +55,37 @@ def test_nothing_is_said_of_the_same_samples(tmp_path: Path, options: dict[str, 
     page = page_of(run_with(tmp_path / "a1"), run_with(tmp_path / "b1", **options))
     assert page.sections[0].told == ""
     assert "different samples" not in to_html(page) + to_markdown(page)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "told"),
+    [({"warmup": 0}, 5, "5"), ({"warmup": 7}, 0, "7"), (None, 5, "5"), ({"warmup": 0}, 0, "0")],
+)
+def test_the_warm_up_is_told_once_and_as_it_was(
+    tmp_path: Path, schedule: dict[str, int] | None, steps: int, told: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    file = run / "adapter_config.json"
+    chosen = None if schedule is None else {"name": "cosine", "warmup_init": 0.0, **schedule}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lr_schedule": chosen, "warmup_steps": steps}))
+    page = make_page([read_facts(run)])
+    options = dict(next(section for section in page.sections if section.key == "options").grids[-1].rows)
+    assert options["warmup_steps"] == told
+    assert [name for name, text in options.items() if "warmup" in name or "warmup" in text] == ["warmup_steps"]
+
+
+def test_who_directs_the_ranks_stands_apart_from_what_they_need(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ranks=2)
+    write_samples(run)
+    lines = (run / "logs" / "monitor-rank-0.jsonl").read_text().splitlines()
+    director = {**json.loads(lines[0]), "role": "orchestrator", "pid": 99, "rss_bytes": 47_000_000}
+    director |= {"pss_bytes": 40_000_000, "peak_rss_bytes": 47_000_000, "phases": {}}
+    director = {name: value for name, value in director.items() if name not in ("rank", "step", "estimated_bytes")}
+    (run / "logs" / "monitor-orchestrator.jsonl").write_text(json.dumps(director) + "\n")
+    facts = read_facts(run)
+    rows = next(section for section in make_page([facts]).sections if section.key == "memory").grids[0].rows
+    names = [row[0] for row in rows]
+    assert names == ["rank 0", "rank 1", "ranks together", "orchestrator", "all together"]
+    assert facts.together_bytes >= facts.ranks_bytes >= max(row.peak_rss_bytes for row in facts.rows)
+    kinds = {line.kind for section in make_page([facts]).sections for chart in section.charts for line in chart.lines}
+    assert kinds == {"run", "rank", "director", "phase", "ink"}

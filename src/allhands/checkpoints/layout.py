@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 from allhands.errors import CheckpointError
+from allhands.names import BEST, CHECKPOINTS
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-CHECKPOINTS = "checkpoints"
-BEST = "best"
 # Holds the name of the run whose files the directory's are.
 RUN_NAME = ".run"
 

@@ -7,16 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, best_in, checkpoints_in, entries
+from allhands.checkpoints.layout import RUN_NAME, best_in, checkpoints_in, entries
 from allhands.config import TrainConfig
 from allhands.errors import CheckpointError, ConfigError
+from allhands.names import (
+    ANSWERS_FILE,
+    BEST,
+    CHECKPOINTS,
+    CONFIG_FILE,
+    MEMORY_FILE,
+    METRICS_FILE,
+    MODELS_OF_A_RUN,
+    PLOT_FILE,
+)
 from allhands.pretrain_config import pretraining
 
-_CONFIG = "adapter_config.json"
 # Names that a run replaces or sets aside.
-_REPLACED = (CHECKPOINTS, BEST, "loss.png", "memory.png", "answers.json")
+_REPLACED = (CHECKPOINTS, BEST, PLOT_FILE, MEMORY_FILE, ANSWERS_FILE)
 _TRAINERS = ("trainer_state.json", "training_args.bin", "pytorch_model.bin", "adapter_model.safetensors")
-_MODELS = ("model", "model-best")  # of a run of pre-training
 _HINT = "choose a directory that is new, empty, or an earlier run's"
 
 
@@ -39,7 +47,7 @@ def require_place_of_run(config: TrainConfig) -> None:
         if place == inputs or inputs in place.parents:
             what = "is the directory" if place == inputs else "lies in the directory"
             raise _refused(directory, f"it {what} of {flag} {name}: what is trained would lie among what it is made of")
-        if flag == "--model" and place in inputs.parents and inputs.relative_to(place).parts[0] in _MODELS:
+        if flag == "--model" and place in inputs.parents and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN:
             raise _refused(directory, f"{flag} {name} lies in it, and would be set aside for the new run's")
     try:
         foreign = next(_foreign(directory), None)
@@ -55,17 +63,15 @@ def _refused(directory: Path, problem: str) -> ConfigError:
 
 def _foreign(directory: Path) -> Iterator[str]:
     """Names of what another program has left there."""
-    from allhands.metrics import METRICS_FILE  # loads what draws terminals, which a supervisor does not need
-
     names = {path.name for path in entries(directory)}
     yield from (name for name in _TRAINERS if name in names)
     if "config.json" in names and any(name.endswith(".safetensors") and name.startswith("model") for name in names):
         yield "config.json"
-    if _CONFIG in names and "peft_type" in _json(directory / _CONFIG):
-        yield _CONFIG
+    if CONFIG_FILE in names and "peft_type" in _json(directory / CONFIG_FILE):
+        yield CONFIG_FILE
     if METRICS_FILE in names and not _is_ours(directory / METRICS_FILE):
         yield METRICS_FILE
-    if names & {RUN_NAME, METRICS_FILE, _CONFIG} or best_in(directory) is not None or _has_checkpoints(directory):
+    if names & {RUN_NAME, METRICS_FILE, CONFIG_FILE} or best_in(directory) is not None or _has_checkpoints(directory):
         return
     yield from (name for name in _REPLACED if name in names)
 

@@ -14,6 +14,7 @@ import typer
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.errors import AllhandsError
 from allhands.paths import require_words
+from allhands.terminal import tell
 
 if TYPE_CHECKING:
     from allhands.conversation import Conversation
@@ -74,7 +75,7 @@ def _is_text(line: str) -> bool:
     try:
         require_words(line)
     except ValueError as error:
-        print(f"allhands: error: this line cannot be asked: {error}", file=sys.stderr)
+        tell(f"allhands: error: this line cannot be asked: {error}")
         return False
     return True
 
@@ -109,6 +110,6 @@ def _answer(conversation: Conversation, line: str) -> None:
         print("\n(stopped)", flush=True)
     except AllhandsError as error:
         # The conversation is as it was before: another line may do.
-        print(f"allhands: error: {error}", file=sys.stderr)
+        tell(f"allhands: error: {error}")
     finally:
         pieces.close()

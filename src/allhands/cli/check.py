@@ -19,6 +19,7 @@ from allhands.cli.options import option_function
 from allhands.config import TrainConfig, build_config
 from allhands.data.records import ColumnNames
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "valid", "test")
 # Options of training that decide what it sees.
+_WIDE = 66  # columns of a terminal that tables of lengths have by right
 _SHARED = (
     *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
     *("fine_tune_type", "num_layers", "lora_parameters"),
@@ -187,9 +189,7 @@ def vocabulary_of(model: Path) -> int | None:
 @contextmanager
 def _progress() -> Generator[Callable[[str, int], None], None, None]:
     """A line on standard error that counts, if that is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
+    console = progress_console(highlight=False)
     with console.status("reading") as status:
 
         def report(split: str, done: int) -> None:
@@ -352,9 +352,7 @@ def _print_all(
     shown: Sequence[ShownRecord],
     special: Sequence[str],
 ) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = console_for(highlight=False, markup=False, emoji=False)
     for report in reports:
         if report.lengths.max or report.bad_rows or report.name == "train":
             _print_split(console, report, config)
@@ -368,7 +366,9 @@ def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> 
     title = f"{report.name}: {counted(report.examples, 'example')}" + (f" ({shapes})" if shapes else "")
     console.print(title, style="bold")
     if report.lengths.count:
-        header, *rows = spread_table({"tokens": report.lengths, "trained tokens": report.trained})
+        header, *rows = spread_table(
+            {"tokens": report.lengths, "trained tokens": report.trained}, wide=console.width >= _WIDE
+        )
         console.print(header, style="dim")
         for row in rows:
             console.print(row)
@@ -377,13 +377,13 @@ def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> 
     console.print()
 
 
-def spread_table(spreads: Mapping[str, LengthSummary]) -> list[str]:
+def spread_table(spreads: Mapping[str, LengthSummary], *, wide: bool = True) -> list[str]:
     """A header and a line for each of ``spreads``. Columns are as wide as usual, or as their longest number needs."""
     table = [["min", "median", "mean", "max", "total"]]
     table += [
         [f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}"] for s in spreads.values()
     ]
-    usual = (8, 9, 9, 9, 13)
+    usual = (8, 9, 9, 9, 13) if wide else (0,) * 5
     widths = [max(least, *(len(cell) + 2 for cell in column)) for least, *column in zip(usual, *table, strict=True)]
     return [
         f"  {name:15}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

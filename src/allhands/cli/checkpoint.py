@@ -16,6 +16,7 @@ import typer
 from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
 from allhands.formatting import format_size
+from allhands.terminal import console_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,10 +122,8 @@ def _is_one(found: list[Found], place: Path) -> bool:
 
 
 def _console() -> Console:
-    from rich.console import Console
-
     # Width: as a person reads it; numbers and paths are not coloured.
-    found = Console(highlight=False, markup=False, emoji=False)
+    found = console_for(highlight=False, markup=False, emoji=False)
     found.width = min(found.width, _WIDTH)
     return found
 

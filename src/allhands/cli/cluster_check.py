@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError, DistributedError
+from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,9 +116,7 @@ def _backend(asked: str, hostfile: Path | None) -> str:
 @contextmanager
 def _told() -> Generator[Callable[[str], None]]:
     """A line that says what is going on, for a person who waits at a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = progress_console()
     if not console.is_terminal:
         yield lambda words: None
         return
@@ -126,9 +125,7 @@ def _told() -> Generator[Callable[[str], None]]:
 
 
 def _console() -> Console:
-    from rich.console import Console
-
-    found = Console(highlight=False, markup=False, emoji=False)
+    found = console_for(highlight=False, markup=False, emoji=False)
     found.width = min(found.width, _WIDTH)
     return found
 

@@ -13,6 +13,7 @@ import typer
 
 from allhands.errors import ConfigError, DistributedError
 from allhands.formatting import format_bytes
+from allhands.terminal import tell
 
 if TYPE_CHECKING:
     from allhands.cluster.setup.outcome import Mode, Outcome, Report, Wishes
@@ -130,7 +131,7 @@ class _Terminal:
 
     def _say(self, text: str) -> None:
         with self._lock:
-            print(f"allhands: {text}", file=sys.stderr, flush=True)
+            tell(f"allhands: {text}")
 
 
 def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:

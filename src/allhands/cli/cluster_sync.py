@@ -15,6 +15,7 @@ import typer
 
 from allhands.errors import ConfigError, DataError
 from allhands.formatting import format_duration, format_size
+from allhands.terminal import progress_console
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -224,7 +225,6 @@ def _progress(*, shown: bool) -> Generator[Show, None, None]:
     if not shown:
         yield lambda state: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -234,7 +234,7 @@ def _progress(*, shown: bool) -> Generator[Show, None, None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=progress_console()) as bars:
         yield _Bars(bars).show
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -13,6 +12,7 @@ import typer
 
 from allhands.cli.options import Host, HostNames, Port, Token
 from allhands.errors import DataError
+from allhands.terminal import tell
 
 
 def dashboard(
@@ -40,7 +40,7 @@ def dashboard(
     known = f"?token={quote(token, safe='')}" if token else ""
     print(f"dashboard: {listening.address}/{known}", flush=True)
     if listening.is_open:
-        print("allhands: note: it is not encrypted: whoever listens on the way can read along", file=sys.stderr)
+        tell("allhands: note: it is not encrypted: whoever listens on the way can read along")
     signal.signal(signal.SIGTERM, _stop)
     run(make_app(Settings(runs, listening.guard)), listening.listener)
 

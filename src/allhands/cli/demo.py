@@ -25,6 +25,7 @@ from allhands.errors import AllhandsError
 from allhands.files import make_directory, write_whole
 from allhands.metrics import ANSWERS_FILE, RunHistory, read_metrics
 from allhands.plots import plot_losses, times_markdown, times_table
+from allhands.terminal import console_for
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
@@ -32,7 +33,7 @@ MAX_TOKENS = 50
 
 def run_demo(out: Path, iters: int, seed: int) -> None:
     """Model, baseline, data, training on one process and on two, graph, table, adapter tried, score."""
-    console = Console(highlight=False)
+    console = console_for(highlight=False)
     started = time.perf_counter()
     make_directory(out)
 

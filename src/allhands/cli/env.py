@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.formatting import format_bytes
+from allhands.terminal import console_for
 from allhands.versions import version_of
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ def _device() -> dict[str, Any]:
 
 
 def _show(report: _Report) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = console_for(highlight=False, markup=False, emoji=False)
     console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
     with console.capture() as shown:
         _print(console, report)

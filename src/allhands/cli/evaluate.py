@@ -18,6 +18,7 @@ import typer
 from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.files import of_peft
+from allhands.terminal import progress_console, tell
 
 if TYPE_CHECKING:
     from allhands.cluster.environment import Launch
@@ -175,16 +176,15 @@ def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext,
 
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
-    from rich.console import Console
 
     from allhands.train.evaluating import run_evaluation
 
-    console = Console(stderr=True, highlight=False) if launch.rank == 0 else None
+    console = progress_console(highlight=False) if launch.rank == 0 else None
     surroundings = replace(surroundings_of(worker, launch, config), console=console, cores_per_rank=cores)
     found = run_evaluation(config, surroundings)
     if launch.rank == 0:
         for note in found.notes:
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
         print(_as_json(config, found) if as_json else "\n".join(_as_lines(config, found)), flush=True)
 
 

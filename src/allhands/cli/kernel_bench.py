@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError
+from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,9 +103,7 @@ def _measure(found: Sequence[Problem], accelerator: Accelerator, *, quiet: bool)
 
 
 def _progress() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
+    return progress_console()
 
 
 def _as_json(facts: Facts, measured: Sequence[Measured]) -> str:
@@ -118,12 +117,11 @@ def _as_json(facts: Facts, measured: Sequence[Measured]) -> str:
 
 def show(measured: Sequence[Measured], device: str, console: Console | None = None) -> None:
     """Print a row for each problem: every form's time, the one to take, and how far it is from the plain one."""
-    from rich.console import Console
     from rich.table import Table
 
     from allhands.model.choices import reference
 
-    console = console or Console(highlight=False, width=110)
+    console = console or console_for(highlight=False, width=110)
     table = Table(title=f"{device}: forms of operations", title_justify="left")
     for name in ("operation", "size", "ms", "chosen", "gain", "difference"):
         table.add_column(name, justify="right" if name == "gain" else "left")

@@ -25,6 +25,7 @@ from allhands.cluster.ranks import ATTEST_VARIABLE, Place
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.errors import ConfigError
 from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
+from allhands.terminal import is_screen
 
 RANKS_A_CORE = 8  # at most: to try many ranks out on a small computer
 
@@ -226,7 +227,7 @@ def run(job: Job, command: Sequence[str]) -> int:
             finally:
                 journal.close()
     finally:
-        if sys.stdout.isatty():
+        if is_screen(sys.stdout):
             # A rank that was killed while it showed its progress has left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
 

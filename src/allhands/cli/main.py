@@ -48,12 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
         code = result if isinstance(result, int) else 0
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
-            print("allhands: interrupted", file=sys.stderr)
+            _tell("allhands: interrupted")
     except AllhandsError as error:
         print_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
-        print("allhands: interrupted", file=sys.stderr)
+        _tell("allhands: interrupted")
         code = 130
     except BrokenPipeError:
         # The reader of our output has gone (a pager, head): nothing is left to say to it.
@@ -108,4 +108,10 @@ def _hint_for_flag(flag: str | None) -> str | None:
 
 def print_error(error: AllhandsError) -> None:
     """One clear message on standard error: what, where, what to do."""
-    print(f"allhands: error: {error}", file=sys.stderr, flush=True)
+    _tell(f"allhands: error: {error}")
+
+
+def _tell(text: str) -> None:
+    from allhands.terminal import tell
+
+    tell(text)

@@ -14,6 +14,7 @@ from allhands.config import build_config
 from allhands.errors import ConfigError
 from allhands.model.adapters import make_trainable
 from allhands.model.load import LoadedModel, get_model, load_model
+from allhands.terminal import console_for
 from allhands.train.choosing import own_choices
 from allhands.train.datasets import load_data
 from allhands.train.gradient_check import GradientCheck, Verdict
@@ -33,7 +34,7 @@ def run_model_get(
     force: bool,
 ) -> None:
     """Write the model to ``out`` (default: models/NAME) and say where it is."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_for(highlight=False, soft_wrap=True)
     target = out or Path("models") / source.rstrip("/").split("/")[-1]
     written = get_model(
         source,
@@ -62,7 +63,7 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
     """
     import mlx.core as mx
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_for(highlight=False, soft_wrap=True)
     wanted = {**settings, "model": model, "data": data, "max_seq_length": longest, "train": True, "val_batches": 0}
     config = build_config(wanted)
     accelerator = detect()

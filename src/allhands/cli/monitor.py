@@ -24,6 +24,7 @@ from allhands.formatting import format_bytes, format_duration, format_rate, form
 from allhands.metrics import RunHistory, read_metrics
 from allhands.monitor import Board, Follower, Row, Sample, encode_sample
 from allhands.monitor.samples import in_order
+from allhands.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -110,7 +111,7 @@ def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sa
             "just been started has some in a few seconds",
         )
     for reason in remote.complaints():
-        print(f"allhands: warning: not asked: {reason}", file=sys.stderr)
+        tell(f"allhands: warning: not asked: {reason}")
     return samples
 
 
@@ -143,8 +144,9 @@ def _live(options: MonitorOptions, board: Board, new: Read) -> None:
 
 def _console() -> Console:
     """Nothing has to be left out where no terminal limits the width."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDE)
+    if is_screen(sys.stdout):
+        return progress_console(sys.stdout, highlight=False)
+    return console_for(highlight=False, width=None if is_read_live(sys.stdout) else _WIDE)
 
 
 def _gone(board: Board) -> set[tuple[str, int]]:
@@ -168,7 +170,11 @@ def _history(run: Path) -> RunHistory | None:
 def view(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None, width: int = 200) -> Group:
     """A heading, a row a process, and what they have together."""
     table = table_of(board, now, gone, width)
-    return Group(Text(_heading(board, now, gone, history)), table, Text(_together(board, now, gone)))
+    return Group(_text(_heading(board, now, gone, history), width), table, _text(_together(board, now, gone), width))
+
+
+def _text(words: str, width: int) -> Text:
+    return Text(broken(words, width))
 
 
 def _heading(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None) -> str:
@@ -301,6 +307,7 @@ def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> st
     )
     live = board.together_bytes(now, gone)
     text = f"{format_bytes(live)} now, " if live else ""
-    return (
-        f"together, pages that are shared counted once: {text}{format_bytes(board.peak_together_bytes)} at most{kind}"
-    )
+    most = f"{format_bytes(board.peak_together_bytes)} at most"
+    if len({row.last.role for row in rows}) > 1:
+        most += f" (the ranks alone {format_bytes(board.peak_ranks_bytes)})"
+    return f"together, pages that are shared counted once: {text}{most}{kind}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.terminal import console_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,9 +126,7 @@ def _tell(text: str) -> None:
 
 def show(results: Sequence[Measurement], console: Console | None = None) -> None:
     """Print tables of what has been found, and what has failed."""
-    from rich.console import Console
-
-    console = console or Console(highlight=False, width=_WIDTH)
+    console = console or console_for(highlight=False, width=_WIDTH)
     for result in results:
         if result.whole is not None:
             _show_whole(console, result.whole)

@@ -12,6 +12,7 @@ from itertools import dropwhile
 
 from allhands.cluster.hosts import is_here
 from allhands.cluster.supervisor import SupervisorEvent
+from allhands.terminal import is_screen, tell
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_FILES = ("DataError:", "ModelError:")
@@ -27,7 +28,7 @@ _OWN_LINES = re.compile(
 
 def say(text: str) -> None:
     """Tell the person ``text``, which comes from allhands itself."""
-    print(f"allhands: {text}", file=sys.stderr, flush=True)
+    tell(f"allhands: {text}")
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Notices:
         host = self._elsewhere(event)
         if event.rank is not None and event.log_path is not None:
             place = f", on {host}" if host else ""
-            print(f"  log of rank {event.rank}{place}: {event.log_path}", file=sys.stderr, flush=True)
+            tell(f"  log of rank {event.rank}{place}: {event.log_path}")
 
     def _elsewhere(self, event: SupervisorEvent) -> str | None:
         """The name of the computer that it is about, if that is not this one."""
@@ -109,14 +110,14 @@ class Notices:
         if killed:
             certain = "(out of memory)" in event.message
             hint = f"{'' if certain else 'if memory was short, '}{self.memory_hint}"
-            print(f"  what to do: {hint}", file=sys.stderr)
+            tell(f"  what to do: {hint}")
         if way := self.way_on():
-            print(f"  {way}", file=sys.stderr)
+            tell(f"  {way}")
 
     def _show_sync(self, host: str | None, error: str | None) -> None:
         """What helps where a computer lacks a file."""
         if host and self.sync and (error or "").startswith(_OF_FILES):
-            print(f"  if {host} has no copy, or an old one: {self.sync}", file=sys.stderr)
+            tell(f"  if {host} has no copy, or an old one: {self.sync}")
 
     def _why_killed(self) -> str:
         late = time.monotonic() - self._stop_began >= self.stop_grace_s
@@ -137,11 +138,11 @@ class Notices:
         elif not self._cancelled:
             return
         if way:
-            print(f"  {way}", file=sys.stderr, flush=True)
+            tell(f"  {way}")
 
     def _leave_the_line(self) -> None:
         """Get off the line on which a progress display may have been left."""
-        if sys.stderr.isatty() and not self.tagged:
+        if is_screen(sys.stderr) and not self.tagged:
             print(file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
+from allhands.terminal import echo, tell
 
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
@@ -94,10 +95,10 @@ def plan(
     if as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
-            typer.echo(told, err=True)
+            tell(told)
     else:
         show(outlook, notes)
-        typer.echo(told)
+        echo(told)
     if picture is not None:
         # Last, because what was measured is not to be lost if it cannot be written.
         typer.echo(f"chart: {draw_chart(outlook, picture)}", err=as_json)
@@ -186,13 +187,13 @@ def show_after(run: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(values, indent=1))
         return
     for one in done:
-        typer.echo(f"{one.level}: {one.text}")
+        echo(f"{one.level}: {one.text}")
     if not found:
-        typer.echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
+        echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
     for sign in found:
-        typer.echo(f"{sign.seen}\n  what to do: {sign.advice}")
+        echo(f"{sign.seen}\n  what to do: {sign.advice}")
     for note in notes:
-        typer.echo(note)
+        echo(note)
     if compared is not None:
         _show_compared(compared)
 
@@ -204,11 +205,11 @@ def _show_compared(found: Comparison) -> None:
         f"\nAs planned on {format_moment(found.made)} UTC, for {found.machines} rank{'s' * (found.machines > 1)}:"
     )
     for note in found.notes:
-        typer.echo(f"- {note}")
+        echo(f"- {note}")
     for figure in found.figures:
         mark = " (with other options)" if figure.marked and figure.ratio is not None else ""
-        typer.echo(f"{figure.told}{mark}")
+        echo(f"{figure.told}{mark}")
         if figure.why:
-            typer.echo(f"  what may explain it: {'; '.join(figure.why)}")
+            echo(f"  what may explain it: {'; '.join(figure.why)}")
     for one in found.differences:
-        typer.echo(f"other than planned: {one.told}")
+        echo(f"other than planned: {one.told}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands.formatting import format_bytes, format_duration
 from allhands.plan.computers import largest
+from allhands.terminal import console_for, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,9 +20,7 @@ _FITS = {True: "yes", False: "no", None: "?"}
 
 def show(outlook: Outlook, notes: Sequence[str]) -> None:
     """Print the tables and the advice."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = console_for(highlight=False)
     for note in notes:
         console.print(f"- {note}", markup=False)
     console.print()
@@ -85,7 +84,7 @@ def _show_lines(console: Console, outlook: Outlook) -> None:
             f"{laws[0]:.2f}",
             f"{laws[1]:.2f}",
         )
-    console.print(table)
+    print_table(console, table, ("Gustafson", "Amdahl", "efficient"))
     if len({each.name for each in outlook.job.computers}) > 1:
         for line in outlook.lines:
             console.print(f"{line.machines}: {line.computers}", markup=False)
@@ -145,7 +144,7 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
         table.add_row(name, *parts, format_bytes(way.rank_bytes), _FITS[fits] if way.built else "-")
         if way.flags:
             how.append(f"{name}: {way.flags}")
-    console.print(table)
+    print_table(console, table, ("grads", "logits", "optim."))
     console.print("optim.: what the optimizer keeps; activ.: what the passes keep", markup=False)
     if needed and any(not way.built for way, _ in ways):
         where = "" if job.kind == "metal" else ": torchtitan and DeepSpeed have them, for NVIDIA GPUs"

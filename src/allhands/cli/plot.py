@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from allhands.errors import DataError
 from allhands.files import require_ours
 from allhands.metrics import read_metrics
 from allhands.monitor import Sample, read_samples
 from allhands.monitor.picture import can_be_drawn, plot_memory
 from allhands.plots import plot_losses, times_table
+from allhands.terminal import console_for
 
 # What is in every picture that we draw, near its beginning or its end, whatever its format.
 _DRAWN = b"Matplotlib"
@@ -29,7 +28,7 @@ def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool 
     for file in (out,) if samples is None else (out, _beside(out)):
         require_ours(file, [_DRAWN], "picture of runs", force=force)
     written = plot_losses(histories, out, title=title)
-    console = Console()
+    console = console_for()
     console.print(times_table(histories))
     console.print(f"graph: {written}", highlight=False, soft_wrap=True)
     if samples is not None:

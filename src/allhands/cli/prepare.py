@@ -16,6 +16,7 @@ import typer
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.data.records import ColumnNames
 from allhands.errors import ConfigError
+from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,7 +147,6 @@ prepare = _command()
 
 
 def _run(flags: _Flags, features: Mapping[str, str]) -> None:
-    from rich.console import Console
 
     from allhands.data.prepare import NothingLeft, check_output
     from allhands.data.prepare import prepare as run_prepare
@@ -154,7 +154,7 @@ def _run(flags: _Flags, features: Mapping[str, str]) -> None:
 
     options = _options(flags, features)
     check_output(flags.out, flags.sources, options.force)
-    console = Console(highlight=False)
+    console = console_for(highlight=False)
     sources = find_sources(flags.sources, _source_options(flags))
     chat = chat_choice(flags.chat_template, flags.system)
     measure = _measure(flags.model, flags.trust_remote_code, chat) if flags.model else None
@@ -258,12 +258,11 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
 @contextmanager
 def _progress() -> Generator[Progress, None, None]:
     """A line on standard error that counts, if that is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    console = progress_console()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
+from allhands.terminal import echo
 
 Runs = Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files; the first is compared with.")]
 Out = Annotated[
@@ -55,12 +56,12 @@ def report(
             file, lambda draft, text=text: draft.write_text(text, encoding="utf-8", errors="replace"), private=True
         )
     for part in page.runs:
-        print(one_line(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}"))
+        echo(one_line(f"{part.label}: {part.status}{f' ({part.reason})' if part.reason else ''}"))
         for one in part.judgements:
-            print(f"  {one.text}")
+            echo(f"  {one.text}")
         for note in part.notes:
-            print(f"  {one_line(note)}")
-    print(f"report: {target}\nas Markdown: {beside}")
+            echo(f"  {one_line(note)}")
+    echo(f"report: {target}\nas Markdown: {beside}")
 
 
 def _require_different(runs: list[Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from allhands.cli.options import ChatTemplate, Host, HostNames, Port, System, Token, chat_choice
+from allhands.terminal import tell
 
 
 def serve(
@@ -58,7 +59,7 @@ def serve(
     if "*" in listening.guard.origins:
         every = "every web page that is open in a browser"
         told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
-        print(f"allhands: warning: {told}", file=sys.stderr)
+        tell(f"allhands: warning: {told}")
     from allhands.shipping.serving import ServeOptions
     from allhands.shipping.serving import serve as answer
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError
+from allhands.terminal import console_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,13 +105,12 @@ def _check(rules: RuleSet, name: str) -> None:
 
 
 def _run(rules: RuleSet, source: str, out: Path, options: StyleOptions) -> None:
-    from rich.console import Console
 
     from allhands.data.sources import SourceOptions, find_sources
     from allhands.data.style import style_data
 
     report = style_data(rules, find_sources([source], SourceOptions()), out, options)
-    console = Console(highlight=False)
+    console = console_for(highlight=False)
     for line in report_lines(report, rules, out):
         console.print(line, markup=False, soft_wrap=True)
     _show_samples(console, report)

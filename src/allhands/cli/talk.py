@@ -20,6 +20,7 @@ from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.errors import ConfigError, DataError
 from allhands.files import make_directory, require_writable, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
+from allhands.terminal import console_for, tell
 
 if TYPE_CHECKING:
     from allhands.model.load import LoadedModel
@@ -45,7 +46,7 @@ class GenerateOptions:
 def tell_notes(loaded: LoadedModel) -> None:
     """What a person should know about a model that answers, on standard error."""
     for note in loaded.notes:
-        print(f"allhands: note: {note}", file=sys.stderr)
+        tell(f"allhands: note: {note}")
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -186,7 +187,7 @@ def run_compare(
     from allhands.generate import check_adapter
 
     check_adapter(adapter_path)
-    console = Console()
+    console = console_for()
     if out is None and (adapter_path / METRICS_FILE).exists():
         out = adapter_path / ANSWERS_FILE
     if out is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError
+from allhands.terminal import progress_console
 
 if TYPE_CHECKING:
     from allhands.data.corpus import Progress
@@ -107,11 +108,10 @@ def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
 @contextmanager
 def _progress() -> Generator[Progress, None, None]:
     """A line on standard error that counts, if that is a terminal."""
-    from rich.console import Console
 
     from allhands.formatting import format_size
 
-    console = Console(stderr=True, highlight=False)
+    console = progress_console(highlight=False)
     if not console.is_terminal:
         yield lambda documents, num_bytes: None
         return

@@ -28,6 +28,7 @@ from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written
+from allhands.terminal import progress_console, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +69,7 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
         _check_rehearsal(config, launch)
     if launch.launcher == "single":
         for note in launch.notes:
-            print(f"allhands: note: {note}", file=sys.stderr)
+            tell(f"allhands: note: {note}")
         _check_resume(config)
     elif launch.rank == 0 and (note := slower_than_ours(launch, f"-n {launch.size} in its place")):
         print(f"allhands: note: {note}", file=sys.stderr)
@@ -130,13 +131,13 @@ def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
         num_ranks = sum(host.slots for host in read_hostfile(config.hostfile))
     faults.check(num_ranks, config.iters)
     if launch.rank == 0 and (line := faults.already_fired()):
-        print(f"allhands: {line}", file=sys.stderr)
+        tell(f"allhands: {line}")
 
 
 def _tell_outstanding(config: TrainConfig) -> None:
     # Those of other computers are noted there.
     if not config.hostfile and (line := faults.outstanding()):
-        print(f"allhands: {line}", file=sys.stderr)
+        tell(f"allhands: {line}")
 
 
 def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
@@ -274,7 +275,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
     # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.
     tagged = TAG_VARIABLE in os.environ
-    console = _console(launch, tagged) if launch.rank == 0 else None
+    console = _console(tagged) if launch.rank == 0 else None
     if console is not None:
         worker.announce_stops(partial(console.print, markup=False), partial(way_on, job_of(config), None))
     log_file = Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
@@ -300,15 +301,16 @@ def tell_troubles(directory: Path) -> None:
 
     with suppress(AllhandsError, OSError):
         for one in harm(read_metrics(directory)):
-            print(f"allhands: warning: {one.text}", file=sys.stderr, flush=True)
+            tell(f"allhands: warning: {one.text}")
 
 
-def _console(launch: Launch, tagged: bool) -> Console:
-    """Progress goes here. Open MPI gives a rank a terminal of its own, wherever the output really ends up."""
+def _console(tagged: bool) -> Console:
+    """Where progress goes."""
     from rich.console import Console
 
-    plain = tagged or launch.launcher == "openmpi"
-    return Console(highlight=False, force_terminal=False if plain else None, width=_LOG_WIDTH if tagged else None)
+    if tagged:
+        return Console(highlight=False, force_terminal=False, width=_LOG_WIDTH)
+    return progress_console(sys.stdout, highlight=False)
 
 
 def share_cores(config: TrainConfig, launch: Launch) -> int | None:

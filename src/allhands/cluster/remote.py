@@ -26,7 +26,7 @@ from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import ATTEST_VARIABLE, Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
-from allhands.cluster.tails import tagged
+from allhands.cluster.tails import for_screen
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.files import make_directory, private_opener
 from allhands.monitor.samples import decode_sample, relayed_file
@@ -243,7 +243,7 @@ class RemoteRanks:
             self._output.write(frame["stream"], frame["data"].encode("latin-1"))
         elif frame["kind"] == "line" and frame["rank"] in own:
             rank = frame["rank"]
-            self._output.write(1, tagged(rank, frame["data"].encode("latin-1"), self.host(rank)))
+            self._output.write(1, for_screen(rank, frame["data"].encode("latin-1"), self.host(rank)))
         elif frame["kind"] == "refused":
             self._take_refusal(own, frame)
         elif frame["kind"] == "attested":

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from allhands.terminal import fitted_to, is_read_live
 
 _POLL_S = 0.1
 _PARTIAL_POLLS = 10  # after which a line without an end, such as a question, is shown as it is
@@ -92,9 +95,17 @@ def tagged(rank: int, line: bytes, host: str | None = None) -> bytes:
     return f"[rank {rank}{place}] ".encode() + shown + b"\n"
 
 
+def for_screen(rank: int, line: bytes, host: str | None = None) -> bytes:
+    """A line with whose it is, broken between words where our standard output is a terminal."""
+    data = tagged(rank, line, host)
+    if b"\x1b" in data or not is_read_live(sys.stdout):
+        return data
+    return fitted_to(1, data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+
 def to_screen(rank: int, line: bytes) -> None:
     """Write a line of a rank of this computer to our standard output."""
-    data = tagged(rank, line)
+    data = for_screen(rank, line)
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(1, data) :]

@@ -41,6 +41,7 @@ from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLo
 from allhands.files import private_opener, storage_error_of
 from allhands.kernels import publish
 from allhands.monitor import Identity, ProcessSampler, monitor_file
+from allhands.terminal import is_screen, tell
 
 _POLL_S = 0.5
 _KEEP_KERNELS_S = 10.0
@@ -251,7 +252,7 @@ class WorkerContext:
         elif self._log_dir is not None:
             self._say_supervised(error)
         elif self._turn_to_speak(error):
-            print(as_message(error, self.launch.rank if self.launch.size > 1 else None), file=sys.stderr)
+            tell(as_message(error, self.launch.rank if self.launch.size > 1 else None))
 
     def _say_supervised(self, error: AllhandsError) -> None:
         """Into this rank's log; rank 0, whose output is the terminal or is read from its log, tells how a run ended."""
@@ -263,7 +264,7 @@ class WorkerContext:
         ):
             print(as_message(error), file=log)
         if rank == 0 and isinstance(error, Interrupted) and TAG_VARIABLE not in os.environ:
-            print(as_message(error), file=sys.stderr)
+            tell(as_message(error))
 
     def _turn_to_speak(self, error: AllhandsError) -> bool:
         """Wait for the cause, or rank 0, to speak first; false if its end has made the launcher end us too."""
@@ -276,7 +277,7 @@ class WorkerContext:
 
     def _end_at_once(self, number: int) -> NoReturn:
         """End because of a signal, with the terminal's cursor, which a progress display hides, to be seen again."""
-        if self._announce and os.isatty(1):
+        if self._announce and is_screen(sys.stdout):
             os.write(1, b"\x1b[?25h\n")
         if self._announce and self._log_dir is None:
             os.write(2, b"allhands: ended at once; what was not saved is lost\n")

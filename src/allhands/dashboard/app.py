@@ -34,7 +34,7 @@ from allhands.dashboard.runs import (
 )
 from allhands.errors import AllhandsError
 from allhands.http_guard import Guard
-from allhands.report.html import asset, page_parts
+from allhands.report.html import asset, colour_sheet, page_parts
 from allhands.report.page import make_page
 
 _COOKIE = "allhands-token"
@@ -153,7 +153,8 @@ async def _asset(request: Request) -> Response:
     if found is None:
         return PlainTextResponse("there is no such file\n", status_code=404)
     kind, names = found
-    return Response("\n".join(asset(name) for name in names), media_type=kind)
+    more = [colour_sheet()] if kind == "text/css" else []
+    return Response("\n".join([*map(asset, names), *more]), media_type=kind)
 
 
 async def _runs(settings: Settings, _request: Request) -> Response:
@@ -171,7 +172,7 @@ async def _page(settings: Settings, request: Request) -> Response:
         known = find_runs(settings.root)
         chosen = {name: known[name] for name in names if name in known}
         if not chosen:
-            return {"runs": [], "charts": {}, "html": ""}
+            return {"runs": [], "charts": {}, "html": "", "sections": []}
         facts = {name: facts_of(directory) for name, directory in chosen.items()}
         page = make_page(list(facts.values()), now=None)
         html, charts = page_parts(page)
@@ -180,7 +181,9 @@ async def _page(settings: Settings, request: Request) -> Response:
             {"name": name, "processes": processes_of(one, now), "logs": logs_of(chosen[name])}
             for name, one in facts.items()
         ]
-        return {"runs": runs, "charts": charts, "html": html}
+        sections = [{"key": "words", "short": "Words"}]
+        sections += [{"key": section.key, "short": section.short} for section in page.sections]
+        return {"runs": runs, "charts": charts, "html": html, "sections": sections}
 
     return _json(await run_in_threadpool(look))
 

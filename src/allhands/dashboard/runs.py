@@ -18,14 +18,14 @@ from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_bytes
 from allhands.metrics import METRICS_FILE
 from allhands.monitor.board import Board, Row
+from allhands.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
 from allhands.report.facts import RunFacts, read_facts
 
 _DEPTH = 3  # of directories in which runs are looked for
 _MOST = 200
-_LOGS = "logs"
 _LOG = re.compile(r"(rank-\d+|mpirun)(\.attempt-\d+)?\.log")
 _TAIL_BYTES = 16_384
-_NOT_LOOKED = {"checkpoints", "best", "logs", "model", "model-best"}
+_NOT_LOOKED = {CHECKPOINTS, BEST, LOGS, *MODELS_OF_A_RUN}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def facts_of(directory: Path) -> RunFacts:
     Raises:
         DataError: nothing that tells of a run.
     """
-    return read_facts(directory, read_events(directory) or read_events(directory / _LOGS))
+    return read_facts(directory, read_events(directory) or read_events(directory / LOGS))
 
 
 def summary_of(name: str, directory: Path) -> Summary | None:
@@ -107,8 +107,8 @@ def summary_of(name: str, directory: Path) -> Summary | None:
 
 
 def processes_of(facts: RunFacts, now: float) -> list[dict[str, str]]:
-    """The run's processes side by side, as texts."""
-    return [_process(row, now) for row in Board(facts.samples).rows()]
+    """The run's processes side by side, as texts; the ranks first, then those that only direct them."""
+    return [_process(row, now) for row in sorted(Board(facts.samples).rows(), key=lambda row: row.last.role != "rank")]
 
 
 def _process(row: Row, now: float) -> dict[str, str]:
@@ -171,11 +171,11 @@ def ask_to_stop(directory: Path) -> str:
 def logs_of(directory: Path) -> list[str]:
     """Names of the ranks' logs, the current ones first; a link of such a name may lead to anything."""
     try:
-        entries = [entry for entry in (directory / _LOGS).iterdir() if _LOG.fullmatch(entry.name)]
+        entries = [entry for entry in (directory / LOGS).iterdir() if _LOG.fullmatch(entry.name)]
         names = [entry.name for entry in entries if entry.is_file() and not entry.is_symlink()]
     except OSError:
         return []
-    return sorted(names, key=lambda name: ("attempt" in name, name))
+    return sorted(names, key=lambda name: ("attempt" in name, not name.startswith("rank-"), name))
 
 
 def tail_of(directory: Path, name: str) -> str:
@@ -186,7 +186,7 @@ def tail_of(directory: Path, name: str) -> str:
     """
     if name not in logs_of(directory):
         raise DataError("there is no such log", where=name, hint="take one of the list")
-    with (directory / _LOGS / name).open("rb") as stream:
+    with (directory / LOGS / name).open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         size = stream.tell()
         stream.seek(max(0, size - _TAIL_BYTES))

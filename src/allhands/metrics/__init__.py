@@ -20,7 +20,8 @@ from allhands.metrics.events import (
     encode_event,
 )
 from allhands.metrics.history import RunHistory, read_metrics, typical
-from allhands.metrics.sinks import ANSWERS_FILE, METRICS_FILE, JsonlSink, Sink, Sinks
+from allhands.metrics.sinks import JsonlSink, Sink, Sinks
+from allhands.names import ANSWERS_FILE, METRICS_FILE
 
 __all__ = [
     "ANSWERS_FILE",

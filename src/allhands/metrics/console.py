@@ -30,6 +30,7 @@ from allhands.metrics.events import (
     ValidReport,
     Warned,
 )
+from allhands.terminal import broken, print_line, row_width
 
 # Share of a step that waiting for data may take before a person is told.
 WAIT_SHOWN_FROM = 0.05
@@ -40,7 +41,7 @@ class ConsoleSink:
     """Shows a run to a person: a live board on a terminal, plain single lines anywhere else.
 
     Args:
-        console: where to print; rich handles ``NO_COLOR`` and the width.
+        console: where to print, as :func:`allhands.terminal.progress_console` makes it.
         total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
         profile: whether to show what the time of a step goes into.
@@ -99,7 +100,8 @@ class ConsoleSink:
                 self._print(*started_lines(event))
             case TrainReport():
                 self._board.train, self._board.left_s = event, self._left_s(event)
-                self._print(train_line(event, self._board.total, self._board.left_s, short=self._short))
+                width = row_width(self._console)
+                self._print(train_line(event, self._board.total, self._board.left_s, width, short=self._short))
                 if self._profile:
                     self._print(profile_line(event))
             case ValidReport():
@@ -120,12 +122,15 @@ class ConsoleSink:
                 self.close()
                 self._print(ended_line(event, self._before_s))
         if self._live_wanted and self._live is None and not isinstance(event, RunEnded):
-            self._live = Live(console=self._console, get_renderable=self._board.render, transient=True)
+            self._live = Live(console=self._console, get_renderable=self._draw_board, transient=True)
             self._live.start()
 
     def _print(self, *lines: str) -> None:
         for line in lines:
-            self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+            print_line(self._console, line)
+
+    def _draw_board(self) -> RenderableType:
+        return self._board.render(self._console.width)
 
     def _left_s(self, report: TrainReport) -> float:
         """Time left at the pace of the last reports; validation and saving between them are counted."""
@@ -148,17 +153,18 @@ class _Board:
     best: ValidReport | None = None
     spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
 
-    def render(self) -> RenderableType:
+    def render(self, width: int | None = None) -> RenderableType:
+        """What is shown in a terminal of ``width``; ``None``: all that is known."""
         step = self.train.step if self.train else self.start
         left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
         columns = Column(), Column(ratio=1, min_width=8), Column(no_wrap=True)
         bar = Table.grid(*columns, padding=(0, 1), expand=True)
         progress = ProgressBar(total=max(self.total, 1), completed=step)
         bar.add_row(self.spinner, progress, f"step {step}/{self.total}  {left}")
-        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines())
+        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines(width))
         return Group(bar, *lines)
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, width: int | None) -> Iterator[str]:
         report, valid, best = self.train, self.valid, self.best
         if report:
             yield f"loss {report.loss:.3f}  learning rate {report.learning_rate:.1e}"
@@ -167,7 +173,10 @@ class _Board:
             yield f"validation loss {valid.loss:.3f} ({mark})"
         if report:
             memory = ", ".join(format_bytes(peak) for peak in report.peak_memory_bytes)
-            yield f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank {memory}"
+            line = f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank "
+            # Of many ranks the range: a list that is cut off would end in half a number.
+            fits = width is None or len(line) + len(memory) <= width
+            yield line + (memory if fits else format_memory(report.peak_memory_bytes))
 
 
 def started_lines(started: RunStarted) -> list[str]:
@@ -202,21 +211,50 @@ def banner(started: RunStarted) -> list[str]:
     ]
 
 
-def train_line(report: TrainReport, total_steps: int, left_s: float, *, short: bool = False) -> str:
+# A line of progress, the fullest first: with the rate of trained tokens or without, which peaks, long words for a wait.
+_FORMS = (
+    (True, "range", True),
+    (False, "range", True),
+    (False, "range", False),
+    (False, "highest", False),
+    (False, "", False),
+)
+
+
+def train_line(
+    report: TrainReport, total_steps: int, left_s: float, width: int | None = None, *, short: bool = False
+) -> str:
     """One line a report; with several ranks, ``peak`` is the range over them.
 
-    A ``short`` one has the tokens a second without those that are trained, and the highest peak, or the wait for data.
+    The rate of trained tokens is told where it is another one than that of all tokens.
+
+    Args:
+        width: of the terminal, for the fullest line that takes as few rows as it can; ``None``: the fullest.
+        short: whether it has the highest peak alone, or the wait for data.
     """
-    rate, waiting = format_rate(report.tokens_per_s), _waiting(report)
-    peak = f"  peak {format_memory(report.peak_memory_bytes)}"
+    forms = _FORMS
     if short:
+        forms = _FORMS[4:] if _waiting(report) else _FORMS[3:]
+    lines = [_train_line(report, f"step {report.step}/{total_steps}", left_s, *form) for form in forms]
+    if width is None:
+        return lines[0]
+    heights = [len(broken(line, width).splitlines()) for line in lines]
+    return lines[heights.index(min(heights))]
+
+
+def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, peaks: str, words: bool) -> str:
+    rate, trained_rate = format_rate(report.tokens_per_s), format_rate(report.trained_tokens_per_s)
+    if trained and trained_rate != rate:
+        rate += f" (trained {trained_rate})"
+    waiting = _waiting(report)
+    if not words:
         waiting = waiting.replace("waits for data", "data wait").removesuffix(" of the time")
-        peak = "" if waiting else f"  peak {format_memory((max(report.peak_memory_bytes, default=0),))}"
-    else:
-        rate += f" (trained {format_rate(report.trained_tokens_per_s)})"
+    memory = (
+        report.peak_memory_bytes if peaks == "range" else report.peak_memory_bytes and (max(report.peak_memory_bytes),)
+    )
+    peak = f"  peak {format_memory(memory)}" if peaks else ""
     loss = f"loss {report.loss:.3f}  lr {report.learning_rate:.1e}"
-    left = format_duration(left_s)
-    return f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}{peak}  left {left}{waiting}"
+    return f"{step}  {loss}  tokens/s {rate}{peak}  left {format_duration(left_s)}{waiting}"
 
 
 def profile_line(report: TrainReport) -> str:

@@ -25,7 +25,7 @@ from allhands.metrics.events import (
     decode_event,
     is_damaged,
 )
-from allhands.metrics.sinks import METRICS_FILE
+from allhands.names import METRICS_FILE
 
 
 @dataclass

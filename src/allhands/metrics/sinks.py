@@ -14,8 +14,6 @@ from allhands.errors import StorageError
 from allhands.files import make_directory, private_opener
 from allhands.metrics.events import Event, encode_event
 
-METRICS_FILE = "metrics.jsonl"
-ANSWERS_FILE = "answers.json"  # beside it: what `allhands compare` was told
 _log = logging.getLogger(__name__)
 
 

@@ -20,10 +20,10 @@ from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.files import write_whole
 from allhands.model.beyond import fails, use_of
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
+from allhands.names import CONFIG_FILE
 from allhands.trees import flatten
 
 DEFAULT_ADAPTER_LAYERS = 16
-CONFIG_FILE = "adapter_config.json"
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
 
 

@@ -31,9 +31,6 @@ from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, 
 from allhands.model.reading import classes_that_read, worth_threads
 from allhands.model.sources import Report, first_line, importing, quantising, resolve, silent
 from allhands.model.tokenizer import (
-    BEST_MODEL,
-    MODEL,
-    MODELS_OF_A_RUN,
     Json,
     LoadedTokenizer,
     load_bare_tokenizer,
@@ -41,6 +38,7 @@ from allhands.model.tokenizer import (
     read_config,
     tokenizer_of,
 )
+from allhands.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
 from allhands.staging import publish, same_files, staging
 
 __all__ = [

@@ -15,6 +15,7 @@ from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
 from allhands.errors import ModelError
 from allhands.model.sources import first_line, importing, is_path, resolve
+from allhands.names import MODELS_OF_A_RUN
 
 Json = dict[str, Any]
 
@@ -32,7 +33,6 @@ _TOKENIZER_FILES = (
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 # What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
-MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
 
 
 @dataclass(frozen=True)

@@ -80,25 +80,37 @@ class Board:
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self._rows: dict[Key, Row] = {}
-        self._counted: dict[Key, int] = {}  # the proportional memory of those that live
+        self._counted: dict[Key, Sample] = {}  # the latest of those that live
         self._looked = 0.0
         self.run: str | None = None
-        self.peak_together_bytes = 0
+        self.peak_together_bytes = self.peak_ranks_bytes = 0
         for sample in samples:
             self.add(sample)
 
     def add(self, sample: Sample) -> None:
         """Take a sample in; the first of another run puts away the one before."""
         if sample.run != self.run:
-            self._rows, self._counted, self.run, self.peak_together_bytes = {}, {}, sample.run, 0
+            self._rows, self._counted, self.run = {}, {}, sample.run
+            self.peak_together_bytes = self.peak_ranks_bytes = 0
         key = key_of(sample)
         row = self._rows.setdefault(key, Row(sample))
         row.take(sample)
-        self._counted[key] = 0 if sample.ended else sample.pss_bytes
+        self._counted[key] = sample
         if sample.time > self._looked + sample.every_s:
             self._looked = sample.time
             self._counted = {key: self._counted[key] for key in self._counted if self._lives(key, sample.time)}
-        self.peak_together_bytes = max(self.peak_together_bytes, sum(self._counted.values()))
+        self._count(sample)
+        if sample.ended:  # what it held to its end was held beside the others
+            self._counted.pop(key, None)
+
+    def _count(self, sample: Sample) -> None:
+        """Note what all have together with this sample; a peak that one has told was there between two samples."""
+        told = sample.peak_rss_bytes
+        counted = self._counted.values()
+        self.peak_together_bytes = max(self.peak_together_bytes, told, together(counted))
+        if sample.role == "rank":
+            ranks = together(one for one in counted if one.role == "rank")
+            self.peak_ranks_bytes = max(self.peak_ranks_bytes, told, ranks)
 
     def _lives(self, key: Key, now: float) -> bool:
         return self._rows[key].state(now) == "lives"
@@ -108,12 +120,24 @@ class Board:
         return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
 
     def together_bytes(self, now: float, gone: Collection[tuple[str, int]] = ()) -> int:
-        """The proportional memory of all that live at ``now``: pages that they share count once."""
-        return sum(row.last.pss_bytes for row in self._rows.values() if row.state(now, gone) == "lives")
+        """What all that live at ``now`` hold together; see :func:`together`."""
+        return together(row.last for row in self._rows.values() if row.state(now, gone) == "lives")
 
     def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
         """Whether there are processes, and none of them lives."""
         return bool(self._rows) and all(row.state(now, gone) != "lives" for row in self._rows.values())
+
+
+def together(samples: Iterable[Sample]) -> int:
+    """What processes hold at the same time, in bytes, with pages that they share counted once.
+
+    The sum of their proportional memory; on each computer at least what one of its processes alone has resident, since
+    pages that it shares with programs that are no part of the run are whole in memory, too.
+    """
+    by_host: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_host.setdefault(sample.host, []).append(sample)
+    return sum(max(sum(one.pss_bytes for one in some), max(one.rss_bytes for one in some)) for some in by_host.values())
 
 
 def key_of(sample: Sample) -> Key:

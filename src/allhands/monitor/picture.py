@@ -24,25 +24,13 @@ from allhands.files import make_directory, write_whole
 from allhands.formatting import format_bytes
 from allhands.monitor.board import Board, key_of
 from allhands.monitor.samples import Sample
-from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
+from allhands.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, STYLE, picture_suffix
 
 Floats = NDArray[np.float64]
 
-# Workers in colours (Okabe & Ito, 2008), those who direct them in greys.
-_RANKS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_DIRECTORS = ("#4D4D4D", "#8C8C8C", "#B3B3B3", "#CFCFCF")
-# In the order of a step, in none of the ranks' colours: computing is green, waiting for others purple.
-PHASES = {
-    "start": ("starting", "#D9D9D9"),
-    "first": ("first step", "#B8E0B0"),
-    "load": ("data wait", "#F0E442"),
-    "compute": ("compute", "#2E8540"),
-    "reduce": ("reduce", "#7B3294"),
-    "update": ("update", "#7FBF7B"),
-    "validate": ("validate", "#C2A5CF"),
-    "save": ("save", "#8C510A"),
-    "end": ("end", "#8C8C8C"),
-}
+# Of ranks, besides their colours.
+_PATTERNS = ("", "///", "...", "xx", "---", "ooo", "\\\\\\")
+_MARKS = 8  # on a line
 _MOST_POINTS = 600
 _MOST_STRIPS = 12
 _FEWEST = 3  # samples of a process that make a line
@@ -57,6 +45,8 @@ class _Track:
     name: str
     colour: str
     samples: list[Sample]
+    pattern: str = ""
+    marker: str = ""
 
     def over(self, grid: Floats, attribute: str) -> Floats:
         """An attribute in bytes on the grid of times: 0 while there is no such process."""
@@ -92,7 +82,8 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
     if not can_be_drawn(samples):
         raise DataError("too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S")
     with matplotlib.style.context(["default", STYLE]):
-        figure = _draw(tracks, Board(samples).peak_together_bytes)
+        board = Board(samples)
+        figure = _draw(tracks, board.peak_together_bytes, board.peak_ranks_bytes)
         if title:
             figure.suptitle(title)
         make_directory(out.parent, private=private)
@@ -109,21 +100,24 @@ def _tracks(samples: Sequence[Sample]) -> list[_Track]:
     by_key: dict[Any, list[Sample]] = {}
     for sample in samples:
         by_key.setdefault(key_of(sample), []).append(sample)
-    # Who orchestrates comes first, below the workers.
-    order = {"orchestrator": 0, "agent": 1, "rank": 2}
+    # The ranks come first, at the bottom, so that what was estimated of them can be compared with their height.
+    order = {"rank": 0, "agent": 1, "orchestrator": 2}
     groups = sorted(by_key.values(), key=lambda one: (order[one[0].role], one[0].rank or 0, one[0].host))
-    ranks = directors = 0
+    directors = 0
     tracks: list[_Track] = []
     for group in groups:
         if group[0].role == "rank":
-            colour, ranks = _RANKS[ranks % len(_RANKS)], ranks + 1
+            rank = group[0].rank or 0
+            colour = RANKS[rank % len(RANKS)]
+            look = _PATTERNS[rank % len(_PATTERNS)], MARKERS[rank % len(MARKERS)]
         else:
-            colour, directors = _DIRECTORS[directors % len(_DIRECTORS)], directors + 1
-        tracks.append(_Track(group[0].name, colour, group))
+            colour, directors = DIRECTORS[directors % len(DIRECTORS)], directors + 1
+            look = "", ""
+        tracks.append(_Track(group[0].name, colour, group, *look))
     return tracks
 
 
-def _draw(tracks: Sequence[_Track], together: int) -> Figure:
+def _draw(tracks: Sequence[_Track], together: int, of_ranks: int = 0) -> Figure:
     ranks = [track for track in tracks if track.samples[0].role == "rank"]
     strips = ranks[:_MOST_STRIPS]
     heights = [3.0, 2.2, 0.45 * max(len(strips), 1)]
@@ -136,7 +130,10 @@ def _draw(tracks: Sequence[_Track], together: int) -> Figure:
     unit, scale = _time_unit(ended - began)
     grid = np.linspace(began, ended, _MOST_POINTS)
     _draw_memory(memory, tracks, grid, (grid - began) / scale)
-    memory.set_title(f"proportional memory of all processes: {format_bytes(together)} together at most", loc="left")
+    told = f"{format_bytes(together)} together at most"
+    if of_ranks and len(ranks) < len(tracks):
+        told += f", the ranks {format_bytes(of_ranks)}"
+    memory.set_title(f"memory of all processes, pages that are shared counted once: {told}", loc="left")
     _draw_mlx(mlx, ranks, grid, (grid - began) / scale)
     _draw_phases(phases, strips, lambda times: (times - began) / scale)
     more = f" (the first {len(strips)} of {len(ranks)} ranks)" if len(strips) < len(ranks) else ""
@@ -153,15 +150,21 @@ def _draw_memory(axes: Axes, tracks: Sequence[_Track], grid: Floats, x: Floats) 
     shares = [track.over(grid, "pss_bytes") for track in tracks]
     scale, unit = _byte_unit(max(float(np.max(np.sum(shares, axis=0))), 1.0))
     colours = [track.colour for track in tracks]
-    axes.stackplot(x, *(share / scale for share in shares), colors=colours, edgecolor="white", linewidth=0.4)
+    areas = axes.stackplot(x, *(share / scale for share in shares), colors=colours, edgecolor="white", linewidth=0.4)
+    for area, track in zip(areas, tracks, strict=True):
+        area.set_hatch(track.pattern)
     axes.set_ylabel(unit)
-    handles: list[Any] = [Patch(color=track.colour, label=track.name) for track in reversed(tracks)]
+    handles: list[Any] = [_patch(track.name, track.colour, track.pattern) for track in reversed(tracks)]
     if estimates := [one.estimated_bytes for track in tracks for one in track.samples[-1:] if one.estimated_bytes]:
         axes.axhline(sum(estimates) / scale, color=GREY, ls=DASHED)
-        handles.append(Line2D([], [], color=GREY, ls=DASHED, label="estimated beforehand"))
+        handles.append(Line2D([], [], color=GREY, ls=DASHED, label="ranks, as estimated"))
     # Only now: a limit that is set keeps lines out that come after it.
     axes.set_ylim(bottom=0)
     axes.legend(handles=handles[:14], loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _patch(label: str, colour: str, pattern: str) -> Patch:
+    return Patch(facecolor=colour, hatch=pattern, edgecolor="white", linewidth=0, label=label)
 
 
 def _draw_mlx(axes: Axes, ranks: Sequence[_Track], grid: Floats, x: Floats) -> None:
@@ -170,7 +173,9 @@ def _draw_mlx(axes: Axes, ranks: Sequence[_Track], grid: Floats, x: Floats) -> N
     for place, (track, active, cache) in enumerate(used):
         # Earlier ones wider, so that ranks with equal needs stay visible.
         width = 1.5 + min(2.0, 4 / len(used)) * (len(used) - 1 - place)
-        axes.plot(x, active / scale, color=track.colour, lw=width)
+        every = max(1, len(x) // _MARKS)
+        marks: dict[str, Any] = {"marker": track.marker, "markevery": (place * every // len(used), every)}
+        axes.plot(x, active / scale, color=track.colour, lw=width, mfc="white", ms=7, **marks)
         axes.plot(x, (active + cache) / scale, color=track.colour, lw=0.5 * width, ls=DASHED)
         if peak := max((sample.mlx_peak_bytes or 0 for sample in track.samples), default=0):
             axes.axhline(peak / scale, color=track.colour, lw=0.8, ls=":")
@@ -184,6 +189,9 @@ def _draw_mlx(axes: Axes, ranks: Sequence[_Track], grid: Floats, x: Floats) -> N
     if any(estimates):
         looks["estimated need"] = (0, (1, 3))
     handles = [Line2D([], [], color=GREY, ls=look, label=label) for label, look in looks.items()]
+    handles += [
+        Line2D([], [], color=track.colour, marker=track.marker, mfc="white", label=track.name) for track in ranks[:8]
+    ]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -201,18 +209,20 @@ def _draw_phases(axes: Axes, strips: Sequence[_Track], place: Any) -> None:
             heights = np.array([one.get(phase, 0.0) for one in spent]) / whole * 0.8
             if heights.any():
                 seen.add(phase)
-                colour = PHASES.get(phase, (phase, "#000000"))[1]
-                axes.bar(place(starts), heights, place(ends) - place(starts), below, align="edge", color=colour, lw=0)
+                _, colour, pattern = PHASES.get(phase, (phase, OTHER, ""))
+                look: dict[str, Any] = {"facecolor": colour, "hatch": pattern, "edgecolor": "white", "lw": 0}
+                axes.bar(place(starts), heights, place(ends) - place(starts), below, align="edge", **look)
             below = below + heights
     axes.set_yticks(range(len(strips)), [track.name for track in reversed(strips)])
     for label, track in zip(axes.get_yticklabels(), reversed(strips), strict=True):
         label.set_color(track.colour)
     axes.set_ylim(-0.6, len(strips) - 0.4)
     axes.grid(False)
-    handles = [Patch(color=colour, label=label) for name, (label, colour) in PHASES.items() if name in seen]
+    handles = [_patch(*look) for name, look in PHASES.items() if name in seen]
+    handles += [_patch(name, OTHER, "") for name in sorted(seen - PHASES.keys())]
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), handlelength=1.2)
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), handlelength=2.0)
 
 
 def _restarts(ranks: Sequence[_Track]) -> list[float]:

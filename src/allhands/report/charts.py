@@ -18,6 +18,7 @@ from allhands.plots import smooth, time_unit
 
 Floats = NDArray[np.float64]
 T = TypeVar("T", tuple[float, int], tuple[float, float, int])
+Kind = Literal["run", "rank", "director", "phase", "ink"]
 Unit = Literal["loss", "rate", "bytes", "small", "seconds"]
 
 _MOST_POINTS = 1500  # of a line
@@ -28,7 +29,10 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class Line:
-    """One curve, ``width`` pixels wide. ``colour`` counts from 0; ``faint`` ones go with the line before, unnamed.
+    """One curve, ``width`` pixels wide. ``faint`` ones go with the line before, unnamed.
+
+    ``colour`` counts from 0 among those of its ``kind``: a run, a rank, who directs the ranks, a phase, or the plain
+    ink of a whole.
 
     A height of ``None`` is a gap: it was there, and is no finite number.
     """
@@ -41,6 +45,7 @@ class Line:
     points: bool = False
     faint: bool = False
     width: float = 2.0
+    kind: Kind = "run"
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Chart:
                 "points": line.points,
                 "faint": line.faint,
                 "width": line.width,
+                "kind": line.kind,
             }
             for line in self.lines
         ]
@@ -207,7 +213,7 @@ def _raw(place: int, lines: Sequence[Line]) -> Line:
     line, following = lines[place], lines[place + 1 : place + 2]
     if following and following[0].faint:
         it = following[0]
-        return Line(line.label.replace(", smoothed", ""), it.colour, it.x, it.y)
+        return replace(it, label=line.label.replace(", smoothed", ""), faint=False)
     return line
 
 
@@ -314,20 +320,22 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
         marks = [(float(step), colour) for colour, run in enumerate(runs) for step, _ in run.restarts]
         if made := chart(key, title, ("step", y_label), unit, lines, marks=marks, whole=True):
             yield made
-    if made := _rank_memory(labels, runs):
-        yield made
+    for place, (label, run) in enumerate(zip(labels, runs, strict=True)):
+        if made := _rank_memory(f"rank-memory-{place}" if len(runs) > 1 else "rank-memory", label, run):
+            yield made
 
 
-def _rank_memory(labels: Sequence[str], runs: Sequence[RunHistory]) -> Chart | None:
+def _rank_memory(key: str, label: str, run: RunHistory) -> Chart | None:
     """The peak of each rank, as rank 0 reported it."""
     lines: list[Line] = []
-    for label, run in zip(labels, runs, strict=True):
-        for rank in range(max((len(one.peak_memory_bytes) for one in run.train), default=0)):
-            known = [one for one in run.train if rank < len(one.peak_memory_bytes)]
-            x = tuple(float(one.step) for one in known)
-            y = tuple(float(one.peak_memory_bytes[rank]) for one in known)
-            lines.append(Line(f"{label}: rank {rank}", len(lines), x, y))
-    return chart("rank-memory", "Peak memory of each rank", ("step", "memory"), "bytes", lines, whole=True)
+    for rank in range(max((len(one.peak_memory_bytes) for one in run.train), default=0)):
+        known = [one for one in run.train if rank < len(one.peak_memory_bytes)]
+        x = tuple(float(one.step) for one in known)
+        y = tuple(float(one.peak_memory_bytes[rank]) for one in known)
+        lines.append(
+            Line(f"rank {rank}", rank, x, y, kind="rank", width=_width(rank, len(run.train[-1].peak_memory_bytes)))
+        )
+    return chart(key, f"Peak memory of each rank of {label}", ("step", "memory"), "bytes", lines, whole=True)
 
 
 # --- of samples --------------------------------------------------------------------------------------
@@ -340,12 +348,18 @@ def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart | N
     began = samples[0].time
     unit, unit_s = time_unit(samples[-1].time - began)
     lines: list[Line] = []
-    for colour, group in enumerate(groups_of(samples)):
+    directors = 0
+    for group in groups_of(samples):
         x, y = _lived([(one.pid, (one.time - began) / unit_s, one.pss_bytes) for one in group])
-        lines.append(Line(group[0].name, colour, x, y))
+        if group[0].role != "rank":
+            lines.append(Line(f"{group[0].name} (directs the ranks)", directors, x, y, kind="director"))
+            directors += 1
+            continue
+        colour = group[0].rank or 0
+        lines.append(Line(group[0].name, colour, x, y, kind="rank"))
         known = [(one.pid, (one.time - began) / unit_s, one.mlx_active_bytes) for one in group]
         x, y = _lived([(pid, x, held) for pid, x, held in known if held is not None])
-        lines.append(Line(f"{group[0].name}: MLX's arrays", colour, x, y, dashed=True))
+        lines.append(Line(f"{group[0].name}: MLX's arrays", colour, x, y, dashed=True, kind="rank"))
     axes = (f"time since the start ({unit})", "memory")
     return chart(key, f"Memory of the processes of {label}", axes, "bytes", lines)
 

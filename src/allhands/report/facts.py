@@ -15,11 +15,11 @@ from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, Row, Sample, read_samples
+from allhands.names import CONFIG_FILE
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
-Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "without an end"]
+Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 
-_CONFIG = "adapter_config.json"
 _PREPARED = "report.json"
 _OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
@@ -44,7 +44,8 @@ class RunFacts:
         path: as it was given.
         status: how it ended, or whether it goes on; ``reason`` says more, in words.
         journal: the supervisor's events, in their order.
-        rows: the processes with their highest memory; ``samples`` are all looks at them.
+        rows: the processes with their highest memory; ``samples`` are all looks at them. ``together_bytes`` and, of the
+            ranks alone, ``ranks_bytes`` are what they had at the same time.
         config: the options that the run was given, by name; empty if not known.
         prepared: the report of ``allhands data prepare`` on the data, if it is there.
         plan: that was made for it before it began, if one was kept.
@@ -53,12 +54,13 @@ class RunFacts:
 
     path: Path
     history: RunHistory
-    status: Status = "without an end"
+    status: Status = "crashed or killed"
     reason: str = ""
     journal: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Sample] = ()
     rows: Sequence[Row] = ()
     together_bytes: int = 0
+    ranks_bytes: int = 0
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     prepared: Mapping[str, Any] = field(default_factory=dict[str, Any])
     answers: Sequence[Answers] = ()
@@ -80,23 +82,31 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     now = time.time() if now is None else now
     directory = path if path.is_dir() else path.parent
     notes: list[str] = []
+    missing = ""
     try:
         history = read_metrics(path)
     except DataError as error:
         if not journal or not path.is_dir():
             raise
         history = RunHistory(path.resolve().name)
-        notes.append(f"There are no metrics ({error.message}): the run ended before its first step.")
+        missing = error.message
     facts = RunFacts(path, history, journal=journal, notes=notes)
     facts.samples = _samples(directory, notes)
     board = Board(facts.samples)
-    facts.rows, facts.together_bytes = board.rows(), board.peak_together_bytes
+    facts.rows, facts.together_bytes, facts.ranks_bytes = (
+        board.rows(),
+        board.peak_together_bytes,
+        board.peak_ranks_bytes,
+    )
     facts.config = _config(directory, notes)
     facts.prepared = _prepared(facts.config)
     facts.answers = tuple(_answers(directory))
     facts.plan, amiss = plan_before(directory, history.starts[0].time if history.starts else None)
     notes += amiss
     facts.status, facts.reason = _status(facts, directory, board, now)
+    if missing:
+        how = "has not come to its first step yet" if facts.status == "going on" else "ended before its first step"
+        notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
     notes += _amiss(history)
     return facts
 
@@ -140,7 +150,10 @@ def _status(facts: RunFacts, directory: Path, board: Board, now: float) -> tuple
     if (facts.samples and not board.over(now)) or (not facts.samples and age < _FRESH_S):
         return "going on", "it goes on: what follows is what there is so far"
     silent = f" {format_duration(age)} ago" if age < float("inf") else ""
-    return "without an end", f"its file has no end: it was killed, or lost its computer; last written{silent}"
+    return (
+        "crashed or killed",
+        f"its file has no end: it crashed, was killed, or lost its computer; last written{silent}",
+    )
 
 
 def _told(event: Mapping[str, Any]) -> str:
@@ -174,7 +187,7 @@ def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
     except AllhandsError as error:
         notes.append(f"Its checkpoints cannot be read: {error.message}.")
     for place in places:
-        if found := _object(place / _CONFIG):
+        if found := _object(place / CONFIG_FILE):
             return found
         if found := _object(place / "state.json").get("config"):
             return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
@@ -190,7 +203,7 @@ def _prepared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answers(directory: Path) -> Iterator[Answers]:
     for file in sorted(directory.glob("*.json")):
-        if file.name in (_CONFIG, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
+        if file.name in (CONFIG_FILE, PLAN_FILE) or _OF_AN_EARLIER_RUN.fullmatch(file.name):
             continue
         content = _object(file)
         columns = [_texts(content.get(name)) for name in ("prompts", "before", "after")]

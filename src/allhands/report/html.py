@@ -5,35 +5,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 
+from allhands.pictures import RUNS, luminance, palettes, phase_colour
 from allhands.report.charts import Bars
 from allhands.report.page import Page
 
 MARK = '<meta name="generator" content="allhands report">'
-# Of what a bar consists; each has a colour of its own in report.css.
-_PARTS = (
-    "starting",
-    "first step",
-    "data wait",
-    "compute",
-    "reduce",
-    "update",
-    "update and rest",
-    "validate",
-    "save",
-    "end",
-)
+# Text that is darker than this part of white stands out from the colour behind it more than white text does.
+_BRIGHT = 0.18
+_NARROW = 4.0  # percent of a bar that has no room for a name, on any screen
 
 
 def to_html(page: Page) -> str:
     """The page as HTML. What comes from a run is escaped; a policy in the file lets no script but ours run."""
-    style = asset("uplot/uPlot.min.css") + asset("report.css")
+    style = asset("uplot/uPlot.min.css") + asset("report.css") + colour_sheet()
     licence = f"/*! uPlot\n{asset('uplot/LICENSE')}\n*/\n"
     script = licence + asset("uplot/uPlot.iife.min.js") + "\n" + asset("charts.js")
     # Markup is ours: the files of the package, and JSON that holds no character of HTML.
@@ -62,7 +52,7 @@ def _charts(page: Page) -> dict[str, Any]:
 
 def _environment() -> Environment:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset))
-    environment.globals.update(bar_parts=_bar_parts, part_class=_part_class)  # pyright: ignore[reportArgumentType]
+    environment.globals.update(bar_parts=_bar_parts, part_class=_part_class, run_class=_run_class)  # pyright: ignore[reportArgumentType]
     return environment
 
 
@@ -81,18 +71,34 @@ def _sum(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
+def colour_sheet() -> str:
+    """The colours of runs, ranks and phases as styles: those of the pictures, in light and dark pages alike."""
+    named = [(f"{kind}-{place}", colour) for kind, some in palettes().items() for place, colour in enumerate(some)]
+    values = "".join(f" --{name}: {colour.lower()};" for name, colour in named)
+    classes = "".join(
+        f".c-{name} {{ --ink: var(--{name}); --on: {'#000' if luminance(colour) > _BRIGHT else '#fff'}; }}\n"
+        for name, colour in named
+    )
+    return f"\n:root {{{values} --ink-0: var(--muted); }}\n{classes}.c-ink-0 {{ --ink: var(--muted); }}\n"
+
+
 def _part_class(name: str) -> str:
-    return f"part-{re.sub('[^a-z]', '-', name)}" if name in _PARTS else "part-other"
+    return f"c-phase-{phase_colour(name)}"
 
 
-def _bar_parts(bars: Bars, row: int) -> list[tuple[str, str, str, str]]:
-    """Of a row of bars each part's name, class, place and width in percent."""
+def _run_class(place: int) -> str:
+    return f"c-run-{place % len(RUNS)}"
+
+
+def _bar_parts(bars: Bars, row: int) -> list[tuple[str, str, str, str, str]]:
+    """Of a row of bars each part's name with its share, class, place and width in percent, and what has room in it."""
     parts = bars.rows[row][1]
     whole = sum(seconds for _, seconds in parts) or 1.0
-    placed: list[tuple[str, str, str, str]] = []
+    placed: list[tuple[str, str, str, str, str]] = []
     place = 0.0
     for name, seconds in parts:
         share = 100 * seconds / whole
-        placed.append((name, _part_class(name), f"{place:.3f}", f"{share:.3f}"))
+        told = name if share >= _NARROW else ""
+        placed.append((f"{name}: {share:.0f} %", _part_class(name), f"{place:.3f}", f"{share:.3f}", told))
         place += share
     return placed

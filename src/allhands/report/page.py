@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from allhands import formatting as form
 from allhands.metrics import Sampled
-from allhands.monitor.picture import PHASES
+from allhands.monitor import Row
+from allhands.pictures import PHASES
 from allhands.plan.outgrown import Sign, signs_of
 from allhands.plots import times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
@@ -23,6 +24,16 @@ from allhands.report.words import Judgement, judge_run
 _NONE = "–"
 _MOST_EVENTS = 100
 _MOST_SAMPLES = 8  # of a prompt
+_SHORT = {
+    "times": "Figures",
+    "optimizer": "Learning rate",
+    "time": "Speed",
+    "phases": "Phases",
+    "plan": "Plan",
+    "restarts": "Starts",
+    "machines": "Machines",
+    "answers": "Answers",
+}
 _DATA = (
     "data",
     "hf_dataset",
@@ -61,6 +72,11 @@ class Section:
     grids: tuple[Grid, ...] = ()
     folded: bool = False  # whether the tables are long, and shown when asked for
 
+    @property
+    def short(self) -> str:
+        """What it is called in the bar that stays at the top of the page."""
+        return _SHORT.get(self.key, self.title)
+
 
 @dataclass(frozen=True)
 class Page:
@@ -83,10 +99,26 @@ def make_page(runs: Sequence[RunFacts], *, title: str | None = None, now: float 
     labels, measures = times_of([run.history for run in runs])
     parts = tuple(_part(label, place, run) for place, (label, run) in enumerate(zip(labels, runs, strict=True)))
     sections = [
-        section for section in _sections(labels, measures, runs) if section.charts or section.bars or section.grids
+        replace(section, charts=_laid_out(section.charts))
+        for section in _sections(labels, measures, runs)
+        if section.charts or section.bars or section.grids
     ]
     made = "" if now is None else f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC"
     return Page(title or " and ".join(labels), made, parts, tuple(sections))
+
+
+def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
+    """Two charts a row; one that would be alone in its row has all of it."""
+    placed: list[Chart] = []
+    beside = False  # whether the last one has room beside it
+    for chart in charts:
+        if chart.wide and beside:
+            placed[-1] = replace(placed[-1], wide=True)
+        beside = not chart.wide and not beside
+        placed.append(chart)
+    if beside:
+        placed[-1] = replace(placed[-1], wide=True)
+    return tuple(placed)
 
 
 def _part(label: str, colour: int, run: RunFacts) -> RunPart:
@@ -116,7 +148,7 @@ def _sections(
     kept = [(name, cells) for name, cells in measures if many or name != "speed-up"]
     times = Grid(caption, ("", *labels), tuple((name, *cells) for name, cells in kept))
     yield Section("times", "Side by side" if many else "In figures", unlike_validations(runs), grids=(times,))
-    yield Section("loss", "Loss", _LOSS, charts=tuple(loss_charts(labels, histories)))
+    yield Section("loss", "Loss", _LOSS, charts=_first_wide(tuple(loss_charts(labels, histories))))
     charts = {one.key: one for one in step_charts(labels, histories)}
     yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))
     bars = [step_parts(labels, histories)]
@@ -126,14 +158,13 @@ def _sections(
     phases = [
         chart
         for place, (label, run) in enumerate(zip(labels, runs, strict=True))
-        for chart in phase_charts(f"phases-{place}", label, run.history, run.samples, _batches(run))
+        for chart in phase_charts(f"phases-{place}", label, run.history, run.samples, _batches(run), place)
     ]
     yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
-    memory = [
-        process_memory(f"memory-{place}", label, run.samples)
-        for place, (label, run) in enumerate(zip(labels, runs, strict=True))
-    ]
-    drawn = (*_some(charts, "rank-memory"), *(one for one in memory if one))
+    drawn = _some(charts, "rank-memory")
+    for place, (label, run) in enumerate(zip(labels, runs, strict=True)):
+        measured = process_memory(f"memory-{place}", label, run.samples)
+        drawn += (*_some(charts, f"rank-memory-{place}"), *((measured,) if measured else ()))
     needs = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _needs(label, run)))
     yield Section("memory", "Memory", charts=drawn, grids=needs)
     planned = [
@@ -160,6 +191,12 @@ _LOSS = (
 )
 
 
+def _first_wide(charts: tuple[Chart, ...]) -> tuple[Chart, ...]:
+    return tuple(
+        replace(chart, wide=chart.wide or (place == 0 and len(charts) != 2)) for place, chart in enumerate(charts)
+    )
+
+
 def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
     return tuple(charts[key] for key in keys if key in charts)
 
@@ -171,7 +208,7 @@ def _batches(run: RunFacts) -> int:
 
 
 def _phase(name: str) -> str:
-    return PHASES.get(name, (name, ""))[0]
+    return PHASES[name][0] if name in PHASES else name
 
 
 # --- tables ------------------------------------------------------------------------------------------
@@ -181,26 +218,42 @@ def _needs(label: str, run: RunFacts) -> Grid | None:
     """The highest memory of each process; that of ranks in training beside what was expected of it."""
     if not run.rows:
         return None
-    rows: list[tuple[str, ...]] = []
-    for row in run.rows:
-        expected = row.last.estimated_bytes or row.last.mlx_estimated_bytes
-        trained = _in_training(run, row.last.rank)
-        share = f"{trained / expected:.0%}" if expected and trained else _NONE
-        rows.append(
-            (
-                row.last.name,
-                row.last.host,
-                form.format_bytes(expected) if expected else _NONE,
-                form.format_bytes(trained) if trained else _NONE,
-                share,
-                form.format_bytes(row.peak_rss_bytes),
-                form.format_bytes(row.peak_pss_bytes),
-                form.format_bytes(row.peak_mlx_bytes) if row.peak_mlx_bytes else _NONE,
-            )
-        )
-    rows.append(("together", "", _NONE, _NONE, _NONE, _NONE, form.format_bytes(run.together_bytes), _NONE))
+    ranks = [row for row in run.rows if row.last.role == "rank"]
+    directing = [row for row in run.rows if row.last.role != "rank"]
+    rows = [_need(run, row) for row in ranks]
+    # Those that direct the ranks train nothing: they stand apart, below what training needs.
+    if directing:
+        rows += [_sum("ranks together", run.ranks_bytes)] * (len(ranks) > 1)
+        rows += [_need(run, row) for row in directing]
+    rows.append(_sum("all together" if directing else "together", run.together_bytes))
     told = "expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays"
-    return Grid(f"highest memory of the processes of {label}", ("process", "computer", *told), tuple(rows))
+    caption = f"highest memory of the processes of {label}; together: pages that are shared counted once"
+    if directing:
+        caption += f"; training needs what the ranks need ({_names(directing)} only starts and watches them)"
+    return Grid(caption, ("process", "computer", *told), tuple(rows))
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(row.last.name for row in rows)
+
+
+def _need(run: RunFacts, row: Row) -> tuple[str, ...]:
+    expected = row.last.estimated_bytes or row.last.mlx_estimated_bytes
+    trained = _in_training(run, row.last.rank)
+    return (
+        row.last.name,
+        row.last.host,
+        form.format_bytes(expected) if expected else _NONE,
+        form.format_bytes(trained) if trained else _NONE,
+        f"{trained / expected:.0%}" if expected and trained else _NONE,
+        form.format_bytes(row.peak_rss_bytes),
+        form.format_bytes(row.peak_pss_bytes),
+        form.format_bytes(row.peak_mlx_bytes) if row.peak_mlx_bytes else _NONE,
+    )
+
+
+def _sum(name: str, held_bytes: int) -> tuple[str, ...]:
+    return (name, "", _NONE, _NONE, _NONE, _NONE, form.format_bytes(held_bytes), _NONE)
 
 
 def _in_training(run: RunFacts, rank: int | None) -> int:
@@ -255,7 +308,8 @@ def _from(checkpoint: str | None) -> str:
 def _after(time: float, begun: float | None) -> str:
     if begun is None:
         return _NONE
-    return f"{'+' if time >= begun else '-'}{form.format_duration(abs(time - begun))}"
+    away = form.format_duration(abs(time - begun))
+    return f"{'-' if time < begun and away != form.format_duration(0.0) else '+'}{away}"
 
 
 def _columns(
@@ -379,14 +433,26 @@ def _answers(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
 
 
 def _options(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
-    names = sorted({name for run in runs for name in run.config})
+    configs = [_in_effect(run.config) for run in runs]
+    names = sorted({name for config in configs for name in config})
     if not names:
         return
-    rows = tuple((name, *(_option(run.config.get(name)) or _NONE for run in runs)) for name in names)
+    rows = tuple((name, *(_option(config.get(name)) or _NONE for config in configs)) for name in names)
     differ = tuple(row for row in rows if len(set(row[1:])) > 1)
     if differ:
         yield Grid("options in which the runs differ", ("option", *labels), differ)
     yield Grid("all options that are set", ("option", *labels), tuple(row for row in rows if set(row[1:]) != {_NONE}))
+
+
+def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the warm-up in one place: it may be given on its own or with the schedule, not as both."""
+    schedule = config.get("lr_schedule")
+    if not isinstance(schedule, Mapping):
+        return dict(config)
+    told = {str(name): value for name, value in schedule.items() if name != "warmup"}
+    if not told.get("warmup_init"):
+        told.pop("warmup_init", None)
+    return {**config, "lr_schedule": told, "warmup_steps": schedule.get("warmup") or config.get("warmup_steps")}
 
 
 def _option(value: Any) -> str:

@@ -8,16 +8,11 @@ from dataclasses import replace
 
 from allhands.metrics import RunHistory, TrainReport
 from allhands.monitor import Sample
+from allhands.pictures import phase_colour
 from allhands.report.charts import Chart, Line, chart, finite, groups_of
 
-# In the order of a step, each with a colour of its own: as the monitor calls it, and as the page does.
-_PARTS = (
-    ("load", "data wait", 4),
-    ("compute", "compute", 2),
-    ("reduce", "reduce", 3),
-    ("update", "update and rest", 0),
-)
-_WHOLE = 6  # grey
+# In the order of a step: as the monitor calls it, and as the page does.
+_PARTS = (("load", "data wait"), ("compute", "compute"), ("reduce", "reduce"), ("update", "update and rest"))
 _MOST_RANKS = 8
 _MOST_POINTS = 60  # of the samples, so that each has many of them and is no chance
 _HEADROOM = 1.08
@@ -27,15 +22,18 @@ PHASES_TOLD = (
 )
 
 
-def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample], batches: int = 1) -> Iterator[Chart]:
+def phase_charts(
+    key: str, label: str, run: RunHistory, samples: Sequence[Sample], batches: int = 1, colour: int = 0
+) -> Iterator[Chart]:
     """Of one run the phases of rank 0 as it reported them; where there are several ranks, those of each, as sampled.
 
     Args:
         batches: of an update; the samples count these, and the reports updates.
+        colour: of the run among those of the page.
     """
     ranks = [(group[0].name, _of_rank(group, batches)) for group in groups_of(samples) if group[0].role == "rank"]
     known = [(name, lines) for name, lines in ranks if lines]
-    if made := _of_reports(key, label, run):
+    if made := _of_reports(key, label, run, colour):
         yield replace(made, wide=len(known) > 1)
     if len(known) < 2:
         return
@@ -48,15 +46,14 @@ def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample
             yield replace(made, top=_HEADROOM * top)
 
 
-def _of_reports(key: str, label: str, run: RunHistory) -> Chart | None:
+def _of_reports(key: str, label: str, run: RunHistory, colour: int) -> Chart | None:
     known = [one for one in run.train if one.compute_s > 0 and math.isfinite(one.step_time_s)]
     if not known:
         return None
     x = tuple(float(one.step) for one in known)
     columns = list(zip(*map(_parts_of, known), strict=True))
-    lines = [Line(name, colour, x, finite(columns[place])) for place, (_, name, colour) in enumerate(_PARTS)]
-    lines.append(Line("whole step", _WHOLE, x, tuple(one.step_time_s for one in known), dashed=True))
-    marks = [(float(step), _WHOLE) for step, _ in run.restarts]
+    lines = _lines(x, columns, [one.step_time_s for one in known])
+    marks = [(float(step), colour) for step, _ in run.restarts]
     title = f"Phases of a step: rank 0 of {label}, as reported"
     made = chart(key, title, ("step", "seconds"), "seconds", lines, marks=marks, whole=True)
     highest = max((one.step_time_s for one in known), default=0.0)
@@ -74,10 +71,17 @@ def _of_rank(group: Sequence[Sample], batches: int) -> list[Line]:
     if not points:
         return []
     x = tuple(float(step) for step, _, _ in points)
-    columns = [tuple(batches * spent[name] / steps for _, steps, spent in points) for name, _, _ in _PARTS]
-    lines = [Line(name, colour, x, finite(column)) for (_, name, colour), column in zip(_PARTS, columns, strict=True)]
-    whole = tuple(sum(column) for column in zip(*columns, strict=True))
-    return [*lines, Line("whole step", _WHOLE, x, finite(whole), dashed=True)]
+    columns = [tuple(batches * spent[name] / steps for _, steps, spent in points) for name, _ in _PARTS]
+    return _lines(x, columns, [sum(column) for column in zip(*columns, strict=True)])
+
+
+def _lines(x: tuple[float, ...], columns: Sequence[Sequence[float]], whole: Sequence[float]) -> list[Line]:
+    """A line of each phase, and one of the whole step."""
+    lines = [
+        Line(name, phase_colour(name), x, finite(column), kind="phase")
+        for (_, name), column in zip(_PARTS, columns, strict=True)
+    ]
+    return [*lines, Line("whole step", 0, x, finite(whole), dashed=True, kind="ink")]
 
 
 def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, dict[str, float]]]:
@@ -85,7 +89,7 @@ def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, dict[str, fl
 
     The first step after a start counts as a phase of its own, and is left out.
     """
-    spent: dict[str, float] = dict.fromkeys((name for name, _, _ in _PARTS), 0.0)
+    spent: dict[str, float] = dict.fromkeys((name for name, _ in _PARTS), 0.0)
     before: Sample | None = None
     for sample in group:
         if before is not None and (sample.pid != before.pid or sample.phases.get("first")):

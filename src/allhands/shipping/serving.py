@@ -30,6 +30,7 @@ from allhands.model.tokenizer import positions_of
 from allhands.shipping.completions import Served
 from allhands.shipping.generation import Generator, Provider
 from allhands.shipping.handler import Handler
+from allhands.terminal import tell
 
 _MOST_CONNECTIONS = 128
 _BUSY = (
@@ -152,11 +153,11 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
         trust = options.trust_remote_code
         loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
         for note in loaded.notes:
-            print(f"allhands: note: {note}", file=sys.stderr)
+            tell(f"allhands: note: {note}")
         tokenizer: Any = loaded.tokenizer
         if has_chat_template(tokenizer) and not ChatTemplate(tokenizer).takes_system:
             told = f"the chat template has no place for system messages: {MERGE} puts them before questions"
-            print(f"allhands: note: {told}", file=sys.stderr)
+            tell(f"allhands: note: {told}")
         settings = _settings(options)
         model: Any = loaded.model
         vocabulary = model(mx.array([[0]])).shape[-1]  # known without being computed

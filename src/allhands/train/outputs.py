@@ -17,6 +17,7 @@ from allhands.files import ClaimedError, claimed, make_directory, private_opener
 from allhands.metrics import METRICS_FILE, ConsoleSink, JsonlSink, Sink, Sinks, read_metrics
 from allhands.monitor import read_samples
 from allhands.reporting import start_trackers, tracker_names
+from allhands.terminal import print_line
 from allhands.train.copies import Copies
 from allhands.train.preparing import Prepared, Surroundings
 from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
@@ -117,7 +118,7 @@ class Outputs:
         """Print ``lines`` where this rank has a console."""
         if self.surroundings.console is not None:
             for line in lines:
-                self.surroundings.console.print(line, highlight=False, markup=False, soft_wrap=True)
+                print_line(self.surroundings.console, line)
 
 
 def _log_of(file: Path | None) -> TextIO | None:

@@ -23,14 +23,13 @@ from allhands.metrics import ANSWERS_FILE, METRICS_FILE
 from allhands.model.adapters import CONFIG_FILE
 from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
+from allhands.names import MEMORY_FILE, PLOT_FILE
 from allhands.staging import publish, staging
 from allhands.train.restore import Restored
 from allhands.train.state import WEIGHTS_FILE
 from allhands.trees import numbers
 
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
-PLOT_FILE = "loss.png"
-MEMORY_FILE = "memory.png"
 _KEPT = (CHECKPOINTS, BEST, METRICS_FILE, ANSWERS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
 _NUMBERED_ADAPTERS = "adapters"
 _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")

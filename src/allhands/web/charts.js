@@ -2,15 +2,43 @@
 // A chart is {title, x, y, unit, whole, top, lines, marks, stars}, as allhands.report.charts.Chart.to_json gives it.
 "use strict";
 var allhandsCharts = (function () {
-  var COLOURS = 7;
+  var COUNTS = {run: 6, rank: 6, director: 2, phase: 10, ink: 1};
+  // Marks of the first, second, ... run or rank, in a box from -1 to 1; the same as in the pictures.
+  var MARKS = [
+    "M1 0A1 1 0 1 1 -1 0A1 1 0 1 1 1 0Z", "M-.9 -.9H.9V.9H-.9Z", "M0 -1L1 .8H-1Z", "M0 -1.15L1.15 0L0 1.15L-1.15 0Z",
+    "M0 1L1 -.8H-1Z", "M-.35 -1H.35V-.35H1V.35H.35V1H-.35V.35H-1V-.35H-.35Z",
+    "M-1 -.5L-.5 -1L0 -.5L.5 -1L1 -.5L.5 0L1 .5L.5 1L0 .5L-.5 1L-1 .5L-.5 0Z",
+  ];
+  var APART = 110;  // pixels between the marks of a line
   var drawn = [];
 
   function theme(name) {
     return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   }
 
-  function colour(number) {
-    return theme("series-" + (number % COLOURS));
+  function key(line) {
+    var kind = line.kind || "run";
+    return kind + "-" + (line.colour % COUNTS[kind]);
+  }
+
+  function colour(line) {
+    return theme(key(line));
+  }
+
+  function ofRun(number) {
+    return colour({kind: "run", colour: number});
+  }
+
+  // Who directs the ranks is dotted; a smoothed, a validation's and a whole's line are as they are told to be.
+  function pattern(line) {
+    return line.kind === "director" ? [2, 3] : line.dashed ? [6, 4] : undefined;
+  }
+
+  // The mark of a line; none for one that no other line of the same kind is beside.
+  function markOf(chart, line) {
+    if (line.kind === "director" || line.kind === "ink" || line.faint) return null;
+    var many = line.points || chart.lines.some(function (other) { return key(other) !== key(line); });
+    return many ? MARKS[line.colour % MARKS.length] : null;
   }
 
   function digits(value, count) {
@@ -78,7 +106,7 @@ var allhandsCharts = (function () {
       ctx.clip();
       chart.marks.forEach(function (mark) {
         var x = u.valToPos(mark[0], "x", true);
-        ctx.strokeStyle = colour(mark[1]);
+        ctx.strokeStyle = ofRun(mark[1]);
         ctx.lineWidth = 1.5 * ratio;
         ctx.setLineDash(dash(u, [2, 4]));
         ctx.beginPath();
@@ -87,6 +115,10 @@ var allhandsCharts = (function () {
         ctx.stroke();
       });
       ctx.restore();
+      chart.lines.forEach(function (line, number) {
+        var shape = markOf(chart, line);
+        if (shape && u.series[number + 1].show) marks(u, line, number + 1, shape);
+      });
       ctx.save();
       chart.stars.forEach(function (star) {
         var x = u.valToPos(star[0], "x", true), y = u.valToPos(star[1], "y", true), size = 8 * ratio;
@@ -97,7 +129,7 @@ var allhandsCharts = (function () {
           ctx.lineTo(x + far * Math.cos(angle), y + far * Math.sin(angle));
         }
         ctx.closePath();
-        ctx.fillStyle = colour(star[2]);
+        ctx.fillStyle = ofRun(star[2]);
         ctx.fill();
         ctx.strokeStyle = theme("background");
         ctx.lineWidth = ratio;
@@ -107,15 +139,77 @@ var allhandsCharts = (function () {
     };
   }
 
+  // A mark at every point of a validation, and now and then on other lines, so that no line is told by its colour alone.
+  function marks(u, line, number, shape) {
+    var ctx = u.ctx, ratio = uPlot.pxRatio, box = u.bbox, path = new Path2D(shape), heights = u.data[number];
+    var size = (line.points ? 4 : 3.5) * ratio, next = box.left + ((line.colour * 37) % APART) * ratio * 0.5;
+    ctx.save();
+    ctx.strokeStyle = colour(line);
+    ctx.fillStyle = theme("background");
+    ctx.lineWidth = 2 * ratio / size;
+    for (var index = 0; index < heights.length; index++) {
+      if (heights[index] === null || heights[index] === undefined) continue;
+      var x = u.valToPos(u.data[0][index], "x", true), y = u.valToPos(heights[index], "y", true);
+      if (x < box.left - 1 || x > box.left + box.width + 1 || y < box.top - 1 || y > box.top + box.height + 1) continue;
+      if (!line.points && x < next) continue;
+      next = x + APART * ratio;
+      ctx.save();
+      ctx.translate(x, y);
+      ctx.scale(size, size);
+      ctx.fill(path);
+      ctx.stroke(path);
+      ctx.restore();
+    }
+    ctx.restore();
+  }
+
+  function svg(name, attributes) {
+    var made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    Object.keys(attributes).forEach(function (key) { made.setAttribute(key, attributes[key]); });
+    return made;
+  }
+
+  // A piece of a line as it is drawn, for a legend.
+  function swatch(line, shape) {
+    var made = svg("svg", {"class": "swatch c-" + key(line), viewBox: "0 0 24 12", "aria-hidden": "true"});
+    var dashes = pattern(line);
+    made.append(svg("path", dashes ? {d: "M0 6H24", "stroke-dasharray": dashes.join(" ")} : {d: "M0 6H24"}));
+    if (shape) mark(made, shape);
+    return made;
+  }
+
+  function mark(made, shape) {
+    made.append(svg("path", {d: shape, "class": "mark", transform: "translate(12 6) scale(4)", "vector-effect": "non-scaling-stroke"}));
+  }
+
+  // What a page's own text has besides its charts: marks of its runs, and bars.
+  function decorateText(host) {
+    fitBars(host);
+    host.querySelectorAll("svg[data-mark]").forEach(function (made) {
+      if (!made.querySelector(".mark")) mark(made, MARKS[made.dataset.mark % MARKS.length]);
+    });
+  }
+
+  // Names in bars only where they have room; the legend above them has all.
+  function fitBars(host) {
+    host.querySelectorAll(".bar svg svg").forEach(function (part) {
+      var name = part.querySelector("text");
+      if (!name) return;
+      name.removeAttribute("visibility");
+      var room = part.parentNode.getBoundingClientRect().width * parseFloat(part.getAttribute("width")) / 100;
+      if (name.getComputedTextLength() + 10 > room) name.setAttribute("visibility", "hidden");
+    });
+  }
+
   function series(chart) {
     return chart.lines.map(function (line) {
       return {
         label: line.label,
-        stroke: function () { return colour(line.colour); },
+        stroke: function () { return colour(line); },
         width: line.width,
         alpha: line.faint ? 0.45 : 1,
-        dash: line.dashed ? [6, 4] : undefined,
-        points: { show: line.points, size: 7, fill: function () { return theme("background"); }, width: 2 },
+        dash: pattern(line),
+        points: { show: false },
       };
     });
   }
@@ -127,20 +221,24 @@ var allhandsCharts = (function () {
     var common = { stroke: ink, grid: grid, ticks: grid, font: font, labelFont: font };
     return [
       Object.assign({ label: chart.x, labelSize: 20, size: 34, space: 70, values: ticks("count") }, common),
-      Object.assign({ label: chart.y, labelSize: 20, size: chart.unit === "bytes" ? 66 : 58, values: ticks(chart.unit) }, common),
+      Object.assign({ label: chart.y, labelSize: 20, size: room, values: ticks(chart.unit) }, common),
     ];
+  }
+
+  // What the longest of an axis's numbers needs, so that they do not run into its name.
+  function room(u, values, axis, cycle) {
+    if (cycle > 1) return u.axes[axis]._size;
+    var longest = (values || []).reduce(function (most, text) { return Math.max(most, String(text).length); }, 0);
+    return Math.max(44, 7 * longest + 24);
   }
 
   function legend(u, chart, list) {
     chart.lines.forEach(function (line, number) {
       if (line.faint) return;
       var item = document.createElement("li"), button = document.createElement("button");
-      var swatch = document.createElement("span");
-      swatch.className = "swatch s" + (line.colour % COLOURS) + (line.dashed ? " dashed" : "");
-      swatch.setAttribute("aria-hidden", "true");
       button.type = "button";
       button.setAttribute("aria-pressed", "true");
-      button.append(swatch, line.label);
+      button.append(swatch(line, markOf(chart, line)), line.label);
       button.addEventListener("click", function () {
         var show = button.getAttribute("aria-pressed") !== "true";
         button.setAttribute("aria-pressed", String(show));
@@ -234,7 +332,38 @@ var allhandsCharts = (function () {
     document.querySelectorAll("[data-chart]").forEach(function (host) {
       draw(host, charts[host.dataset.chart]);
     });
+    decorateText(document);
+    follow(document.querySelector("nav.parts"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  }
+
+  addEventListener("resize", function () { fitBars(document); });
+
+  // The bar says which part of the page is in sight.
+  function follow(nav) {
+    if (!nav) return;
+    var waiting = false;
+    function look() {
+      waiting = false;
+      var current = null, line = nav.getBoundingClientRect().bottom + innerHeight / 4;
+      nav.querySelectorAll("a").forEach(function (link) {
+        var part = document.querySelector(link.getAttribute("href"));
+        if (part && part.getClientRects().length && part.getBoundingClientRect().top <= line) current = link;
+      });
+      nav.querySelectorAll("a").forEach(function (link) {
+        if (link === current && !link.hasAttribute("aria-current")) {
+          link.setAttribute("aria-current", "true");
+          nav.scrollLeft = link.offsetLeft - nav.clientWidth / 3;
+        } else if (link !== current) link.removeAttribute("aria-current");
+      });
+    }
+    function soon() {
+      if (!waiting) requestAnimationFrame(look);
+      waiting = true;
+    }
+    addEventListener("scroll", soon, {passive: true});
+    new ResizeObserver(soon).observe(document.body);  // what is above may grow while nobody scrolls
+    look();
   }
 
   function redraw() {
@@ -247,6 +376,8 @@ var allhandsCharts = (function () {
     drawn = [];
   }
 
-  return { draw: draw, drawAll: drawAll, redraw: redraw, forget: forget };
+  return {
+    draw: draw, drawAll: drawAll, redraw: redraw, forget: forget, follow: follow, decorateText: decorateText, swatch: swatch, MARKS: MARKS,
+  };
 })();
 if (document.getElementById("charts")) allhandsCharts.drawAll();

@@ -5,7 +5,7 @@
   if (!document.getElementById("runs")) return;
   var EVERY_MS = 2000;
   var chosen = new Set(new URLSearchParams(location.search).getAll("run"));
-  var log = null, shownPage = "", known = [], first = true;
+  var log = null, shownPage = "", known = [], first = true, wanted = false;
 
   function get(path) {
     return fetch(path, { credentials: "same-origin" }).then(function (answer) {
@@ -57,31 +57,46 @@
     }).catch(function (error) { say(String(error.message || error)); button.disabled = false; });
   }
 
+  // A cell of a run's row; on a narrow screen its label stands before it.
+  function field(row, label, text) {
+    var made = cell(row, text);
+    made.setAttribute("role", "cell");
+    made.dataset.label = label;
+    return made;
+  }
+
   function rowOf(run) {
-    var row = document.createElement("tr"), first = cell(row, "", true);
-    var label = document.createElement("label"), box = document.createElement("input");
+    var row = document.createElement("tr"), first = cell(row, "", true), on = chosen.has(run.name);
+    row.setAttribute("role", "row");
+    row.className = on ? "chosen" : "";
+    first.setAttribute("role", "rowheader");
+    var label = document.createElement("label"), box = document.createElement("input"), name = document.createElement("span");
     box.type = "checkbox";
-    box.checked = chosen.has(run.name);
+    box.checked = on;
     box.addEventListener("change", function () {
       if (box.checked) chosen.add(run.name); else chosen.delete(run.name);
       history.replaceState(null, "", chosen.size ? "?" + query() : location.pathname);
       shownPage = "";
+      wanted = box.checked;
       look();
     });
-    label.append(box, run.name);
+    label.append(box);
+    if (on) label.append(mark(Array.from(chosen).indexOf(run.name)));
+    name.textContent = run.name;
+    label.append(name);
     first.append(label);
     var status = document.createElement("span");
     status.className = "status " + run.status.replace(/ /g, "-");
     status.textContent = run.status;
-    cell(row, "").append(status);
-    cell(row, run.step + (run.total_steps ? " of " + run.total_steps : ""));
-    cell(row, number(run.loss, 3));
-    cell(row, number(run.valid_loss, 3));
-    cell(row, number(run.tokens_per_s, 0));
-    cell(row, duration(run.elapsed_s));
-    cell(row, bytes(run.memory_bytes));
-    cell(row, run.ranks === null ? "–" : String(run.ranks));
-    var last = cell(row, "");
+    field(row, "status", "").append(status);
+    field(row, "step", run.step + (run.total_steps ? " of " + run.total_steps : ""));
+    field(row, "training loss", number(run.loss, 3));
+    field(row, "validation loss", number(run.valid_loss, 3));
+    field(row, "tokens/s", number(run.tokens_per_s, 0));
+    field(row, "time", duration(run.elapsed_s)).className = "more";
+    field(row, "memory", bytes(run.memory_bytes)).className = "more";
+    field(row, "ranks", run.ranks === null ? "–" : String(run.ranks)).className = "more";
+    var last = field(row, "", "");
     if (run.can_stop) {
       var button = document.createElement("button");
       button.type = "button";
@@ -92,6 +107,34 @@
       last.append(button);
     }
     return row;
+  }
+
+  // The colour and the mark that a chosen run has in its curves.
+  function mark(place) {
+    return allhandsCharts.swatch({kind: "run", colour: place}, allhandsCharts.MARKS[place % allhandsCharts.MARKS.length]);
+  }
+
+  // The bar of parts: back to the list, the parts of the report, and what only a run that goes on has.
+  function showParts(sections) {
+    var nav = document.querySelector("nav.parts"), text = JSON.stringify(sections);
+    nav.hidden = !sections.length;
+    if (nav.dataset.shown === text) return;
+    nav.dataset.shown = text;
+    var all = [{key: "list", short: "Runs"}].concat(sections, {key: "ranks", short: "Processes"}, {key: "logs", short: "Logs"});
+    nav.querySelector("ul").replaceChildren.apply(nav.querySelector("ul"), all.map(function (one) {
+      var item = document.createElement("li"), link = document.createElement("a");
+      link.href = "#" + one.key;
+      link.textContent = one.short;
+      item.append(link);
+      return item;
+    }));
+  }
+
+  // What has just been chosen comes into sight, unless it is there already.
+  function bring() {
+    var section = document.getElementById("chosen"), top = section.getBoundingClientRect().top;
+    if (wanted && (top < 0 || top > 0.6 * innerHeight)) section.scrollIntoView({block: "start"});
+    wanted = false;
   }
 
   function showRuns(runs) {
@@ -147,6 +190,7 @@
       if (!select.value && options.length) select.selectedIndex = 0;
     }
     log = select.value || null;
+    select.parentNode.hidden = !log;
     showTail();
   }
 
@@ -158,9 +202,10 @@
     }
     var one = JSON.parse(log);
     get("/api/log?run=" + encodeURIComponent(one[0]) + "&log=" + encodeURIComponent(one[1])).then(function (told) {
-      if (tail.textContent === told.text) return;
+      var text = told.text || "(nothing yet)";
+      if (tail.textContent === text) return;
       var below = tail.scrollHeight - tail.scrollTop - tail.clientHeight < 20;
-      tail.textContent = told.text || "(nothing yet)";
+      tail.textContent = text;
       if (below) tail.scrollTop = tail.scrollHeight;
     }).catch(function (error) { tail.textContent = String(error.message || error); });
   }
@@ -180,6 +225,7 @@
     host.querySelectorAll("[data-chart]").forEach(function (plot) {
       allhandsCharts.draw(plot, page.charts[plot.dataset.chart]);
     });
+    allhandsCharts.decorateText(host);
     shownPage = text;
   }
 
@@ -202,11 +248,16 @@
         return known.some(function (run) { return run.name === name; });
       }));
       section.hidden = chosen.size === 0;
-      if (!chosen.size) return null;
+      if (!chosen.size) {
+        showParts([]);
+        return null;
+      }
       return get("/api/page?" + query()).then(function (page) {
         showProcesses(page.runs);
         showLogs(page.runs);
         showPage(page);
+        showParts(page.sections);
+        bring();
       });
     }).catch(function (error) { say("No answer: " + String(error.message || error)); });
   }
@@ -220,5 +271,6 @@
     showTail();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", function () { allhandsCharts.redraw(); });
+  allhandsCharts.follow(document.querySelector("nav.parts"));
   again();
 })();

@@ -1,0 +1,199 @@
+"""A person's terminal: whether there is one, and lines that it breaks between words and never in a number."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Who starts a rank with these gives it a terminal of its own, wherever its output really ends up. Our own launcher,
+# which may go through mpirun, hands its output over.
+_OURS = "ALLHANDS_RANK"
+_RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
+_GAPS = re.compile(r" +")
+_GAP = re.compile(r" {2,}")
+# No break between a number and its unit or the word that it belongs to: "182 MB", "19.9 %", "step 60", "12 of 16 GB".
+_HELD = re.compile(r"(?<=\d) (?=(?:[A-Za-z]{1,3}|%|tokens?|steps?|samples?|examples?|ranks?|cores?)(?:[^A-Za-z]|$))")
+_HELD_BEFORE = re.compile(r"(?<=[A-Za-z]) (?=[-+]?\d)")
+_NO = ("", "0", "false", "no")
+_WIDTH_OF_FILES = 80
+_BLANK = "\x00"
+_FIELD_SHARE = 0.5  # of the width: what stands between wide gaps stays whole where that leaves so much of a row used
+
+
+def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``stream`` is a terminal on which a display may write over itself.
+
+    No screen: a file or a pipe, ``TERM=dumb``, ``NO_COLOR``, and what :func:`is_read_live` leaves out.
+    ``FORCE_COLOR`` asks for colours, not for this.
+    """
+    if environ.get("TERM", "").lower() in ("dumb", "unknown") or environ.get("NO_COLOR"):
+        return False
+    return is_read_live(stream, environ)
+
+
+def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``stream`` is a terminal before which a person sits.
+
+    Nobody sits before that of continuous integration (``CI``), which keeps all that was ever written, or before the
+    one that mpirun or srun gives a rank, wherever its output really ends up.
+    """
+    relayed = _OURS not in environ and any(name in environ for name in _RELAYED)
+    if relayed or environ.get("CI", "").lower() not in _NO:
+        return False
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):  # closed, or none
+        return False
+
+
+def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
+    """A console of rich's on standard output, or ``stream``; it writes no order of a terminal where there is no screen.
+
+    ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
+    that happens to be a terminal: 80 in a file, unless ``COLUMNS`` says otherwise.
+    """
+    stream = sys.stdout if stream is None else stream
+    if environ.get("NO_COLOR"):
+        options["color_system"] = None
+    if not is_screen(stream, environ) and not environ.get("FORCE_COLOR"):
+        options["force_terminal"] = False
+    if not is_read_live(stream, environ) and not environ.get("COLUMNS"):
+        options["width"] = options.get("width") or _WIDTH_OF_FILES
+    return _careful_console()(file=stream, **options)
+
+
+@cache
+def _careful_console() -> type[Console]:
+    """A console that breaks plain text as :func:`fitted` does: rich's own parts numbers from their units."""
+    from rich.console import Console
+
+    class Careful(Console):
+        def print(self, *objects: Any, **how: Any) -> None:
+            text = objects[0] if len(objects) == 1 else None
+            if isinstance(text, str) and not how.get("soft_wrap") and (how.get("markup") is False or "[" not in text):
+                shown = row_width(self)
+                objects = (fitted(text, self.width) if shown else broken(text, self.width),)
+                how["soft_wrap"] = True
+            super().print(*objects, **how)
+
+    return Careful
+
+
+def print_table(console: Console, table: Table, dispensable: Sequence[str] = ()) -> None:
+    """Print a table without as many of the columns that are ``dispensable``, the first ones first, as have no room."""
+    for name in dispensable:
+        if table.__rich_measure__(console, console.options.update(width=10_000)).maximum <= console.width:
+            break
+        table = _without(table, name)
+    console.print(table)
+
+
+def _without(table: Table, name: str) -> Table:
+    from rich.table import Table
+
+    kept = [column for column in table.columns if column.header != name]
+    made = Table(box=table.box, padding=table.padding, pad_edge=table.pad_edge)
+    for column in kept:
+        made.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
+    for cells in zip(*(column.cells for column in kept), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
+    """A console on standard error, or ``stream``, for a display that writes over itself: on a screen alone.
+
+    ``FORCE_COLOR`` does not make a screen of a file.
+    """
+    from rich.console import Console
+
+    stream = sys.stderr if stream is None else stream
+    return Console(file=stream, force_terminal=is_screen(stream, environ), **options)
+
+
+def fitted(text: str, width: int) -> str:
+    """``text`` with rows filled up to ``width``, so that a terminal breaks it between words.
+
+    A row that would be broken in a word gets blanks up to its end, and no end of line: the terminal goes on below, and
+    what is copied from it, a command for instance, is still one line. Fields that stand two blanks apart stay whole
+    where they can, and a number stays with its unit. A word longer than a row is broken, as there is no other way.
+    """
+    return "\n".join("".join(_rows(line, width)) for line in text.split("\n"))
+
+
+def broken(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width``, for a file; broken where :func:`fitted` breaks it."""
+    return "\n".join(row.rstrip(" ") for line in text.split("\n") for row in _rows(line, width))
+
+
+def _rows(line: str, width: int) -> list[str]:
+    if len(line) < width or width < 2:
+        return [line]
+    rows: list[str] = []
+    rest = line
+    while len(rest) >= width:
+        place = _break(rest, width)
+        if place is None:  # one word, whose end the next row holds
+            whole = max(width, len(rest.split(" ", 1)[0]) // width * width)
+            rows += [rest[at : at + width] for at in range(0, whole, width)]
+            rest = rest[whole:]
+        else:
+            rows.append(rest[:place].ljust(width))
+            rest = rest[place:].lstrip(" ")
+    return [*rows, rest] if rest else rows
+
+
+def _break(rest: str, width: int) -> int | None:
+    """Where the row ends: the last wide gap that leaves enough, or the last one that parts no number from its unit.
+
+    The last column stays empty, so that there is a blank between two words when what is shown is copied.
+    """
+    width -= 1
+    wide = [found.start() for found in _GAP.finditer(rest) if _FIELD_SHARE * width <= found.start() <= width]
+    if wide:
+        return wide[-1]
+    held = _HELD_BEFORE.sub(_BLANK, _HELD.sub(_BLANK, rest))
+    for text in (held, rest):
+        gaps = [found.start() for found in _GAPS.finditer(text) if found.start() <= width]
+        if gaps := [place for place in gaps if rest[:place].strip()]:
+            return gaps[-1]
+    return None
+
+
+def echo(text: str) -> None:
+    """:func:`tell` on standard output."""
+    tell(text, sys.stdout)
+
+
+def row_width(console: Console) -> int | None:
+    """The width of the rows on which ``console`` shows lines; ``None`` where a line may be as long as it is."""
+    return console.width if console.is_terminal or is_read_live(console.file) else None
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print a line as it is, broken between words on a terminal."""
+    width = row_width(console)
+    shown = line if width is None else fitted(line, width)
+    console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print ``text`` on standard error, or ``stream``, at once; broken between words on a terminal."""
+    out: TextIO = sys.stderr if stream is None else stream
+    print(fitted_to(out.fileno(), text) if is_read_live(out) else text, file=out, flush=True)
+
+
+def fitted_to(file: int, text: str) -> str:
+    """``text`` as :func:`fitted` to the terminal that the file descriptor is; as it is elsewhere."""
+    try:
+        return fitted(text, os.get_terminal_size(file).columns or sys.maxsize)
+    except OSError:  # no terminal
+        return text
