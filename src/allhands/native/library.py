@@ -24,8 +24,7 @@ from allhands.staging import publishing
 
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-# A computer that is short of time or memory ends compilers. Without the library a run's last bits are others, so that it
-# must not depend on that.
+# A computer that is short of time or memory ends compilers; without the library a run's last bits are others.
 _BUILD_S, _TRIES, _PAUSE_S = 600.0, 3, 0.5
 _NAME = "liballhands.so"
 

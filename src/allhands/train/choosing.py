@@ -94,7 +94,7 @@ def agreed(own: Settlement, communicator: Communicator) -> Settlement:
     if without:
         forms = "native" if device["kind"] == "cpu" else "fused"
         notes.append(
-            f"some ranks compute without {forms} operations, others with them: their results differ by rounding"
+            f"some ranks compute without {forms} operations: what they compute differs by rounding"
         )
     if others and measured:
         notes.append("the ranks' devices differ: kernels are chosen by rule, not by what was measured")
