@@ -93,9 +93,7 @@ def agreed(own: Settlement, communicator: Communicator) -> Settlement:
     measured, notes = tuple(rows_of(first["measured"])), list(own.notes)
     if without:
         forms = "native" if device["kind"] == "cpu" else "fused"
-        notes.append(
-            f"some ranks compute without {forms} operations: what they compute differs by rounding"
-        )
+        notes.append(f"some ranks compute without {forms} operations: what they compute differs by rounding")
     if others and measured:
         notes.append("the ranks' devices differ: kernels are chosen by rule, not by what was measured")
     # A form that this device does not have is passed over.
