@@ -101,7 +101,7 @@ def finish(ranks: Sequence[Process]) -> None:
 
 def listening(cluster: Cluster, name: str) -> list[str]:
     """Where that computer listens at the port of the meeting."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 120.0
     while time.monotonic() < deadline:
         lines = cluster.run(name, ["ss", "-ltnH"]).stdout.splitlines()
         if found := [line.split()[3] for line in lines if line.split()[3].endswith(f":{PORT}")]:
