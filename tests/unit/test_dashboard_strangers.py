@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -118,6 +119,24 @@ def test_garbage_over_the_network(served: Dashboard) -> None:
     # The rest is of those that were not complete.
     assert check_requests(served, some_requests(400, 1))["answered"] > 320
     assert served.json("/api/runs")[0]["name"] == "one"
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+@pytest.mark.parametrize("path", ["/", "/api/page?run=one", "/api/stop"])
+def test_what_comes_behind_a_request_and_is_none_is_no_trouble(root: Path, path: str, pause_s: float) -> None:
+    """A body that is not written as its request says, while the answer is made or after it: nothing is logged."""
+    with dashboard(root) as running:
+        for body in (b"x" * 30, b"5\r\nabc", b"zz\r\n"):
+            with connect(port_of(running)) as client, contextlib.suppress(ConnectionError):
+                head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+                client.sendall(head.encode())
+                time.sleep(pause_s)
+                client.sendall(body)
+                client.shutdown(socket.SHUT_WR)
+                received(client)
+        assert running.json("/api/runs")[0]["name"] == "one"
+        running.process.terminate()
+        assert running.process.communicate(timeout=20)[1] == ""
 
 
 @pytest.mark.long

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from h11 import LocalProtocolError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -92,12 +91,7 @@ class _Guard:
         async def answered(message: Any) -> None:
             nonlocal begun
             begun = True
-            try:
-                await _with_headers(send, message)
-            except LocalProtocolError as error:
-                # What has come behind the request is none, and has been answered already.
-                if "MUST_CLOSE" not in str(error):
-                    raise
+            await _with_headers(send, message)
 
         try:
             await (self._refusal(Request(scope)) or self._app)(scope, receive, answered)
