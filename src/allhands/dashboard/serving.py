@@ -38,8 +38,9 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; a request before it, whose body this may be, is answered no further."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
+        cycle: Any = self.cycle
+        if cycle is not None:
+            cycle.disconnected = True
         try:
             super().send_400_response(msg)
         except LocalProtocolError:  # its answer has begun, or is complete
