@@ -194,6 +194,14 @@ def test_garbage_over_the_network(server: Served) -> None:
     still_answers(server)
 
 
+@pytest.mark.parametrize("head", ["", "Connection: clos", "Connection: close", "Connection: close\r\n"])
+def test_a_head_that_ends_too_early_is_refused(server: Served, head: str) -> None:
+    """Perhaps what would have followed forbids it."""
+    whole = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{head}"
+    assert server.send(whole.encode()).split()[1] == b"400"
+    assert server.send(f"{whole.rstrip()}\r\n\r\n".encode()).split()[1] == b"200"
+
+
 def of_bytes(body: bytes) -> bytes:
     return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
