@@ -28,7 +28,7 @@ _CONNECT_S = 120.0
 def main() -> None:
     """Join the group, measure what the first argument describes, tell, and end."""
     asked = json.loads(sys.argv[1])
-    launch_directly(os.environ)
+    launch_directly(os.environ, untouched=True)
     launch = recognise_here()
     take_device(launch)
     with install(launch, os.environ) as worker:

@@ -131,7 +131,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     work = asked["work"]
     if asked["peer"] != "mlx_lm":
-        launch_directly(os.environ)  # as training does
+        launch_directly(os.environ, untouched=True)  # as training does
     model = build(work)
     ids = mx.random.randint(0, work["shape"]["vocab_size"], (work["batch"], work["length"] + 1), key=mx.random.key(1))
     mx.eval(ids)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradients_judge import BEYOND, LIMITS, REFUSED, Verdict, grouped
+from gradients_judge import BEYOND, LIMITS, REFUSED, Verdict, compared_with_judge, grouped
 from gradients_workers import ANSWER_S, FORMS, WAYS, Settings, architectures, compare
 from harness import (
     git_commit,
@@ -157,6 +157,8 @@ def report(verdicts: Sequence[Verdict], found: dict[str, Any]) -> str:
         if some := [verdict for verdict in verdicts if verdict.kind == kind]:
             lines += ["", title, "", *(f"- {line}" for line in grouped(some, named=True))]
     if any(verdict.from_judge for verdict in verdicts):
+        lines += ["", compared_with_judge(verdicts), ""]
+        lines += [f"- {line}" for line in grouped([v for v in verdicts if v.kind == "right" and v.text], named=True)]
         lines += ["", "From float32 on the CPU (mlx_lm here / allhands here):", "", table(verdicts, judged=True)]
     return "\n".join(lines)
 

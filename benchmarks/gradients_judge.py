@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Verdict:
             compute it itself; ours says so or computes it).
         whole: largest difference of a batch's gradient, as a share of its norm.
         text: what is to be said of it.
+        by_rounding: whether nothing is wrong but the size of a difference, where there is a judge of it.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Verdict:
     whole: float | None = None
     text: str = ""
     batches: dict[str, Any] = field(default_factory=dict)
+    by_rounding: bool = False
 
     @property
     def from_judge(self) -> tuple[float, float] | None:
@@ -87,14 +90,64 @@ def judge(
     ]
     if missing := {"short", "long", "short again"} - ours.keys():
         problems.append(f"no {', '.join(sorted(missing))} rows")
+    others = [text for batch, one in ours.items() for text in mistakes(one, theirs[batch.split()[0]], dtype)]
+    by_rounding = not (missing or others) and all("ours from judge" in one for one in ours.values())
     wholes = [one["whole"] for one in ours.values()]
     whole = None if None in wholes else max(wholes, default=0.0)
-    return Verdict(name, run, "wrong" if problems else "right", whole, "; ".join(problems), ours)
+    return Verdict(name, run, "wrong" if problems else "right", whole, "; ".join(problems), ours, by_rounding)
+
+
+def pooled(verdicts: Sequence[Verdict], dtype: str) -> Verdict:
+    """One verdict on several draws of the weights, whose first one is wrong by the size of a difference alone.
+
+    A router that chooses another expert changes a gradient much, whoever rounded. By the median over the draws ours
+    must be no further from float32 than twice what mlx_lm's own is.
+    """
+    first = verdicts[0]
+    if other := next((verdict for verdict in verdicts if verdict.kind == "wrong" and not verdict.by_rounding), None):
+        return other
+    apart = [found for verdict in verdicts if (found := verdict.from_judge) and math.inf not in found]
+    if len(apart) < 3:
+        return first
+    theirs, ours = (statistics.median(each) for each in zip(*apart, strict=True))
+    kind = "right" if ours <= max(LIMITS[dtype][0], 2.0 * theirs) else "wrong"
+    text = f"{len(apart)} draws: by the median {theirs:.2g} (mlx_lm) and {ours:.2g} (allhands) from float32"
+    wholes = [verdict.whole for verdict in verdicts if verdict.whole is not None]
+    return Verdict(first.name, first.run, kind, statistics.median(wholes), text, first.batches, by_rounding=True)
+
+
+def compared_with_judge(verdicts: Iterable[Verdict]) -> str:
+    """How far from float32 allhands is beside mlx_lm, over all comparisons; empty where none was judged."""
+    apart = [found for verdict in verdicts if (found := verdict.from_judge) and math.inf not in found and all(found)]
+    if len(apart) < 2:
+        return ""
+    shares = [ours / theirs for theirs, ours in apart]
+    low, middle, high = statistics.quantiles(shares, n=4)
+    mean = statistics.geometric_mean(shares)
+    return (
+        f"In {len(shares)} comparisons allhands is {mean:.2f} times as far from float32 as mlx_lm (geometric mean; "
+        f"quartiles {low:.2f}, {middle:.2f}, {high:.2f})"
+    )
 
 
 def complaints(one: dict[str, Any], theirs: dict[str, Any], dtype: str) -> Iterator[str]:
     """What is wrong with a batch."""
-    limit, of_array, of_loss = LIMITS[dtype]
+    yield from mistakes(one, theirs, dtype)
+    if one["whole"] is None:
+        return
+    limit, of_array, _ = LIMITS[dtype]
+    # Where mlx_lm's own rounding is as large, ours must be no worse than twice that.
+    rounding = one.get("theirs from judge")
+    forgiven = rounding is not None and one["ours from judge"] <= max(limit, 2.0 * rounding)
+    if one["whole"] > limit and not forgiven:
+        yield f"gradient differs by {one['whole']:.2g}, {one['array']} by {one['worst']:.2g}"
+    elif one["worst"] > of_array and rounding is None:
+        yield f"{one['array']} differs by {one['worst']:.2g}"
+
+
+def mistakes(one: dict[str, Any], theirs: dict[str, Any], dtype: str) -> Iterator[str]:
+    """What is wrong with a batch whoever rounded."""
+    of_loss = LIMITS[dtype][2]
     if one["left"] or one["added"]:
         yield f"arrays without a gradient: {one['left'][:3]}, with one that mlx_lm has not: {one['added'][:3]}"
     if one["whole"] is None:
@@ -105,13 +158,6 @@ def complaints(one: dict[str, Any], theirs: dict[str, Any], dtype: str) -> Itera
         apart = min(apart, abs(one["loss"] - one["judge loss"]))
     if not apart <= of_loss * max(1.0, abs(theirs["loss"])):
         yield f"loss {one['loss']:.6g} for {theirs['loss']:.6g}"
-    # Where mlx_lm's own rounding is as large, ours must be no worse than twice that.
-    rounding = one.get("theirs from judge")
-    forgiven = rounding is not None and one["ours from judge"] <= max(limit, 2.0 * rounding)
-    if one["whole"] > limit and not forgiven:
-        yield f"gradient differs by {one['whole']:.2g}, {one['array']} by {one['worst']:.2g}"
-    elif one["worst"] > of_array and rounding is None:
-        yield f"{one['array']} differs by {one['worst']:.2g}"
 
 
 def grouped(verdicts: Iterable[Verdict], *, named: bool = False) -> list[str]:

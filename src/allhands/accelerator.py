@@ -55,6 +55,15 @@ def sizing_of(kind: str, micro_batch_tokens: int | None, *, compiled: bool) -> S
     return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
 
 
+# At most: the key of its random numbers, which is there from the start, and a number beside it on CUDA.
+_AT_START_BYTES = 24
+
+
+def nothing_computed() -> bool:
+    """Whether MLX has not computed anything in this process yet: afterwards it asks for none of its variables."""
+    return max(mx.get_peak_memory(), mx.get_active_memory() + mx.get_cache_memory()) <= _AT_START_BYTES
+
+
 def detect() -> Accelerator:
     """The default device of MLX in this process, with its settings applied."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu

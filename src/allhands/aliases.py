@@ -56,6 +56,10 @@ _EXCHANGE = (
 )
 _TYPES = "a model computes in its weights' type: allhands model get MODEL --dtype bfloat16 --out DIR, then --model DIR"
 _ADAM = 'use optimizer_config, for example \'{"adamw": {"betas": [0.9, 0.95], "eps": 1e-8}}\''
+_GENERATION = (
+    "mlx_lm's own commands have it, and read the model and the adapter as they are: mlx_lm.generate, mlx_lm.server"
+)
+_UPLOAD = "nothing is uploaded here; afterwards: allhands upload DIR --to OWNER/NAME"
 _PROCESSES = "use -n for processes here; --hosts or --hostfile for other computers"
 _DATA = "use --data for a directory or a file, --hf-dataset for one of the Hub"
 # Names that cannot be taken over because they mean something else; each with what to do.
@@ -87,6 +91,22 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), _ADAM),
     **dict.fromkeys(("num_gpus", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _PROCESSES),
     **dict.fromkeys(("dataset", "dataset_name", "train_file", "data_path"), _DATA),
+}
+
+# The same for options of mlx_lm's other commands.
+OF_MLX_LM: dict[str, str] = {
+    **dict.fromkeys(("hf_path", "hf_repo"), "name the model without an option, or with --model"),
+    "mlx_path": "use --out",
+    "q_bits": "use --quantize BITS",
+    "q_group_size": "use --group-size",
+    **dict.fromkeys(("q_mode", "quant_predicate"), "mlx_lm.convert has it; what it writes is read here"),
+    "upload_repo": _UPLOAD,
+    "data_path": "use --data",
+    "sequence_length": "use --max-seq-length",
+    **dict.fromkeys(("top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold"), _GENERATION),
+    **dict.fromkeys(("draft_model", "num_draft_tokens", "kv_bits", "kv_group_size", "max_kv_size"), _GENERATION),
+    **dict.fromkeys(("quantized_kv_start", "prompt_cache_file", "prompt_cache_size", "prefill_step_size"), _GENERATION),
+    **dict.fromkeys(("extra_eos_token", "prefill_response", "image", "log_level"), _GENERATION),
 }
 
 

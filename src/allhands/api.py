@@ -79,6 +79,7 @@ def pretrain(
 def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> FinetuneResult:
     from rich.console import Console
 
+    from allhands.cluster.choose import slower_than_ours
     from allhands.cluster.environment import launch_here, recognise_here
     from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
     from allhands.cluster.worker import contact, end_at_errors
@@ -102,6 +103,9 @@ def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> 
         if launch.size > 1:
             end_at_errors(launch, os.environ)
         surroundings = Surroundings(mesh=mesh, connect=lambda: joined or join_group(launch, chosen.start_timeout_s))
+    ours = f"allhands launch -n {launch.size} --"
+    if progress and launch.rank == 0 and (note := slower_than_ours(launch, ours)):
+        print(f"allhands: note: {note}", file=sys.stderr)
     if progress and launch.rank == 0:
         surroundings = replace(surroundings, console=Console(file=sys.stdout, highlight=False))
     return run_finetune(chosen, surroundings, callbacks)

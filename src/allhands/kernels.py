@@ -46,6 +46,7 @@ _DIRECTLY = {
     "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE": "1024",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
+_switched_off: set[str] = set()  # what MLX is known to have read as such in this process
 _QUIET_S = 1.0  # a file that has not been written to for so long is not being written
 _TORN_S = 60.0  # the same, before a file in a directory that is not ours alone is removed
 _FINISHED = 0o400  # the mode of what has been in the cache or in a rank's copy of it, and is not written to again
@@ -387,22 +388,41 @@ def _trim(root: Path) -> None:
         count, size = count - 1, size - length
 
 
-def launch_directly(environ: MutableMapping[str, str], *, deterministic: bool = False) -> None:
+def launch_directly(environ: MutableMapping[str, str], *, untouched: bool, deterministic: bool = False) -> bool:
     """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said otherwise.
 
-    To be called before anything is computed: MLX asks once. Elsewhere it would change how Metal's commands are cut.
+    MLX asks once, when it computes for the first time. Elsewhere it would change how Metal's commands are cut.
 
     Args:
+        untouched: whether MLX has not computed anything in this process yet.
         deterministic: whether all sums are to be made in the same order every time. cuDNN adds up the gradient of
             attention as its parts come; everything else in the training of dense models has an order.
+
+    Returns:
+        Whether MLX will do as ``deterministic`` says, or does already.
     """
-    if sys.platform == "linux":
-        for name, value in _DIRECTLY.items():
-            environ.setdefault(name, value)
-        if deterministic:
-            environ["MLX_CUDA_USE_CUDNN_SDPA"] = "0"
+    if sys.platform != "linux":
+        return True
+    for name, value in _DIRECTLY.items():
+        environ.setdefault(name, value)
+    if deterministic:
+        environ["MLX_CUDA_USE_CUDNN_SDPA"] = "0"
+    read = environ if untouched else _environ_at_start()
+    for name in ("MLX_USE_CUDA_GRAPHS", "MLX_CUDA_USE_CUDNN_SDPA"):
+        if read.get(name) == "0":
+            _switched_off.add(name)
+    return not deterministic or "MLX_CUDA_USE_CUDNN_SDPA" in _switched_off
 
 
-def launches_directly(environ: Mapping[str, str]) -> bool:
-    """Whether kernels on an NVIDIA GPU run in the order of their launching, none beside another."""
-    return environ.get("MLX_USE_CUDA_GRAPHS") == "0"
+def _environ_at_start() -> dict[str, str]:
+    """This process's variables as it was started with them."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+
+
+def launches_directly() -> bool:
+    """Whether kernels on an NVIDIA GPU are known to run in the order of their launching, none beside another."""
+    return "MLX_USE_CUDA_GRAPHS" in _switched_off

@@ -32,6 +32,7 @@ _SECRET_LENGTH = 8
 # What waits for a tracker that does not take it; older numbers are left out then.
 _WAITING = 10_000
 _PATIENCE_S = 20.0  # at the end, for what is left
+_SLOW_S = 10.0  # that a tracker takes for one report, before it is said that it may be dead
 
 
 class Tracker(Protocol):
@@ -43,17 +44,30 @@ class Tracker(Protocol):
 
 
 class TrackerSink:
-    """A sink of training and validation reports; an error of the service is warned about once and ends nothing."""
+    """A sink of training and validation reports; an error of the service is warned about once and ends nothing.
+
+    That is when it happens: also of a client that asks its dead server again and again, and never says so.
+    """
 
     def __init__(
-        self, name: str, tracker: Tracker, *, batches_per_update: int = 1, patience_s: float = _PATIENCE_S
+        self,
+        name: str,
+        tracker: Tracker,
+        *,
+        batches_per_update: int = 1,
+        patience_s: float = _PATIENCE_S,
+        slow_s: float = _SLOW_S,
     ) -> None:
-        """``patience_s``: how long :meth:`close` waits for a service that takes no numbers, or takes them slowly."""
+        """How long :meth:`close` waits for a service that takes no numbers, or takes them slowly, and how long one
+        report may take before that is said.
+        """
         self._name = name
         self._tracker = tracker
         self._batches_per_update = batches_per_update
         self._patience_s = patience_s
+        self._slow_s = slow_s
         self._warned = False
+        self._lock = threading.Lock()
         self._waiting: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_WAITING)
         # A daemon: what hangs in somebody else's client does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"allhands-{name}", daemon=True)
@@ -80,18 +94,23 @@ class TrackerSink:
     def _work(self) -> None:
         while (one := self._waiting.get()) is not None:
             values, step = one
+            late = threading.Timer(self._slow_s, self._warn, [f"it has not answered for {self._slow_s:g} s"])
+            late.daemon = True
+            late.start()
             self._try(lambda values=values, step=step: self._tracker.log(values, step=step))
+            late.cancel()
         self._try(self._tracker.finish)
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:  # somebody else's client, and the network behind it
-            self._warn(str(error))
+            self._warn(str(error) or type(error).__name__)
 
     def _warn(self, why: str) -> None:
-        if not self._warned:
-            self._warned = True
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
             _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
 
 

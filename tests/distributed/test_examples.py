@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -108,6 +109,35 @@ def test_the_page_of_the_library_runs_and_goes_on(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(first)
     assert len(read_metrics(tmp_path / "run").train) == 60
+
+
+def test_a_script_of_mlx_lms_kind_computes_the_same_on_two_processes(tmp_path: Path, tiny_data: Path) -> None:
+    """With the options of the blog series' own script, its callback and the alpha among its parameters."""
+    model = write_model(tmp_path / "model")
+    numbers = "--batch-size 2 --num-layers 2 --iters 6 --steps-per-report 1 --steps-per-eval 3 --val-batches 2 --seed 3"
+    alpha = ("--lora-parameters", '{"rank": 8, "alpha": 16, "dropout": 0.0, "scale": 10.0}')
+
+    def words(out: str) -> list[str]:
+        places = ("--model", str(model), "--data", str(tiny_data), "--adapter-path", str(tmp_path / out))
+        return [sys.executable, str(EXAMPLES / "finetune_mlx_lm.py"), *numbers.split(), *alpha, *places]
+
+    one = subprocess.run(words("one"), capture_output=True, text=True, timeout=100, check=False)
+    assert one.returncode == 0, one.stderr
+    main, other = run_ring([words("two")] * 2, timeout=100)
+    assert (main.returncode, other.returncode) == (0, 0), main.stderr + other.stderr
+
+    def printed(text: str, kind: str) -> dict[str, float]:
+        return {step: float(loss) for step, loss in re.findall(rf"^\[{kind}\] (\d+): ([\d.]+)$", text, re.MULTILINE)}
+
+    for kind, steps in (("train", 6), ("valid", 3)):
+        losses = printed(one.stdout, kind)
+        assert len(losses) == steps
+        assert printed(main.stdout, kind) == pytest.approx(losses, abs=2e-4)
+    assert other.stdout == ""
+    assert "2 process(es)" in main.stdout
+    for run in ("one", "two"):
+        assert (tmp_path / run / "loss.png").exists()
+        assert (tmp_path / run / "adapters.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["mnist_mlp.py", "llama.py", "finetune_custom_loss.py"])

@@ -44,7 +44,14 @@ class Hosts:
         """Where this process sees what that computer has at ``shown``."""
         return self.cluster.directory / f"files-{name}-0"
 
-    def mpirun(self, names: Sequence[str], arguments: Sequence[str], timeout: float, path: str | None = None) -> Done:
+    def mpirun(
+        self,
+        names: Sequence[str],
+        arguments: Sequence[str],
+        timeout: float,
+        path: str | None = None,
+        network: Sequence[str] | None = None,
+    ) -> Done:
         """As a person calls it on the first computer, whose ssh knows the others."""
         hostfile = self.files("node0") / "hostfile"
         hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
@@ -52,8 +59,9 @@ class Hosts:
         assert mpi is not None
         # The network to the bit: addresses of a wider one that come and go meanwhile, as those of other tests may,
         # crash mpirun (PRRTE 3: SIGSEGV in 6 of 160 starts with a /16, in none of 160 with the /24).
-        network = ["--prtemca", "prte_if_include", self.cluster.network]
-        network += ["--mca", "btl_tcp_if_include", self.cluster.network]
+        usual = ["--prtemca", "prte_if_include", self.cluster.network]
+        usual += ["--mca", "btl_tcp_if_include", self.cluster.network]
+        network = usual if network is None else network
         ssh = ["--prtemca", "plm_ssh_agent", self.cluster.ssh_command, "-x", "OPENBLAS_NUM_THREADS"]
         ranks = ["--hostfile", str(self.shown / "hostfile"), "-np", str(len(names))]
         command = self.cluster.command("node0", [str(mpi.mpirun), *ssh, *network, *ranks, *arguments])
@@ -165,6 +173,27 @@ def test_the_pages_lines_find_the_command_on_the_other_computer(hosts: Hosts) ->
         done = hosts.mpirun(["node0", "node1"], [*words, *out], timeout=100, path=path)
         assert (done.returncode == 0) == (line in lines), done.stdout + done.stderr
     assert "unable to find the specified executable file" in done.stderr
+
+
+SERIES = PAGE.with_name("coming-from-mlx-lm.md")
+
+
+@_needs_mpi
+@pytest.mark.long
+def test_the_series_line_trains_on_both_computers(hosts: Hosts) -> None:
+    """With the names of its own options for the network; of which there is no other here, so that a wrong one fails."""
+    (line,) = re.findall(r"^mpirun --hostfile hosts -np 2 (.*)$", SERIES.read_text(encoding="utf-8"), re.MULTILINE)
+    own = Path(sys.executable).parent
+    for network in (hosts.cluster.network, "bridge0"):
+        words = shlex.split(line.replace('"$(command -v allhands)"', str(own / "allhands")).replace("bridge0", network))
+        for flag, value in {"--model": "tiny", "--data": "chats"}.items():
+            words[words.index(flag) + 1] = str(hosts.shown / value)
+        words[words.index("--iters") + 1] = "2"
+        words[words.index("--num-layers") + 1] = "2"
+        out = ["--adapter-path", str(hosts.shown / "series")]
+        done = hosts.mpirun(["node0", "node1"], [*words, *out], timeout=100, network=[])
+        assert (done.returncode == 0) == (network != "bridge0"), done.stdout + done.stderr
+        assert ("2 (mpi)" in done.stdout) == (network != "bridge0"), done.stdout + done.stderr
 
 
 # --- equal host names ---------------------------------------------------------------------------------------

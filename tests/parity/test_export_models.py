@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 
 from allhands.errors import ModelError
 from allhands.model.gguf import convert_gguf, read_gguf
+from allhands.model.sources import name_of
 from allhands.trees import flatten
 
 SIDE = Path(__file__).parents[1] / "support" / "torch_side.py"
@@ -291,3 +292,62 @@ def test_fuse_writes_the_gguf_too_and_an_export_is_not_written_over(tmp_path: Pa
     done = call_allhands("export", "--adapter-path", adapter, "--to", "gguf", "--out", adapter, "--force")
     assert done.returncode == 2
     assert (adapter / "adapters.safetensors").exists()
+
+
+def named(file: Path) -> str:
+    """The name of a model as the ``gguf`` package reads it."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(str(file)).fields["general.name"]
+    return bytes(field.parts[field.data[0]]).decode()
+
+
+def test_a_gguf_has_the_models_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = write_model(tmp_path / "Tea-Llama-1B")
+    adapter = write_adapter(base, tmp_path / "run")
+    done = call_allhands("export", "--to", "gguf", "--model", base, "--out", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    done = call_allhands("export", "--to", "ollama", "--adapter-path", adapter, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    words = ("fuse", "--adapter-path", adapter, "--save-path", tmp_path / "three", "--export-gguf")
+    assert call_allhands(*words).returncode == 0
+    files = (tmp_path / "one/model.gguf", tmp_path / "two/model.gguf", tmp_path / "three/ggml-model-f16.gguf")
+    assert [named(file) for file in files] == ["Tea-Llama-1B"] * 3
+
+
+def test_what_models_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub" / "models--owner--Tea--Llama" / "snapshots" / ("0" * 40)
+    for made in (snapshot, tmp_path / "mine" / "model", tmp_path / "models" / "model"):
+        made.mkdir(parents=True)
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    assert name_of("owner/Tea-Llama") == "Tea-Llama"
+    assert name_of("demo") == "SmolLM2-135M-Instruct"
+    assert name_of(str(snapshot)) == "Tea--Llama"
+    assert name_of(str(tmp_path / "mine" / "model")) == "mine"
+    assert name_of(str(tmp_path / "models" / "model")) == "model"
+    monkeypatch.chdir(tmp_path / "mine")
+    assert name_of(".") == "mine"
+    assert name_of("../models/") == "models"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_export_has_the_modes_of_the_umask(tmp_path: Path, umask: int) -> None:
+    """Also what is copied from a run, or from a model that is its owner's alone."""
+    base = write_model(tmp_path / "base")
+    run = write_adapter(base, tmp_path / "run")
+    (run / "chat_template.jinja").write_bytes((base / "chat_template.jinja").read_bytes())
+    for directory in (base, run):
+        for file in directory.iterdir():
+            file.chmod(0o600)
+        directory.chmod(0o700)
+    before = os.umask(umask)
+    try:
+        for to in ("peft", "hf", "gguf", "ollama"):
+            done = call_allhands("export", "--adapter-path", run, "--to", to, "--out", tmp_path / "out" / to)
+            assert done.returncode == 0, done.stderr
+        done = call_allhands("fuse", "--adapter-path", run, "--save-path", tmp_path / "out" / "fused")
+        assert done.returncode == 0, done.stderr
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "out").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path

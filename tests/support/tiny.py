@@ -29,11 +29,11 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer (256 bytes and three special tokens) with a ChatML template."""
+def write_tokenizer(directory: Path, merges: Sequence[tuple[str, str]] = ()) -> None:
+    """A byte-level tokenizer (256 bytes, three special tokens, and what ``merges`` make) with a ChatML template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)

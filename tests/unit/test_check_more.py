@@ -12,12 +12,14 @@ from test_check import CLEAN, VALID, chat, chats, look, row, run, write
 
 from allhands.cli.check import spread_table
 from allhands.cli.findings import counted, message_of, remedy_of
+from allhands.config import build_config
 from allhands.data.check import CheckOptions, Examiner, check
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import NUM_REASONS
 from allhands.data.records import ColumnNames
 from allhands.data.shapes import NO_LAST_ANSWER, STARTS_WITH_ANSWER, TWO_SYSTEM, parse_example, remedy_of_warning
 from allhands.errors import DataError
+from allhands.train.datasets import load_data
 
 
 def turns(*roles: str) -> dict[str, Any]:
@@ -166,3 +168,19 @@ def test_lines_of_which_none_can_be_shown_fail(tmp_path: Path, tiny_model: Path)
     code, out = run(*options, 99, "--json")
     assert code == DataError.exit_code
     assert "no-row" in {finding["code"] for finding in json.loads(out)["findings"]}
+
+
+# --- what is held out ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("train", "valid", "told"), [(1, 1, True), (2, 1, True), (3, 1, False), (20, 5, False)])
+def test_much_that_is_held_out_is_said(tmp_path: Path, tiny_model: Path, train: int, valid: int, told: bool) -> None:
+    rows = [row(f"Why {n}?", f"So it is, matey {n}.") for n in range(train + valid)]
+    folder = write(tmp_path / "data", rows[:train], rows[train:])
+    _, out = run(folder, "--model", tiny_model, "--mask-prompt", "--json")
+    found = [finding for finding in json.loads(out)["findings"] if finding["code"] == "held-out"]
+    assert [(one["count"], one["total"]) for one in found] == [(valid, train + valid)] * told
+    config = build_config({"train": True, "model": str(tiny_model), "data": str(folder), "batch_size": 1})
+    notes = " ".join(load_data(config).notes)
+    assert ("never trained on" in notes) == told
+    assert ("half of all examples" in notes) == (train == valid)

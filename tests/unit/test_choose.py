@@ -27,10 +27,12 @@ from allhands.cluster.choose import (
     explain,
     facts_here,
     facts_of,
+    slower_than_ours,
     table_choice,
 )
 from allhands.cluster.figures import Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
+from allhands.cluster.place import Launch
 from allhands.errors import DistributedError
 
 LINUX = HostFacts("one", 2, "Linux", 0, "5.0.11")
@@ -251,6 +253,29 @@ def test_ranks_are_shared_out_in_the_order_of_the_hosts() -> None:
     assert all((host.gpus, host.mpi, host.system) == (None, None, None) for host in found)
     assert [host.num_ranks for host in facts_of(hosts).hosts] == [2, 2, 1]
     assert facts_of([Host("here", slots=1)], 4).num_ranks == 4
+
+
+def launched(launcher: str = "mlx.launch", backend: str = "ring", size: int = 2, here: int = 2) -> Launch:
+    return Launch(launcher, 0, size, 0, here, backend, "test")  # type: ignore[arg-type]
+
+
+def test_a_ring_of_one_computer_is_told_of_what_is_faster(make: Make) -> None:
+    def told(launch: Launch, host: HostFacts = LINUX, bench: Bench | None = None) -> str | None:
+        return slower_than_ours(launch, "-n 2", Facts((host,)), (bench or make()).seams)
+
+    assert "-n 2 takes mpi, and so does mpirun" in (told(launched()) or "")
+    gpus = told(launched(), GPUS) or ""
+    assert "-n 2 takes nccl," in gpus
+    assert "mpirun" not in gpus
+    # Not where it is no slower: without Open MPI, on a Mac, or where it was measured to be the faster one.
+    assert told(launched(), replace(LINUX, mpi="")) is None
+    assert told(launched(), HostFacts("mac", 2, "Darwin", 0, "5.0.11")) is None
+    bench = make(mpi=SLOW, ring=FAST)
+    assert bench.choose(training_s=3600.0).backend == "ring"
+    assert told(launched(), bench=bench) is None
+    # Nor to somebody who has not started it so, nor over several computers.
+    for other in (launched("openmpi", "mpi"), launched("allhands"), launched(backend="nccl"), launched(here=1)):
+        assert told(other) is None
 
 
 def test_another_computer_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

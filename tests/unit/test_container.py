@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from allhands.checkpoints import checkpoint_path, latest, write_checkpoint
 from allhands.cli.container import ContainerRun, Machine, run_container
 from allhands.cli.container_inputs import (
     as_flags,
@@ -22,7 +21,7 @@ from allhands.cli.container_inputs import (
     parse_arguments,
     plain_value,
 )
-from allhands.cli.container_results import Mirror, copy_whole, publish_model, reason_of, tell_failure
+from allhands.cli.container_results import copy_whole, publish_model, reason_of, tell_failure
 from allhands.config import TrainConfig, build_config
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
 
@@ -425,64 +424,3 @@ def test_the_reason_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
     assert reason_of(tmp_path, 3) == "rank 1 exited with code 3"
     write(tmp_path / "logs/error-rank-1.json", json.dumps({"text": "train.jsonl:3: bad"}))
     assert reason_of(tmp_path, 3) == "train.jsonl:3: bad"
-
-
-# --- checkpoints in a bucket -----------------------------------------------------------------------------
-
-
-def checkpoint(run: Path, step: int) -> None:
-    write_checkpoint(checkpoint_path(run, step), step, "run", {"step": step}, {}, {"note.json": f'"{step}"'})
-
-
-def test_the_mirror_follows_and_brings_back(tmp_path: Path) -> None:
-    run, bucket, said = tmp_path / "run", tmp_path / "bucket", list[str]()
-    mirror = Mirror(run, bucket, said.append)
-    mirror.restore()  # nothing there yet
-    write(run / "metrics.jsonl", "1\n")
-    checkpoint(run, 10)
-    checkpoint(run, 20)
-    mirror.finish()
-    found = latest(bucket)
-    assert found is not None
-    assert found.step == 20
-    shutil.rmtree(checkpoint_path(run, 10))
-    checkpoint(run, 30)
-    mirror.finish()
-    assert sorted(path.name for path in (bucket / "checkpoints").iterdir()) == ["step-0000020", "step-0000030"]
-    other = tmp_path / "other"
-    Mirror(other, bucket, said.append).restore()
-    again = latest(other)
-    assert again is not None
-    assert again.step == 30
-    assert (other / "metrics.jsonl").read_text() == "1\n"
-    assert said == []
-
-
-def test_a_copy_that_was_cut_short_is_not_brought_back(tmp_path: Path) -> None:
-    run, bucket, said = tmp_path / "run", tmp_path / "bucket", list[str]()
-    checkpoint(run, 10)
-    Mirror(run, bucket, said.append).finish()
-    checkpoint(run, 20)
-    torn = checkpoint_path(bucket, 20)
-    torn.mkdir()
-    shutil.copy(checkpoint_path(run, 20) / "state.json", torn)  # killed before the manifest
-    other = tmp_path / "other"
-    Mirror(other, bucket, said.append).restore()
-    assert [path.name for path in (other / "checkpoints").iterdir()] == ["step-0000010"]
-    checkpoint(other, 20)  # the place is free
-    Mirror(other, bucket, said.append).finish()
-    whole = latest(bucket)
-    assert whole is not None
-    assert whole.step == 20
-
-
-def test_a_bucket_that_fails_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
-    run, said = tmp_path / "run", list[str]()
-    checkpoint(run, 10)
-    write(tmp_path / "file")
-    mirror = Mirror(run, tmp_path / "file" / "bucket", said.append)
-    mirror.start()
-    mirror.finish()
-    mirror.finish()
-    assert len(said) == 1
-    assert "could not be copied" in said[0]

@@ -206,6 +206,9 @@ def test_two_vertex_replicas_of_two_ranks_are_one_training(tmp_path: Path, conta
     assert [code for code, _ in ends] == [0, 0], ends
     assert "4 (ring)" in ends[1][1]
     assert (bucket / "out/model/adapters.safetensors").exists()
+    assert {path.name for path in (bucket / "out/checkpoints/logs").glob("rank-?.log")} == {
+        f"rank-{rank}.log" for rank in range(4)
+    }
     place = ["--model", bucket / "model", "--data", bucket / "data"]
     options = flags({**OPTIONS, "steps_per_report": 1})
     done = run_allhands("train", "--train", *place, *options, "--adapter-path", tmp_path / "one")
@@ -227,6 +230,7 @@ def test_a_vertex_job_goes_on_from_its_bucket(tmp_path: Path, containers: Callab
         assert code == 0, text
         assert said in text
         assert (bucket / f"out/checkpoints/checkpoints/step-{iters:07d}/manifest.json").exists()
+        assert [path for path in (bucket / "out/checkpoints/logs").iterdir() if path.is_file()]
     place = ["--model", bucket / "model", "--data", bucket / "data"]
     done = run_allhands("train", "--train", *place, *flags(OPTIONS), "--adapter-path", tmp_path / "one")
     assert done.returncode == 0, done.stderr

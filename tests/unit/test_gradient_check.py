@@ -160,6 +160,60 @@ def test_in_half_precision_rounding_is_no_error_and_an_error_is_no_rounding(kind
     assert not again.compare(model, kernels=Choices(), eager=False, dropout=None).is_right
 
 
+def half_check(**more: Any) -> tuple[Any, GradientCheck]:
+    """A model in half precision as on a GPU, and mlx_lm's part of its check."""
+    model = build("llama", **more)
+    model.set_dtype(mx.bfloat16)
+    if "quantised" in more:
+        nn.quantize(model, group_size=32, bits=4)
+    make_trainable(model, TrainConfig.model_validate({"train": True, "lora_parameters": {"rank": 64}}))
+    metal = replace(detect(), kind="metal", eager=False)
+    return model, GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
+
+
+@pytest.mark.parametrize("more", [{}, {"quantised": True}], ids=str)
+def test_adapters_in_float32_do_not_make_a_model_one_of_float32(more: dict[str, Any]) -> None:
+    model, check = half_check(**more)
+    verdict = check.compare(model, kernels=Choices(), eager=False, dropout=None)
+    assert verdict.is_right
+    assert all(row.limit >= 0.15 for row in verdict.compared)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(1, True), (2, False), (9, False)])
+def test_in_half_precision_one_row_that_differs_may_be_chance(wrong: int, right: bool) -> None:
+    """A router that takes another expert; what is wrong is wrong in most rows."""
+    model, check = half_check()
+    left = [wrong]
+    kind = type(model.layers[0].mlp)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        left[0] -= 1
+        return (-1 if left[0] >= 0 else 1) * kind.__call__(self, x)
+
+    model.layers[0].mlp.__class__ = type("Flips", (kind,), {"__call__": call})
+    assert check.compare(model, kernels=Choices(), eager=False, dropout=None).is_right is right
+
+
+@pytest.mark.parametrize(("factor", "right"), [(1, True), (-1, False)])
+def test_where_mlx_lms_own_is_no_number_float32_is_compared(
+    factor: int, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = importlib.import_module("mlx_lm.models.llama").MLP
+    plain = kind.__call__
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        return plain(self, x) * (float("nan") if x.dtype == mx.bfloat16 else 1.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "__call__", call)
+        model, check = half_check()
+    monkeypatch.setattr(kind, "__call__", lambda self, x: factor * plain(self, x))
+    verdict = check.compare(model, kernels=Choices(), eager=False, dropout=None)
+    assert verdict.is_right is right
+    assert not verdict.is_complete
+    assert any("not a number" in note for note in verdict.notes)
+
+
 def test_a_body_that_counts_on_all_of_its_blocks_is_compared_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3's looks up its sixth block, whatever it has."""
     monkeypatch.setitem(gradient_cost._RATES, "cpu", 4e7)
@@ -254,6 +308,16 @@ def test_model_check_prints_what_it_compared(tmp_path: Path) -> None:
     rows = [line.split() for line in found.stdout.splitlines() if line.strip()[:1].isdigit()]
     assert next(row[0] for row in rows) == "16"
     assert all(float(row[4]) < 1e-4 for row in rows)
+
+
+def test_the_model_is_named_in_either_way_and_once(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    assert call_allhands("model", "check", "--model", model).returncode == 0
+    assert call_allhands("model", "get", "--model", model, "--out", tmp_path / "other").returncode == 0
+    assert (tmp_path / "other" / "model.safetensors").exists()
+    for words in ([], [model, "--model", model]):
+        done = call_allhands("model", "check", *words)
+        assert (done.returncode, done.stderr.count("Error: Invalid value for MODEL")) == (2, 1)
 
 
 def test_model_check_fails_where_a_step_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

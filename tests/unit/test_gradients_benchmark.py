@@ -12,7 +12,7 @@ from benchmark_scripts import scripts_on_the_path
 with scripts_on_the_path():
     import gradients
     import records
-    from gradients_judge import BEYOND, REFUSED, Run, judge
+    from gradients_judge import BEYOND, REFUSED, Run, compared_with_judge, judge, pooled
     from gradients_workers import Settings
 
 LORA, AGAIN = Run("lora", False, "cpu"), Run("lora", True, "graph")
@@ -131,3 +131,31 @@ def test_configurations_are_found_by_name() -> None:
     with pytest.raises(ValueError, match="nothing"):
         architectures.named(["nothing"])
     assert gradients.main(["--only", "nothing"]) == 2
+
+
+def drawn(theirs: float, ours_: float, **changed: Any) -> Any:
+    """A verdict on one draw of the weights, so far from float32."""
+    each = {"theirs from judge": theirs, "ours from judge": ours_}
+    found = {name: batch(5.0, 0.3, **each) for name in ("short", "short again")}
+    return verdict(found | {"long": batch(6.0, 0.3, **each)} | changed, dtype="bfloat16")
+
+
+def test_where_rounding_decides_the_median_of_several_draws_is_compared() -> None:
+    unlucky = drawn(0.05, 0.4)
+    assert (unlucky.kind, unlucky.by_rounding) == ("wrong", True)
+    assert pooled([unlucky, drawn(0.2, 0.1), drawn(0.1, 0.12), drawn(0.08, 0.08)], "bfloat16").kind == "right"
+    # One that is always worse is wrong, however unlucky mlx_lm is once.
+    assert pooled([unlucky, drawn(0.9, 0.5), drawn(0.1, 0.35), drawn(0.08, 0.3)], "bfloat16").kind == "wrong"
+
+
+def test_what_no_rounding_explains_is_wrong_in_any_draw() -> None:
+    lucky = drawn(0.1, 0.1)
+    for bad in ({"short": batch(5.0) | {"left": ["b"]}}, {"short": batch(7.0)}, {"short": batch(5.0, None)}):
+        assert pooled([drawn(0.05, 0.4), lucky, lucky, drawn(0.1, 0.1, **bad)], "bfloat16").kind == "wrong"
+    # Too few draws say nothing.
+    assert pooled([drawn(0.05, 0.4), lucky], "bfloat16").kind == "wrong"
+
+
+def test_over_all_comparisons_the_mean_share_is_told() -> None:
+    assert "2.00 times" in compared_with_judge([drawn(0.1, 0.2), drawn(0.02, 0.04), drawn(0.01, 0.02)])
+    assert compared_with_judge([verdict(ours())]) == ""

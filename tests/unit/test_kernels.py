@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -322,23 +323,68 @@ def test_the_oldest_kernels_go_when_there_are_too_many(
     assert names(cache) == {"libnew.so", "libnewer.so"}
 
 
-def test_a_person_s_own_launching_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables that this process was started with, of which MLX is not known to have read any."""
+    begun = dict[str, str]()
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(kernels, "_switched_off", set[str]())
+    monkeypatch.setattr(kernels, "_environ_at_start", lambda: begun)
+    return begun
+
+
+def test_a_person_s_own_launching_is_kept(started: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"MLX_MAX_OPS_PER_BUFFER": "7"}
-    kernels.launch_directly(environ)
+    assert kernels.launch_directly(environ, untouched=True)
     assert (environ["MLX_MAX_OPS_PER_BUFFER"], environ["MLX_USE_CUDA_GRAPHS"]) == ("7", "0")
     # MLX ends a process that has planned attention for more shapes than twice what it keeps.
     assert environ["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
     assert int(environ["MLX_CUDA_SDPA_CACHE_SIZE"]) == int(environ["MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE"]) >= 1024
-    assert kernels.launches_directly(environ)
-    assert not kernels.launches_directly({})
-    assert not kernels.launches_directly({"MLX_USE_CUDA_GRAPHS": "1"})
     assert "MLX_CUDA_USE_CUDNN_SDPA" not in environ
     asked = {"MLX_CUDA_USE_CUDNN_SDPA": "1"}  # the option says more clearly what is wanted
-    kernels.launch_directly(asked, deterministic=True)
+    assert kernels.launch_directly(asked, untouched=True, deterministic=True)
     assert asked["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
     # Metal would cut its commands by one of them.
     monkeypatch.setattr(sys, "platform", "darwin")
     elsewhere: dict[str, str] = {}
-    kernels.launch_directly(elsewhere)
+    kernels.launch_directly(elsewhere, untouched=True)
     assert elsewhere == {}
+
+
+@pytest.mark.parametrize(
+    ("untouched", "begun", "own", "expected"),
+    [
+        (True, {}, {}, True),
+        (True, {}, {"MLX_USE_CUDA_GRAPHS": "1"}, False),
+        (False, {}, {}, False),
+        (False, {}, {"MLX_USE_CUDA_GRAPHS": "0"}, False),  # set too late, maybe
+        (False, {"MLX_USE_CUDA_GRAPHS": "0"}, {"MLX_USE_CUDA_GRAPHS": "0"}, True),
+    ],
+)
+def test_kernels_run_in_order_only_if_mlx_was_told_before_its_first(
+    started: dict[str, str], untouched: bool, begun: dict[str, str], own: dict[str, str], expected: bool
+) -> None:
+    """What is computed in the memory of its input would be read too early in a graph."""
+    started.update(begun)
+    assert not kernels.launches_directly()
+    kernels.launch_directly(dict(own), untouched=untouched)
+    assert kernels.launches_directly() is expected
+    # A second training of the process knows what MLX has read.
+    kernels.launch_directly(dict(own), untouched=False)
+    assert kernels.launches_directly() is expected
+
+
+def test_sums_in_order_cannot_be_asked_for_after_the_first(started: dict[str, str]) -> None:
+    assert not kernels.launch_directly({}, untouched=False, deterministic=True)
+    started["MLX_CUDA_USE_CUDNN_SDPA"] = "0"
+    assert kernels.launch_directly({}, untouched=False, deterministic=True)
+
+
+def test_the_variables_of_the_start_are_known(tmp_path: Path) -> None:
+    code = "import os; os.environ['ADDED'] = '0'; from allhands import kernels; e = kernels._environ_at_start()"
+    environ = {**os.environ, "GIVEN": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(e.get('GIVEN'), e.get('ADDED'))"],
+        env=environ, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "None"]

@@ -241,3 +241,13 @@ def test_advice_about_ids_leaves_out_what_is_done(
     run(tmp_path, [{"id": 1, "text": sentence(n)} for n in range(3)], *flags)
     (warning,) = report_of(tmp_path / "out")["warnings"]
     assert ("--dedupe" in warning["hint"], "--split-by id" in warning["hint"]) == (dedupe, split)
+
+
+@pytest.mark.parametrize(("count", "told"), [(2, True), (3, True), (4, True), (20, False)])
+def test_few_texts_of_which_many_are_held_out(tmp_path: Path, count: int, told: bool) -> None:
+    code, screen = run(tmp_path, texts(range(count)))
+    assert (code, "never trained on" in screen) == (0, told), screen
+    assert not told or "--valid 0 --test 0 trains on all" in screen
+    code, screen = run(tmp_path, texts(range(count)), "--valid", "0", "--test", "0", "--force")
+    assert (code, "never trained on" in screen) == (0, False), screen
+    assert len((tmp_path / "out" / "train.jsonl").read_text().splitlines()) == count

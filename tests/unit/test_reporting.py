@@ -146,6 +146,33 @@ def test_a_failing_service_is_warned_about_once_and_ends_nothing(caplog: pytest.
     ]
 
 
+def test_a_service_that_died_is_told_of_when_it_does_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    died, back = threading.Event(), threading.Event()
+
+    class Dies(Service):
+        """As MLflow's client, which asks again and again."""
+
+        def log(self, data: dict[str, Any], step: int) -> None:
+            if died.is_set():
+                back.wait(30)
+
+        def finish(self) -> None:
+            time.sleep(0.3)  # which is no sign of death: it sends what is left
+
+    sink = TrackerSink("mlflow", Dies(), patience_s=5, slow_s=0.1)
+    sink.emit(TRAIN)
+    time.sleep(0.3)
+    assert not caplog.records
+    died.set()
+    sink.emit(TRAIN)
+    time.sleep(0.5)
+    assert "mlflow takes no numbers (it has not answered for 0.1 s); the run goes on" in caplog.text
+    back.set()
+    sink.emit(TRAIN)
+    sink.close()
+    assert len(caplog.records) == 1
+
+
 def test_a_service_that_hangs_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
     never = threading.Event()
 

@@ -109,7 +109,7 @@ WRONG: dict[str, list[Any]] = {
         for name in ("repetition_context_size", "presence_context_size", "num_draft_tokens")
     },
     **{"frequency_context_size": [*NOT_WHOLE, -1], "top_k": [*NOT_WHOLE, -2, 10**30], "n": [*NOT_WHOLE, 0, 2]},
-    **{"seed": [*NOT_WHOLE, 2**64], "top_logprobs": [*NOT_WHOLE, 12, -2], "temperature": [*NO_NUMBER, -1, 1e300]},
+    **{"seed": [*NOT_WHOLE, 2**64], "top_logprobs": [*NOT_WHOLE, 21, -2], "temperature": [*NO_NUMBER, -1, 2.1]},
     **{name: [*NO_NUMBER, -0.1, 1.1] for name in ("top_p", "min_p", "xtc_probability")},
     **{"xtc_threshold": [*NO_NUMBER, 0.6], "repetition_penalty": [*NO_NUMBER, -1]},
     **{name: [*NO_NUMBER, 1e300, -1e300] for name in ("presence_penalty", "frequency_penalty")},
@@ -117,9 +117,10 @@ WRONG: dict[str, list[Any]] = {
         "stream_options": [*NO_OBJECT, {"include_usage": 3}],
         "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}],
     },
-    **{"stop": [True, 3, {"x": 3}, [3], [""], "", ["a"] * 17], "tools": ["x", 3, {"x": 3}, ["f"]]},
-    **dict.fromkeys(("model", "adapters", "draft_model", "prompt"), NO_TEXT),
-    **{"user": NO_TEXT, "tool_choice": [True, 3, ["x"]], "response_format": NO_OBJECT},
+    **{"stop": [True, 3, {"x": 3}, [3], [""], "", [], ["a"] * 5], "tools": ["x", 3, {"x": 3}, ["f"]]},
+    **dict.fromkeys(("model", "adapters", "draft_model"), NO_TEXT),
+    **{"prompt": [True, 1, {"x": "x"}, ["x", "y"], [259], [True], [["x"]], [[1], [2]]]},
+    **{"user": NO_TEXT, "tool_choice": [True, 3, ["x"]], "response_format": [*NO_OBJECT, {"type": "json_object"}]},
     **{"chat_template_kwargs": [*NO_OBJECT, {"chat_template": "x"}], "role_mapping": [*NO_OBJECT, {"user": 3}]},
 }
 

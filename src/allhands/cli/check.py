@@ -101,6 +101,17 @@ def _chosen_splits(name: str | None) -> tuple[str, ...]:
     return SPLITS if name is None else (name,)
 
 
+def _held_out(counts: Mapping[str, int]) -> list[Finding]:
+    """That much of the data is validation, which happens where there is little of it."""
+    from allhands.data.check import Finding
+    from allhands.data.splitting import LARGE_PART
+
+    held, total = counts.get("valid", 0), counts.get("valid", 0) + counts.get("train", 0)
+    if "train" not in counts or not held or held < LARGE_PART * total:
+        return []
+    return [Finding("held-out", "note", "valid", held, total)]
+
+
 def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_json: bool = False) -> bool:
     """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined.
 
@@ -124,6 +135,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     found += [Finding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
         found += template_findings(loaded.tokenizer, reports)
+    found += _held_out({report.name: report.examples for report in reports})
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
     if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
         found.append(Finding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))

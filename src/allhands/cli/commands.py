@@ -327,9 +327,29 @@ def monitor(
     run_monitor(MonitorOptions(run, once, as_json, every, hosts, hostfile))
 
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository.")
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")]
+
+
+def _named_once(argument: str | None, option: str | None) -> str:
+    """The model that was named in one of both ways.
+
+    Raises:
+        typer.BadParameter: in none, or in both.
+    """
+    given = [name for name in (argument, option) if name is not None]
+    if len(given) != 1:
+        message = "it is named twice: drop --model" if given else "name one: demo, a directory, or a Hub repository"
+        raise typer.BadParameter(message, param_hint="MODEL")
+    return given[0]
+
+
 def model_get(
-    source: Annotated[str, typer.Argument(help="'demo', a model directory, or a Hugging Face repository.")],
+    source: ModelArgument = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")] = None,
+    model: ModelOption = None,
     quantize: Annotated[int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")] = None,
     group_size: Annotated[int | None, typer.Option("--group-size", help="Values a quantisation group.")] = None,
     dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False,
@@ -342,11 +362,12 @@ def model_get(
     """
     from allhands.cli.model import run_model_get
 
-    run_model_get(source, out, quantize, group_size, dequantize, dtype, force)
+    run_model_get(_named_once(source, model), out, quantize, group_size, dequantize, dtype, force)
 
 
 def model_check(
-    model: Annotated[str, typer.Argument(help="'demo', a model directory, or a Hugging Face repository.")],
+    source: ModelArgument = None,
+    model: ModelOption = None,
     data: Annotated[str | None, typer.Option("--data", help="What will be trained on: its longest row counts.")] = None,
     fine_tune_type: Annotated[str | None, typer.Option("--fine-tune-type", help="lora, dora or full.")] = None,
     num_layers: Annotated[int | None, typer.Option("--num-layers", help="Blocks to train; -1 is all.")] = None,
@@ -369,7 +390,8 @@ def model_check(
     settings = {"fine_tune_type": fine_tune_type, "num_layers": num_layers, "lora_parameters": lora_parameters}
     settings |= {"mask_prompt": mask_prompt, "chat_template": chat_template, "system": system}
     settings |= {"grad_checkpoint": grad_checkpoint, "compile": compile}
-    run_model_check(model, data, max_seq_length, {**settings, "trust_remote_code": trust_remote_code})
+    settings |= {"trust_remote_code": trust_remote_code}
+    run_model_check(_named_once(source, model), data, max_seq_length, settings)
 
 
 def data_demo(

@@ -362,11 +362,11 @@ class ContainerRun:
 
     def _mirror(self, config: TrainConfig) -> Mirror | None:
         checkpoints = self.launch.paths.checkpoints
-        if checkpoints is None or not self._leads() or not self._is_bucket(checkpoints):
+        if checkpoints is None or not self._is_bucket(checkpoints) or not (self._leads() or self.is_share):
             return None
         if Path(config.adapter_path) != self.scratch / "run":
             return None  # a person's own choice
-        return Mirror(Path(config.adapter_path), checkpoints, _say)
+        return Mirror(Path(config.adapter_path), checkpoints, _say, logs_only=not self._leads())
 
     def _collects(self) -> bool:
         return self._leads() and self.launch.platform.name in _CLOUDS

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, cast
 
 from allhands.checkpoints import BEST, CHECKPOINTS, MANIFEST, RUN_NAME, checkpoints_in
 from allhands.cluster.journal import EVENTS_FILE
+from allhands.cluster.logs import clear_logs
 from allhands.data.templates import TEMPLATE_FILE
-from allhands.errors import CheckpointError
+from allhands.errors import CheckpointError, StorageError
 from allhands.files import make_directory, make_unused, storage_error, sync
 
 _MODEL = ("adapters.safetensors", "adapter_config.json")
@@ -24,6 +26,7 @@ _LOGS = "logs"
 # SageMaker shows the first 1024 characters of the file, Kubernetes 4096 bytes.
 _REASON_BYTES = 1000
 _MIRROR_S = 5.0
+_MIRROR_LOGS_S = 60.0  # they grow all the time, and are copied whole
 
 
 def tell_failure(file: Path | None, reason: str, warn: Callable[[str], None]) -> None:
@@ -131,15 +134,19 @@ def publish_records(run_dir: Path, target: Path) -> None:
         StorageError: they cannot be copied.
     """
     files = [Path(name) for name in _RECORDS if (run_dir / name).is_file() and not name.startswith(".")]
-    files += [path.relative_to(run_dir) for path in sorted((run_dir / _LOGS).rglob("*")) if path.is_file()]
-    copy_whole([(run_dir / name, target / name) for name in files])
+    copy_whole([(run_dir / name, target / name) for name in (*files, *_logs_of(run_dir))])
+
+
+def _logs_of(run_dir: Path) -> list[Path]:
+    """The files in its directory of logs, seen from the run's."""
+    return [path.relative_to(run_dir) for path in sorted((run_dir / _LOGS).rglob("*")) if path.is_file()]
 
 
 # --- checkpoints in a bucket -----------------------------------------------------------------------------
 
 
 class Mirror:
-    """Keeps a run's checkpoints in a place that takes files but not the renaming of directories, as buckets do.
+    """Keeps checkpoints and logs of a run where files can be written but directories not be renamed, as in buckets.
 
     A checkpoint's manifest is copied last, and training passes over checkpoints without one: whoever is killed
     leaves the one before.
@@ -148,9 +155,12 @@ class Mirror:
         local: the run directory.
         remote: where everything is kept too.
         warn: is told once what cannot be copied; the training goes on.
+        logs_only: of a computer whose ranks do not write the run's checkpoints.
     """
 
-    def __init__(self, local: Path, remote: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, local: Path, remote: Path, warn: Callable[[str], None], *, logs_only: bool = False) -> None:
+        self._logs_only = logs_only
+        self._logs_copied = time.monotonic()
         self._local = local
         self._remote = remote
         self._warn = warn
@@ -159,12 +169,19 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def restore(self) -> None:
-        """Bring back what an earlier start of the job has left.
+        """Bring back what an earlier start of the job has left; its logs make way for new ones.
 
         Raises:
             StorageError: it cannot be copied.
             CheckpointError: it cannot be read.
         """
+        if self._logs_only:
+            return
+        if (self._remote / _LOGS).is_dir():
+            try:
+                clear_logs(self._remote / _LOGS)
+            except StorageError as error:
+                self._warn(f"the logs of an earlier start will be written over: {error.message}")
         whole = [path for path in checkpoints_in(self._remote) if (path / MANIFEST).is_file()]
         if not whole:
             return
@@ -191,11 +208,16 @@ class Mirror:
 
     def _try(self) -> None:
         try:
-            self._copy_new()
+            if not self._logs_only:
+                self._copy_new()
+            if self._ended.is_set() or time.monotonic() - self._logs_copied >= _MIRROR_LOGS_S:
+                self._logs_copied = time.monotonic()
+                self._copy_changed(_logs_of(self._local))
             self._warned = False
         except Exception as error:
             if not self._warned:
-                self._warn(f"checkpoints could not be copied to {self._remote}: {error}")
+                what = "logs" if self._logs_only else "checkpoints and logs"
+                self._warn(f"{what} could not be copied to {self._remote}: {error}")
             self._warned = True
 
     def _copy_new(self) -> None:
@@ -203,14 +225,17 @@ class Mirror:
         best = self._local / BEST
         for path in [*reversed(own.values()), *([best] if (best / MANIFEST).is_file() else [])]:
             self._copy_checkpoint(path, self._remote / path.relative_to(self._local))
-        for name in (*_RECORDS, *_MODEL, TEMPLATE_FILE):
-            if (self._local / name).is_file() and not _same(self._local / name, self._remote / name):
-                copy_whole([(self._local / name, self._remote / name)])
+        self._copy_changed([Path(name) for name in (*_RECORDS, *_MODEL, TEMPLATE_FILE)])
         if own:
             for path in checkpoints_in(self._remote / CHECKPOINTS):
                 if path.name not in own:
                     (path / MANIFEST).unlink(missing_ok=True)
                     shutil.rmtree(path, ignore_errors=True)
+
+    def _copy_changed(self, names: Sequence[Path]) -> None:
+        for name in names:
+            if (self._local / name).is_file() and not _same(self._local / name, self._remote / name):
+                copy_whole([(self._local / name, self._remote / name)])
 
     def _copy_checkpoint(self, source: Path, target: Path) -> None:
         with suppress(FileNotFoundError, CheckpointError):  # pruned meanwhile: the next round has the newer one

@@ -179,7 +179,7 @@ def import_adapter(
                 message = f"what was written is not the adapter, and was not kept: {name} is read back otherwise"
                 raise ModelError(message, where=str(out), hint="without an error of yours this is a defect: report it")
 
-    _write(made, out, *_OURS, {"format": "mlx"}, fits)
+    _write(made, out, *_OURS, {"format": "mlx"}, fits, private=True)
     settings = made.config["lora_parameters"]
     print(f"written: {out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})")
     print(f"allhands generate --model {below} --adapter-path {out} --prompt ...")
@@ -236,24 +236,26 @@ def _write(
     metadata: Mapping[str, str],
     check: Callable[[Path], None] = lambda directory: None,
     template: Path | None = None,
+    private: bool = False,
 ) -> None:
     """Write both files, whole or not at all, and only if ``check`` is content with their directory.
 
-    ``template``: the file with the chat template that goes with them, if there is one.
+    ``template``: the file with the chat template that goes with them, if there is one. ``private``: for its owner
+    alone, as a run is; else with the modes of every export.
     """
     import mlx.core as mx
 
     from allhands.files import write_whole
     from allhands.staging import publish, staging
 
-    with staging(out, private=True) as staged:
+    with staging(out, private=private) as staged:
         write_whole(
             staged / weights,
             lambda temporary: mx.save_safetensors(str(temporary), adapter.weights, metadata=dict(metadata)),
-            private=True,
+            private=private,
         )
         (staged / config).write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if template is not None and template.is_file():
             (staged / TEMPLATE_FILE).write_bytes(template.read_bytes())
         check(staged)
-        publish(staged, out, private=True)
+        publish(staged, out, private=private)

@@ -50,6 +50,7 @@ _OURS = (_GGUF, "Modelfile", "README.md")
 
 def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
+    from allhands.model.sources import name_of
     from allhands.shipping.fusing import fuse_model
     from allhands.shipping.gguf import write_gguf
     from allhands.staging import publish, staging
@@ -62,7 +63,7 @@ def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     with staging(out) as staged:
         fused = staged / "fused"
         done = fuse_model(options, fused)
-        write_gguf(fused, staged / _GGUF)
+        write_gguf(fused, staged / _GGUF, name_of(done.source))
         shutil.move(fused / "README.md", staged / "README.md")
         shutil.rmtree(fused)
         if modelfile is not None:

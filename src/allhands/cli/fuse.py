@@ -49,13 +49,14 @@ def fuse(
 
     options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
     if export_gguf:
-        from allhands.model.sources import resolve
+        from allhands.model.sources import name_of, resolve
         from allhands.shipping.fusing import described
         from allhands.shipping.gguf import check_convertible, gguf_writer
 
         # Before any work is done.
-        writer = gguf_writer(gguf_path or GGUF_NAME)
-        check_convertible(resolve(described(adapter_path, model)[1]), dense=dequantize)
+        below = described(adapter_path, model)[1]
+        writer = gguf_writer(gguf_path or GGUF_NAME, name_of(below))
+        check_convertible(resolve(below), dense=dequantize)
         done = fuse_model(options, save_path, writer)
     elif gguf_path is not None:
         raise ConfigError("it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf")

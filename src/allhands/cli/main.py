@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from allhands.aliases import ELSEWHERE, canonical_flag
+from allhands.aliases import ELSEWHERE, OF_MLX_LM, canonical_flag
 from allhands.cli import commands
 from allhands.cli.parser import App
 from allhands.errors import AllhandsError, ConfigError, in_our_words
@@ -103,7 +103,7 @@ def _told_by_validator(message: str, cause: BaseException | None) -> str:
 
 def _hint_for_flag(flag: str | None) -> str | None:
     """What to do instead of an unknown flag, where it is other people's name for something that we have."""
-    return ELSEWHERE.get((flag or "").lstrip("-").replace("-", "_"))
+    return {**OF_MLX_LM, **ELSEWHERE}.get((flag or "").lstrip("-").replace("-", "_"))
 
 
 def print_error(error: AllhandsError) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from allhands import faults
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import Job, check, run, way_on
+from allhands.cluster.choose import slower_than_ours
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
@@ -69,6 +70,8 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
         for note in launch.notes:
             print(f"allhands: note: {note}", file=sys.stderr)
         _check_resume(config)
+    elif launch.rank == 0 and (note := slower_than_ours(launch, f"-n {launch.size} in its place")):
+        print(f"allhands: note: {note}", file=sys.stderr)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.max_restarts):
         code = supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
         _tell_outstanding(config)

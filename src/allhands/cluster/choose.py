@@ -24,6 +24,7 @@ from allhands.blas import allowed_cores, cache_dir
 from allhands.cluster import ssh
 from allhands.cluster.figures import Figures, Measurement
 from allhands.cluster.hosts import Host
+from allhands.cluster.place import Launch
 from allhands.errors import AllhandsError, ConfigError
 from allhands.files import make_directory, write_whole
 from allhands.formatting import format_duration
@@ -294,6 +295,29 @@ def choose(
     times = {name: _step_s(figures, gradient_bytes) for name, figures in found.items() if name in rivals}
     best = cast(Backend, min(times, key=lambda name: times[name]))
     return Choice(best, "measured on this computer", by_table.candidates, times, age_s)
+
+
+def slower_than_ours(
+    launch: Launch, command: str, facts: Facts | None = None, seams: Seams | None = None
+) -> str | None:
+    """What to say to somebody whose ranks on one computer ``mlx.launch`` has joined by its ring; ``None``: nothing.
+
+    It is said only where another back-end would be chosen for the same ranks: on Linux with Open MPI, unless it was
+    measured to be slower here, and where each rank has an NVIDIA GPU.
+
+    Args:
+        command: of ours that starts as many, with its own choice.
+    """
+    if launch.launcher != "mlx.launch" or launch.backend != "ring" or not 1 < launch.size == launch.local_size:
+        return None
+    best = choose(facts or facts_here(launch.size), seams=seams)
+    if best.backend == "ring":
+        return None
+    also = ", and so does mpirun" if best.backend == "mpi" else ""
+    return (
+        f"mlx.launch joins the processes of one computer over TCP (ring): {command} takes {best.backend}{also}, "
+        f"which is faster here ({best.reason})"
+    )
 
 
 def explain(choice: Choice) -> list[str]:

@@ -21,6 +21,7 @@ from allhands.data.lengths import LengthSummary, Unit
 from allhands.data.outcome import LeftOut, Outcome
 from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
 from allhands.data.splitting import (
+    LARGE_PART,
     NONE,
     SPLITS,
     TEST,
@@ -287,6 +288,19 @@ def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> I
         purposes = " and as many for ".join(purpose for _, purpose in usual)
         share = f"{DEFAULT_SHARE.value:.0%} of the rows, at least one,"
         yield f"{share} are kept for {purposes} ({flags}; seed {options.seed})"
+        own = [(name, number) for name, number, _, share in shares if share is None]
+        held = sum(int(np.count_nonzero(split == number)) for _, number in own)
+        yield from _held_out(held, int(np.count_nonzero(split != NONE)), [f"--{name} 0" for name, _ in own])
+
+
+def _held_out(held: int, total: int, flags: Sequence[str]) -> Iterator[str]:
+    """That few rows leave little to train on; ``flags`` hold nothing out."""
+    if held >= LARGE_PART * total:
+        part = "half" if 2 * held == total else f"{held} of {total}"
+        yield (
+            f"{part} of the rows are held out, and never trained on: "
+            f"{' '.join(flags)} trains on all; of long texts, --documents blank-line makes a row of each paragraph"
+        )
 
 
 def _torn_keys(spool: Spool, split: NDArray[np.int8]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from allhands.data.jsontext import keys_with_rows, rows_key, rows_of_json, rows_of_lines
+from allhands.data.other_types import true_kind, way_from
 from allhands.data.records import SHAPES, ColumnNames, Record, parse_record
 from allhands.data.rows import BOM, NAMES_OF_SPLITS, PIECE, Item, Problem, ReadOptions
 from allhands.data.tables import Separator, rows_of_arrow, rows_of_parquet, rows_of_table, rows_of_text, separator_of
@@ -32,32 +33,6 @@ _TYPES: dict[str, FileType] = {
 }
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 TYPE_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md, or one of them with .gz, .bz2, .xz or .zst"
-# What people have besides, and the way from there to here.
-_OTHERS = {
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the files that were in it"),
-    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV (UTF-8) in the program that it is from"),
-    **dict.fromkeys(
-        (".yaml", ".yml"),
-        'write it as JSON: python -c "import json, sys, yaml; '
-        "json.dump(yaml.safe_load(open('FILE')), sys.stdout)\" > NEW.json",
-    ),
-    **dict.fromkeys(
-        (".pdf", ".docx", ".doc", ".odt", ".epub", ".html", ".htm", ".rtf", ".tex"),
-        "export its text into a .txt file: pdftotext for PDF, pandoc -t plain for the rest",
-    ),
-    **dict.fromkeys(
-        (".pkl", ".pickle"),
-        "a pickle may run code when it is read: where you trust it, write it out with "
-        "pandas.read_pickle('FILE').to_json('NEW.jsonl', orient='records', lines=True)",
-    ),
-    **dict.fromkeys(
-        (".db", ".sqlite", ".sqlite3"), "write the table as CSV: sqlite3 -header -csv FILE 'SELECT ...' > NEW.csv"
-    ),
-    **dict.fromkeys(
-        (".avro", ".orc", ".h5", ".hdf5", ".tfrecord"), "write it as Parquet with the library that it is from"
-    ),
-}
-
 # Characters of a table or a JSON document that tell how it is to be read.
 _HEAD_BYTES = PIECE
 
@@ -70,6 +45,8 @@ _MAGIC = {
     b"ARROW1": ("an Arrow file", "let its name end in .arrow"),
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", "let its name end in .zst, or unpack it: unzstd FILE"),
     b"\xfd7zXZ\x00": ("compressed with xz", "let its name end in .xz, or unpack it: unxz FILE"),
+    b"%PDF-": ("a PDF document", ""),
+    b"\xd0\xcf\x11\xe0": ("an old document of an office program", ""),
     b"BZh": ("compressed with bzip2", "let its name end in .bz2, or unpack it: bunzip2 FILE"),
 }
 
@@ -87,8 +64,7 @@ def unpacked_name(path: Path) -> str:
 
 def unread_hint(path: Path) -> str:
     """What to do about a file whose type is not read."""
-    other = _OTHERS.get(path.suffix.lower())
-    return other or f"let the name end in {TYPE_NAMES}"
+    return way_from(path) or f"let the name end in {TYPE_NAMES}"
 
 
 def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | None = None) -> Iterator[Item]:
@@ -176,6 +152,7 @@ def _items(file: IO[bytes], stream: _Stream, kind: FileType, options: ReadOption
     head = b"" if kind == "parquet" else buffered.peek(_HEAD_BYTES)
     for magic, (what, hint) in _MAGIC.items() if kind != "arrow" else ():
         if head.startswith(magic):
+            what, hint = true_kind(Path(name), file) or (what, hint)
             return iter([Problem(name, 0, f"the file is {what}, not {'JSON text' if is_json else 'text'}", hint)])
     if kind in ("parquet", "arrow"):
         whole = file if stream.inner is file else buffered

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub, split_names
+from allhands.data.other_types import way_from
 from allhands.data.reading import file_type, notes_of, read_hint, read_records, unread_hint
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
@@ -68,10 +69,12 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
     if not required:
         return None
     there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
+    other = next((way for name in names if name.split(".")[0] == split and (way := way_from(data_dir / name))), None)
     raise DataError(
         f"{split}.jsonl is missing; the folder holds {there}",
         where=str(data_dir),
-        hint=f"name the file {split}.jsonl ({split}.txt, {split}.parquet, {split}-1.txt do as well), or check --data; "
+        hint=other
+        or f"name the file {split}.jsonl ({split}.txt, {split}.parquet, {split}-1.txt do as well), or check --data; "
         "`allhands data prepare` makes such a folder",
     )
 
@@ -161,6 +164,8 @@ def _entries(data_dir: Path) -> list[str]:
     try:
         if data_dir.is_file():
             hint = f"make a folder of it: allhands data prepare {data_dir} --out DIR, then --data DIR"
+            if file_type(data_dir) is None:
+                raise DataError("files of this type cannot be read", where=str(data_dir), hint=unread_hint(data_dir))
             if data_dir.name.split(".")[0] == "train":
                 hint = f"give the folder that holds {data_dir.name}: --data {data_dir.parent}"
             raise DataError("this is a file, a folder is needed", where=str(data_dir), hint=hint)

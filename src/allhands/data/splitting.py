@@ -109,6 +109,10 @@ class Groups:
         return row
 
 
+# From which part of the rows on it is said that they are held out: a person may not have meant that.
+LARGE_PART = 1 / 3
+
+
 @dataclass(frozen=True)
 class Wanted:
     """How many rows the held-out splits shall have."""

@@ -63,7 +63,7 @@ def cut(tokenizer: Tokenizer, text: str) -> Cut:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     in_bytes = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     pieces = [
-        token if token in special or not in_bytes else _readable(bytes(_bytes_of()[letter] for letter in token))
+        token if token in special or not in_bytes else _readable(bytes(bytes_of_letters()[letter] for letter in token))
         for token in encoded.tokens
     ]
     return Cut(list(encoded.ids), pieces, num_bytes)
@@ -79,7 +79,7 @@ def _escaped(letter: str) -> str:
 
 
 @cache
-def _bytes_of() -> dict[str, int]:
+def bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of a byte-level vocabulary stands for (GPT-2's table).
 
     Printable characters of Latin-1 stand for themselves, and the other bytes, in order, for those from 256 on.

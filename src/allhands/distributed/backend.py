@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from allhands.accelerator import nothing_computed
 from allhands.distributed.ring import Watch, take_turns
 from allhands.errors import ConfigError, DistributedError
+from allhands.kernels import launch_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
@@ -129,6 +131,8 @@ def connect(
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
         longest_s = _NEIGHBOURS_S if watch is None else timeout_s + _LATER_S
         take_turns(Path(hostfile), rank, min(timeout_s + _LATER_S, longest_s), watch)
+    if backend == "nccl":  # whose first sum is computed on the GPU: afterwards it is too late
+        launch_directly(os.environ, untouched=nothing_computed())
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
     # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.

@@ -6,6 +6,7 @@ own loader makes it, its own adapters, one row, and nothing of ours. Only if tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from allhands.model.sources import first_line, resolve
 from allhands.pretrain_config import pretraining
 from allhands.versions import version_of
 
-_LENGTHS = (8, 512)  # tokens of the rows that are tried; their operations are only put together, not computed
+_LENGTHS = (8, 512)  # tokens of the rows that are tried
 _TRACED = "during function transformations"  # how MLX ends where a compiled function asks for a value
 _MOST_KEYS = 32  # layers of a block that are tried one by one
 _NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's: they say themselves what they are
@@ -190,11 +191,18 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
 
 
 def _failure_in_computing(model: Any, use: Use, error: Exception) -> Exception | None:
-    try:
-        mx.eval(_passed(model, use, min(_LENGTHS[0], use.longest)))
-    except Exception as found:
-        return found if first_line(found) == first_line(error) else None
+    for length in sorted({min(length, use.longest) for length in _LENGTHS}):
+        try:
+            mx.eval(_passed(model, use, length))
+        except Exception as found:
+            if _kind(found) == _kind(error):
+                return found
     return None
+
+
+def _kind(error: Exception) -> str:
+    """An error's first line without sizes, and without the function of CUDA in which a launch failed."""
+    return re.sub(r"\d+", "0", re.sub(r"^cu[A-Z]\w*\(.*\) failed", "CUDA failed", first_line(error)))
 
 
 def _passed(model: Any, use: Use, length: int) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from allhands.model.dropout import SampleDropout
 from allhands.trees import flatten, unflatten
@@ -127,7 +128,18 @@ class _DenseEmbedding(nn.QuantizedEmbedding):
         return x @ mx.stop_gradient(_dense(self)).T
 
 
-_DENSE: dict[type, type] = {nn.QuantizedLinear: _DenseLinear, nn.QuantizedEmbedding: _DenseEmbedding}
+class _DenseSwitch(QuantizedSwitchLinear):
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        weight = mx.stop_gradient(_dense(self)).swapaxes(-1, -2)
+        y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+        return y + mx.expand_dims(self.bias[indices], -2) if "bias" in self else y
+
+
+_DENSE: dict[type, type] = {
+    nn.QuantizedLinear: _DenseLinear,
+    nn.QuantizedEmbedding: _DenseEmbedding,
+    QuantizedSwitchLinear: _DenseSwitch,
+}
 
 
 @contextmanager

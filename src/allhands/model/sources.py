@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import traceback
@@ -53,6 +54,25 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
             hint="check the path; `demo` is a small model that allhands fetches itself",
         )
     return _hub_snapshot(source)
+
+
+def name_of(source: str) -> str:
+    """What people call a model: the repository's name without its owner, or that of its directory.
+
+    A directory in the Hub's cache, or in a run's, has a name that says nothing: there it is the repository's, or the
+    run's.
+    """
+    if source == "demo":
+        return _DEMO_NAME.removesuffix("-4bit-1")
+    path = Path(source).expanduser()
+    if not path.exists():
+        return source.rstrip("/").rpartition("/")[2]
+    path = Path(os.path.abspath(path))
+    repository = next((part for part in path.parts if re.match(r"models--[^-].*--", part)), None)
+    if repository is not None:
+        return repository.split("--", 2)[2]
+    of_run = path.name in ("model", "model-best") and (path.parent / "metrics.jsonl").exists()
+    return (path.parent if of_run else path).name
 
 
 def is_path(source: str) -> bool:

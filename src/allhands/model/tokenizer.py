@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx_lm.utils as mlx_lm
 from huggingface_hub.errors import StrictDataclassError
@@ -27,6 +27,9 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "tiktoken.model",
 )
+
+# What configurations call the number of positions.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 # What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
 MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
@@ -110,6 +113,29 @@ def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
     if chat.system != "merge" or not plain:
         return ()
     return (f"{MERGE}: the chat template has a place for a system message, which is put before the question instead",)
+
+
+def positions_of(config: Json) -> int | None:
+    """How many tokens a model takes at once, as its configuration says; ``None`` where it sets no bound."""
+    inner: Any = config.get("text_config")
+    known: Json = {**config, **cast("Json", inner)} if isinstance(inner, dict) else config
+    most = next((value for name in _POSITIONS if _is_count(value := known.get(name))), None)
+    scaling: Any = known.get("rope_scaling") or known.get("rope_parameters")
+    if most is None or not isinstance(scaling, dict):
+        return most
+    scaled = cast("Json", scaling)
+    kind, factor = scaled.get("rope_type", scaled.get("type")), scaled.get("factor")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor <= 1:
+        return most
+    first = scaled.get("original_max_position_embeddings")
+    if isinstance(first, int) and _is_count(first):
+        return max(most, int(first * factor))
+    # Without it the bound is the one before scaling.
+    return int(most * factor) if kind in ("linear", "dynamic", "yarn") else most
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def read_config(path: Path) -> Json:

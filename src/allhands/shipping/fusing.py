@@ -38,7 +38,7 @@ from allhands.model.load import (
     save_weights,
     unpack,
 )
-from allhands.model.sources import is_path, resolve
+from allhands.model.sources import is_path, name_of, resolve
 from allhands.model.tokenizer import GENERATION_FILE, with_stop
 from allhands.staging import publish, staging
 from allhands.trees import flatten, unflatten
@@ -331,7 +331,7 @@ def _write_card(staged: Path, source: str, kind: str, library: str) -> None:
     data = ModelCardData(
         base_model=source if on_hub else None, library_name=library, pipeline_tag="text-generation", tags=[library]
     )
-    name = source if on_hub else Path(source).name
+    name = source if on_hub else name_of(source)
     how = {"none": "", "full": ", fine-tuned in full"}.get(kind, f", with a trained {kind} adapter merged")
     text = f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n"
     (staged / "README.md").write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from allhands.errors import ModelError
 from allhands.files import write_whole
 from allhands.model.hf_names import architecture_of, other_way
 from allhands.model.load import Json, load_tokenizer, read_config
+from allhands.model.sources import name_of
 from allhands.shipping.fusing import Finish
 from allhands.shipping.gguf_check import check_gguf
 
@@ -37,15 +38,15 @@ _RULES = {
 _EXPERTS = {f"block_sparse_moe.switch_mlp.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")}
 
 
-def gguf_writer(name: str) -> Finish:
-    """For :func:`allhands.shipping.fusing.fuse_model`: also writes the GGUF file ``name`` into the directory.
+def gguf_writer(file: str, name: str) -> Finish:
+    """For :func:`allhands.shipping.fusing.fuse_model`: also writes the model ``name`` as ``file`` into the directory.
 
     Raises:
-        ModelError: ``name`` leads out of the directory.
+        ModelError: ``file`` leads out of the directory.
     """
-    if Path(name).name != name:
-        raise ModelError("the GGUF file is written into --save-path", where=f"--gguf-path {name}", hint="give a name")
-    return lambda staged, config: write_gguf(staged, staged / name)
+    if Path(file).name != file:
+        raise ModelError("the GGUF file is written into --save-path", where=f"--gguf-path {file}", hint="give a name")
+    return lambda staged, config: write_gguf(staged, staged / file, name)
 
 
 def check_convertible(path: Path, *, dense: bool = True) -> None:
@@ -90,8 +91,10 @@ def _scaling(config: Json) -> tuple[Json, str | None]:
     return scaling, scaling.get("type") or scaling.get("rope_type")
 
 
-def write_gguf(model: Path, out: Path) -> None:
+def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
     """Write the dense model in the directory ``model`` into the file ``out``: matrices float16, the rest float32.
+
+    Programs that read it show the model under ``name``, by default that of its directory.
 
     It is read back and compared with the model before it is in its place.
 
@@ -124,7 +127,7 @@ def write_gguf(model: Path, out: Path) -> None:
     width = int(config.get("head_dim") or config["hidden_size"] // heads)
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         metadata[f"llama.{key}"] = mx.array(width, dtype=mx.uint32)
-    metadata |= vocabulary.metadata()
+    metadata |= {"general.name": name or name_of(str(model)), **vocabulary.metadata()}
     for name, value in tensors.items():
         if not mx.all(mx.isfinite(value)).item():
             raise ModelError(f"{name} has values that float16 cannot hold", where=str(model), hint=_OTHERWISE)

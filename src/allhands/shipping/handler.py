@@ -1,13 +1,15 @@
-"""Requests to the server: their heads are looked at, their bodies read within bounds, then mlx_lm answers."""
+"""Requests to the server: heads are looked at, bodies read within bounds; what mlx_lm generates is the answer."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
+import select
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from http.client import HTTPMessage
 from typing import Any
@@ -16,11 +18,14 @@ from urllib.parse import unquote
 from mlx_lm.server import APIHandler
 
 from allhands.shipping.completions import MOST_BYTES, Refused, read_request
+from allhands.shipping.generation import Asked, Generator, ModelFailed, completion_of
+from allhands.shipping.replies import Answer, Piece, Reply, counts
 
 HEAD_S = 10.0  # to send the head of a request, however few bytes come at a time
 BODY_S = 60.0
 _WRITE_S = 60.0  # that a client may take no more of its answer
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+_LISTED = ("/v1/models", "/health")
 _LENGTH = re.compile(r"[0-9]{1,15}")
 
 
@@ -55,29 +60,19 @@ class _Incoming(io.RawIOBase):
         return count
 
 
-class _Refusals:
-    """The stream of an answer, in which mlx_lm's ``{"error": "text"}`` becomes what clients of OpenAI's read."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes) -> int:
-        """Send ``data``, in another form if it is a refusal; mlx_lm writes each in one piece."""
-        if data.startswith(b'{"error": "'):
-            data = json.dumps(error_of(json.loads(data)["error"])).encode()
-        return self._stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def error_of(message: str, code: str | None = None, kind: str = "invalid_request_error") -> dict[str, Any]:
+def error_of(
+    message: str, code: str | None = None, kind: str = "invalid_request_error", param: str | None = None
+) -> dict[str, Any]:
     """A refusal as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind} | ({"code": code} if code else {})}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _counts(asked: Asked, answer: Answer) -> dict[str, Any]:
+    return counts(len(asked.context.prompt), answer.num_tokens, asked.context.prompt_cache_count)
 
 
 class Handler(APIHandler):
-    """mlx_lm's, behind a guard. It lists and asks the model that is served, and no other.
+    """mlx_lm's, behind a guard. It lists and asks the model that is served, and no other; its answers are written here.
 
     What cannot be answered is refused in one sentence, before the model is asked.
     """
@@ -90,12 +85,12 @@ class Handler(APIHandler):
         self.rfile.close()
         self._incoming = _Incoming(self.connection, HEAD_S)
         self.rfile: Any = io.BufferedReader(self._incoming)
-        self.wfile: Any = _Refusals(self.wfile)
         self.headers = HTTPMessage()
         self.requestline, self.path, self.command = "", "", ""
         self.request_version = "HTTP/1.0"
         self._answering = False  # the head of an answer is on its way
-        self._asking = False  # mlx_lm has the request
+        self._begun = False  # and its first lines are there, before what they belong to
+        self._streams = False
 
     def handle_one_request(self) -> None:
         self.close_connection = True
@@ -104,7 +99,7 @@ class Handler(APIHandler):
         except _TooSlow:
             self._answer(408, error_of("the request was not complete in time"))
         except Refused as refused:
-            self._answer(refused.status, error_of(refused.message, refused.code))
+            self._answer(refused.status, error_of(refused.message, refused.code, param=refused.param))
         except ConnectionError:
             raise
         except Exception as error:
@@ -132,15 +127,32 @@ class Handler(APIHandler):
     # --- what is asked for ----------------------------------------------------------------------------
 
     def do_GET(self) -> None:
-        model = {"id": self.server.served.model, "object": "model", "created": self.created}
+        model = {"id": self.server.served.model, "object": "model", "created": self.created, "owned_by": "allhands"}
+        named = unquote(self.path).partition("/v1/models/")[2] if self.path.startswith("/v1/models/") else ""
         if self.path == "/health":
             super().handle_health_check()
         elif self.path in ("/v1/models", "/v1/models/"):
             self._answer(200, {"object": "list", "data": [model]})
-        elif unquote(self.path) == f"/v1/models/{self.server.served.model}":
+        elif named and named == self.server.served.model:
             self._answer(200, model)
+        elif named:
+            message = f"the model {named[:200]!r} does not exist here: {self.server.served.model!r} is served"
+            raise Refused(message, 404, "model_not_found", param="model")
         else:
-            raise Refused(f"there is no {self.path[:100]!r} here", 404)
+            raise self._unknown()
+
+    def _unknown(self) -> Refused:
+        """What there is not, or not by this method."""
+        shown = repr(self.path[:100])
+        takes = "POST" if self.path in _COMPLETIONS else "GET" if self.path.startswith(_LISTED) else None
+        if takes is None:
+            return Refused(f"there is no {shown} here: POST to {', '.join(_COMPLETIONS[:2])}", 404, "unknown_url")
+        return Refused(f"{shown} is asked with {takes}, not {self.command}", 405, "method_not_supported")
+
+    def _refuse_method(self) -> None:
+        raise self._unknown()
+
+    do_HEAD = do_PUT = do_DELETE = do_PATCH = _refuse_method
 
     def do_OPTIONS(self) -> None:
         self.send_response(204)
@@ -149,14 +161,97 @@ class Handler(APIHandler):
 
     def do_POST(self) -> None:
         if self.path not in _COMPLETIONS:
-            raise Refused(f"there is no {self.path[:100]!r} here", 404)
-        body = json.dumps(read_request(self._body(), self.path, self.server.served)).encode()
-        # To mlx_lm's handler it is what has come.
-        self.rfile = io.BytesIO(body)
-        del self.headers["Content-Length"]
-        self.headers["Content-Length"] = str(len(body))
-        self._asking = True
-        super().do_POST()
+            raise self._unknown()
+        given = read_request(self._body(), self.path, self.server.served)
+        generator: Generator = self.response_generator  # type: ignore[assignment]
+        is_chat = "chat" in self.path
+        request, arguments = completion_of(given, chat=is_chat, defaults=generator.cli_args)
+        prepared = generator.prepare(request, arguments, self.server.served)
+        reply = Reply(
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4()}",
+            kind="chat" if is_chat else "text",
+            model=given["model"],
+            created=self.created,
+            fingerprint=self.system_fingerprint,
+            tokens=generator.provider.token_bytes,
+            logprobs=arguments.logprobs,
+            usage=given.get("stream_options", {}).get("include_usage", False),
+        )
+        streams = given.get("stream", False)
+        asked = Asked(generator, self._look, self._progress if streams else lambda _done, _all: None)
+        self._streams = streams
+        try:
+            asked.begin(prepared, arguments)
+            ends = frozenset(generator.provider.tokenizer.eos_token_ids)
+            answer = Answer(asked.context, reply.tokens, ends, arguments, request.tools)
+            if streams:
+                self._stream(asked, answer, reply)
+            else:
+                self._whole(asked, answer, reply)
+        finally:
+            asked.stop()
+
+    def _whole(self, asked: Asked, answer: Answer, reply: Reply) -> None:
+        piece = Piece()
+        for generated in asked:
+            piece.add(answer.take(generated))
+            if piece.finish is not None:
+                break
+        context = asked.context
+        self._answer(
+            200, reply.whole(piece, counts(len(context.prompt), answer.num_tokens, context.prompt_cache_count))
+        )
+
+    def _stream(self, asked: Asked, answer: Answer, reply: Reply) -> None:
+        self._set_stream_headers(200)
+        self.end_headers()
+        first, offset = True, 0
+        for generated in asked:
+            piece = answer.take(generated)
+            if piece:
+                self._event(reply.chunk(piece, first=first, offset=offset))
+                first = False
+                offset += sum(len(reply.tokens.shown(token.id)) for token in piece.tokens)
+            if piece.finish is not None:
+                break
+        if reply.usage:
+            self._event(reply.last(_counts(asked, answer)))
+        self._send(b"data: [DONE]\n\n")
+
+    def _event(self, content: Mapping[str, Any]) -> None:
+        self._send(f"data: {json.dumps(content)}\n\n".encode())
+
+    def _send(self, data: bytes) -> None:
+        self.wfile.write(data)
+        self.wfile.flush()
+
+    def _progress(self, done: int, total: int) -> None:
+        """A comment in the stream, so that nobody on the way takes a long prompt for a dead connection."""
+        if self._answering:
+            self._send(f": keepalive {done}/{total}\n\n".encode())
+
+    def _look(self) -> None:
+        """Whether somebody still waits for the answer.
+
+        A client that has sent its last may be one that has left, or one that only listens: what it does with
+        some bytes of the answer tells.
+
+        Raises:
+            ConnectionAbortedError: nobody does.
+        """
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        events = dict(poll.poll(0)).get(self.connection.fileno(), 0)
+        if events & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
+            raise ConnectionAbortedError
+        if not events & select.POLLIN or self.connection.recv(1, socket.MSG_PEEK):
+            return
+        if self._streams and self._answering:
+            self._send(b": waiting\n\n")
+        elif not self._streams and not self._begun:
+            self.send_response(200)
+            self.flush_headers()
+            self._begun = True
 
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
@@ -183,9 +278,13 @@ class Handler(APIHandler):
         self._headers_buffer: list[bytes] = []
         self.connection.settimeout(_WRITE_S)
         body = json.dumps(content).encode()
+        if self._begun and status != 200:
+            return
         self._set_completion_headers(status)
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
+        if status == 405:
+            self.send_header("Allow", "POST" if self.path in _COMPLETIONS else "GET")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
@@ -194,7 +293,8 @@ class Handler(APIHandler):
 
     def _failed(self, error: Exception) -> None:
         """One line here and an error there; a stream that has begun ends with it."""
-        told = f"{type(error).__name__}: {error}".translate(self._control_char_table)  # type: ignore[attr-defined]
+        name = "" if isinstance(error, ModelFailed) else f"{type(error).__name__}: "
+        told = f"{name}{error}".translate(self._control_char_table)  # type: ignore[attr-defined]
         print(f"allhands: error: a request failed: {told[:500]}", file=sys.stderr, flush=True)
         content = error_of("the server could not answer this request", kind="server_error")
         if self._answering:
@@ -210,10 +310,12 @@ class Handler(APIHandler):
         self._answering = True
         super().end_headers()
 
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """The first lines of an answer; not again those that are sent."""
+        if not self._begun:
+            super().send_response(code, message)
+
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        if status_code == 404 and self._asking:
-            # mlx_lm's word for whatever went wrong before the first token.
-            status_code = 400 if self.response_generator.is_healthy else 500
         super()._set_completion_headers(status_code)
         self.send_header("X-Content-Type-Options", "nosniff")
 

@@ -19,22 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
-from mlx_lm.server import CompletionRequest, ModelProvider, ResponseGenerator, get_system_fingerprint
+from mlx_lm.server import get_system_fingerprint
 
-from allhands.data.messages import INSTRUCTION_ROLES
+from allhands.accelerator import detect
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import MERGE, ChatChoice
 from allhands.generate import check_adapter, load_for_generation
 from allhands.http_guard import Guard, Listening
-from allhands.model.load import LoadedModel
+from allhands.model.tokenizer import positions_of
 from allhands.shipping.completions import Served
+from allhands.shipping.generation import Generator, Provider
 from allhands.shipping.handler import Handler
 
 _MOST_CONNECTIONS = 128
 _BUSY = (
     b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
-    b'{"error": {"message": "too many requests wait for an answer", "type": "server_error"}}'
+    b'{"error": {"message": "too many requests wait for an answer", "type": "server_error", "param": null, '
+    b'"code": null}}'
 )
 _LINGER_S = 2.0  # for what a refused client still sends; closed before that, it may not see the answer
 
@@ -52,57 +53,13 @@ class ServeOptions:
     chat: ChatChoice | None = None
 
 
-class _Provider(ModelProvider):
-    """One model, whatever a request asks for."""
-
-    def __init__(self, settings: argparse.Namespace, loaded: LoadedModel) -> None:
-        super().__init__(settings)
-        model: Any = loaded.model
-        self.model: Any = model
-        self.tokenizer: Any = loaded.tokenizer
-        self.model_key: Any = (settings.model, settings.adapter_path, None)
-        self.is_batchable: bool = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
-
-    def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> tuple[Any, Any]:
-        """The model and its tokenizer."""
-        return self.model, self.tokenizer
-
-
-class _Generator(ResponseGenerator):
-    """Refuses what makes no prompt, and fails in one line.
-
-    Nothing of MLX's is left behind in its thread: a stream that outlives it aborts the process at its end.
-    """
-
-    def _run_generate(self) -> None:
-        try:
-            self._generate()
-        except Exception as error:
-            self._generation_failed = True
-            print(f"allhands: error: the model failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            mx.clear_streams()
-
-    def _tokenize(self, tokenizer: Any, request: CompletionRequest, args: Any) -> Any:
-        try:
-            found = super()._tokenize(tokenizer, request, args)
-        except Exception as error:
-            roles = {message["role"] for message in request.messages}
-            lost = roles & set(INSTRUCTION_ROLES) and not ChatTemplate(tokenizer).takes_system
-            way_out = f" (it has no place for system messages: start the server with {MERGE})" if lost else ""
-            raise ValueError(f"the model's chat template cannot write this: {error}{way_out}") from None
-        if not found[0]:
-            raise ValueError("the prompt is empty")
-        return found
-
-
 class _Server(ThreadingHTTPServer):
     """A thread for each connection, and not too many of them.
 
     Callers that never finish their request make room, the one that began first before others.
     """
 
-    def __init__(self, listening: Listening, provider: _Provider, served: Served) -> None:
+    def __init__(self, listening: Listening, provider: Provider, served: Served) -> None:
         super().__init__(("", 0), Handler, bind_and_activate=False)  # type: ignore[arg-type]
         self.socket.close()
         self.socket = listening.listener
@@ -117,8 +74,8 @@ class _Server(ThreadingHTTPServer):
 
     # --- the model ------------------------------------------------------------------------------------
 
-    def _new_generator(self) -> _Generator:
-        return _Generator(self._provider, LRUPromptCache(self._provider.cli_args.prompt_cache_size))
+    def _new_generator(self) -> Generator:
+        return Generator(self._provider)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer; by a new generator if one has failed, as where memory was too small for some prompt."""
@@ -203,8 +160,8 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
         settings = _settings(options)
         model: Any = loaded.model
         vocabulary = model(mx.array([[0]])).shape[-1]  # known without being computed
-        served = Served(options.model, settings.adapter_path, vocabulary)
-        server = _Server(listening, _Provider(settings, loaded), served)
+        served = Served(options.model, settings.adapter_path, vocabulary, positions_of(loaded.config))
+        server = _Server(listening, Provider(settings, loaded), served)
         ready()
         server.serve_forever()
     except KeyboardInterrupt:
@@ -234,7 +191,8 @@ def _settings(options: ServeOptions) -> argparse.Namespace:
         allowed_origins=[],
         decode_concurrency=32,
         prompt_concurrency=8,
-        prefill_step_size=2048,
+        # As much of a prompt as nobody else waits long for.
+        prefill_step_size=512 if detect().kind == "cpu" else 2048,
         prompt_cache_size=10,
         prompt_cache_bytes=None,
         kv_bits=None,

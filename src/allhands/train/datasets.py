@@ -22,6 +22,7 @@ from allhands.data.splits import (
     split_of_folder,
     split_of_hub,
 )
+from allhands.data.splitting import LARGE_PART
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.templates import MERGE, OPTION, ChatChoice
 from allhands.data.token_roles import unstopped
@@ -155,6 +156,7 @@ def open_data(
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
+    notes.extend(_held_out(config, stored))
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
     if packing is not None and "train" in stored:
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
@@ -318,6 +320,17 @@ def _misnamed(config: TrainConfig) -> str:
     """That there is a file which may be the validation set under another name."""
     folder = Path(config.data)
     return " (there is an eval.jsonl: call it valid.jsonl)" if (folder / "eval.jsonl").is_file() else ""
+
+
+def _held_out(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
+    """That much of the data is never trained on, which happens where there is little of it."""
+    if not config.train or not {"train", "valid"} <= stored.keys():
+        return []
+    held, trained = (stored[split].report.num_examples for split in ("valid", "train"))
+    if held < LARGE_PART * (held + trained):
+        return []
+    part = "half of all examples" if held == trained else f"{held:,} of {held + trained:,} examples"
+    return [f"{part} are validation, and never trained on"]
 
 
 def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:

@@ -9,7 +9,6 @@ two forms of it: a lazy graph, and an eager one for Linux CPUs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -170,7 +169,7 @@ def _rows_of_chunk(weight: mx.array, rows: int) -> int:
 def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool) -> tuple[mx.array, ...]:
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
     size = _rows_of_chunk(weight, hidden.shape[0])
-    if train_weight and kernels.available() and launches_directly(os.environ):
+    if train_weight and kernels.available() and launches_directly():
         # The gradient takes the logits' place. Fewer rows would save less than the gradients of the weight take, of
         # which there is one for each chunk.
         size = max(size, 4 * weight.shape[1])

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from rich.console import Console
 
-from allhands.accelerator import Accelerator, detect
+from allhands.accelerator import Accelerator, detect, nothing_computed
 from allhands.arrays import hand_out_json
 from allhands.blame import Circumstances
 from allhands.checkpoints import Checkpoint, run_name
@@ -28,7 +28,7 @@ from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
-from allhands.kernels import launch_directly
+from allhands.kernels import launch_directly, launches_directly
 from allhands.model.adapters import (
     Trainable,
     as_written,
@@ -158,8 +158,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
-    if mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
-        launch_directly(os.environ, deterministic=config.deterministic)
+    told = (*told, *_launching(config))
     accelerator = detect()
     settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
@@ -277,6 +276,23 @@ def _put_in_and_checked(
     if check is not None:
         notes += check.finish(loaded.model, dropout)
     return dropout
+
+
+def _launching(config: TrainConfig) -> list[str]:
+    """Have MLX hand kernels to a GPU as training wants it; says so where it is too late for that."""
+    if not mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
+        return []
+    has_order = launch_directly(os.environ, untouched=nothing_computed(), deterministic=config.deterministic)
+    if not has_order:
+        message = "MLX has computed before in this process, and adds up as it has begun to"
+        raise ConfigError(
+            message,
+            where="--deterministic",
+            hint="start a new process, or Python with MLX_CUDA_USE_CUDNN_SDPA=0",
+        )
+    if launches_directly() or os.environ["MLX_USE_CUDA_GRAPHS"] != "0":
+        return []
+    return ["MLX has computed before in this process: a step takes more memory, and longer, than in a new one"]
 
 
 def _padding_told(model: Any, data: Datasets) -> list[str]:

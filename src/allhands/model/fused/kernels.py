@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None 
     ``onto``: (``size``, D), of the same type, contiguous and nobody else's: what is given is that array with the sums
     added, in its own memory, as :func:`cross_entropy` does.
     """
-    if onto is not None and not launches_directly(os.environ):
+    if onto is not None and not launches_directly():
         return onto + add_rows(ids, rows, size)
     count, features = rows.shape
     parts = features // width(rows.dtype)
@@ -190,7 +189,7 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.arr
     halves the memory. In a graph of CUDA's, which is not told, a reader of the gradient might come too early.
     """
     rows = logits.shape[0]
-    in_place = launches_directly(os.environ)
+    in_place = launches_directly()
     constants = {"V": logits.shape[1], "INPLACE": int(in_place)}
     work = _Work("CROSS_ENTROPY", logits.dtype, constants, (), 1024 * rows, block=1024)
     shape = (1,) if in_place else logits.shape
