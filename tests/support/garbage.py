@@ -184,7 +184,7 @@ def _is_wrong_body(body: bytes, path: str) -> bool:
     if any(found.get(name) is not None and not may_be(found[name]) for name, may_be in _MAY_BE.items()):
         return True
     if path == "/v1/completions":
-        return not isinstance(found.get("prompt"), str)
+        return not isinstance(found.get("prompt"), str | list)
     messages = found.get("messages")
     if not isinstance(messages, list) or not messages:
         return True
