@@ -51,7 +51,8 @@ class BlasStatus:
         state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
         reason: one sentence for people; with ``"slow"`` it says what to do.
         library: path of the loaded library, if any.
-        held_back: what keeps OpenBLAS from this processor's widest instructions, and what to do, if anything does.
+        held_back: what keeps OpenBLAS from this processor's widest instructions, or this computer from the code of
+            ``allhands.native`` that it should have, and what to do, if anything does.
         native: the loaded code of ``allhands.native``, if any. The one that was loaded, whatever the cache's directory
             is by now: a second copy would know nothing of OpenBLAS.
     """
@@ -125,6 +126,11 @@ def preload_blas() -> BlasStatus:
     if asked and not way:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         held_back = kernels_held_back(asked, kernels, flags_of_full_width(cpuinfo))
+    if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
+        held_back = (
+            f"native operations could not be made ({found}): training may take twice as long, and computes other last "
+            "bits than with them; see to that and start again"
+        )
     return BlasStatus("fast", reason, library, ours, held_back)
 
 

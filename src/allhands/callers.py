@@ -1,8 +1,9 @@
 """Ports that anybody may call: many callers at once, each with a deadline, believed once it has proved a key.
 
-Who calls sends a random number, and gets one. Everything else is a line with an HMAC over both numbers, the role of
-who says it, and the words. So what was recorded is worthless at any other time, in the other direction, and to any
-other end; a stranger learns a random number at most. Nothing is parsed whose HMAC is wrong.
+Who is called sends a new random number first, and gets one. Everything else is a line with an HMAC over both numbers,
+the role of who says it, and the words; who has called says the first. So what was recorded is worthless at any other
+time, in the other direction, and to any other end; a stranger learns a random number at most. Nothing is parsed whose
+HMAC is wrong.
 
 The key proves who has spoken. It hides nothing: the words are in clear.
 """
@@ -113,7 +114,7 @@ class Caller:
         here: our address, as the caller knows it.
         until: when it must have proved itself.
         ours: the number that it has been sent.
-        theirs: its own number, once it has sent it.
+        theirs: its own number, once that has come.
         proved: whether it has; to be set: then it may stay as long as it likes.
         asked: whether it may say a further line, although it is believed; to be set.
     """
@@ -227,6 +228,7 @@ class Callers:
             until = time.monotonic() + self._talk_s
             try:
                 caller = Caller(connection, str(address[0]), str(connection.getsockname()[0]), until)
+                connection.send(caller.ours + b"\n")  # nothing has been sent before: there is room
             except OSError:
                 connection.close()
                 continue
@@ -245,7 +247,7 @@ class Callers:
         if (caller.proved and not caller.asked) or not heard or len(caller.said) > self._most_bytes:
             self.drop(caller)
             return (None,) if caller.proved else None
-        if not caller.theirs and not self._answer_number(caller):
+        if not caller.theirs and not self._take_number(caller):
             return None
         if b"\n" not in caller.said:
             return None
@@ -256,21 +258,16 @@ class Callers:
         caller.said.clear()
         return (line,)
 
-    def _answer_number(self, caller: Caller) -> bool:
-        """Give ours for the caller's, once it is whole; whether that has been done."""
+    def _take_number(self, caller: Caller) -> bool:
+        """Note the caller's number, once it is whole; whether it has been."""
         number, end = bytes(caller.said[: _NUMBER_LINE - 1]), bytes(caller.said[_NUMBER_LINE - 1 : _NUMBER_LINE])
-        if number.strip(_LETTERS) or end not in (b"", b"\n"):
+        if number.strip(_LETTERS) or end not in (b"", b"\n") or number == caller.ours:
             self.drop(caller)
             return False
         if not end:
             return False
         del caller.said[:_NUMBER_LINE]
         caller.theirs = number
-        try:
-            caller.connection.send(caller.ours + b"\n")  # nothing has been sent before: there is room
-        except OSError:
-            self.drop(caller)
-            return False
         return True
 
     def _turn_out(self) -> None:
@@ -337,6 +334,7 @@ class Call:
             Unproved: it sends no number.
             OSError: it has left, or says nothing before ``deadline`` (``time.monotonic``).
         """
+        # Not only once the other end's has come: another program may wait to be spoken to, and shows then what it is.
         own = new_number()
         self.say(own + b"\n", deadline)
         line = self.line(_NUMBER_LINE, deadline)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from command_line import changed
 from faulty import Bench, Trial, share_compiled
 from hostile import Job, until
 from namespaces import Cluster, namespaces
+from slurm import slurm
 
 import allhands
 from allhands.metrics import read_metrics
@@ -251,6 +253,81 @@ def test_what_it_says_to_do_helps(hosts: Hosts, trial: Trial) -> None:
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, env=os.environ)
     job = hosts.start(trial, hosts.cluster.names)
     assert job.finish() == 0, job.err
+
+
+# --- without a supervisor of ours -----------------------------------------------------------------------
+
+_STRANGE = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "MLX_", "ALLHANDS_MEETING", "TORCHELASTIC_")
+# What is installed here, in a Python that says of itself that it is of the next minor version.
+_NEXT_PYTHON = """
+import sys
+from allhands import versions
+real = versions.software
+versions.software = lambda *given: {**real(*given), "python": f"3.{sys.version_info[1] + 1}.0"}
+from allhands.__main__ import main
+sys.argv[0] = "allhands"
+main()
+"""
+
+
+def options(hosts: Hosts, out: Path) -> list[str]:
+    paths = ["--model", hosts.shown / "model", "--data", hosts.shown / "data", "--adapter-path", out]
+    return [*map(str, paths), *f"--iters {ITERS} --batch-size 8 --num-layers 2 --val-batches 0".split()]
+
+
+def are_told(texts: Sequence[str], codes: Sequence[int | None], *words: str) -> None:
+    """Every rank has ended alike, and says who differs and in what, once, and nothing of trying again."""
+    assert set(codes) == {7}, (codes, texts)
+    for text in texts:
+        assert text.count("allhands: error: ") == 1, text
+        assert all(word in text for word in words), text
+        assert not [word for word in ("Traceback", "restart", "--resume", "timeout") if word in text], text
+
+
+@pytest.mark.parametrize("odd", ["node0", "node1"])
+@pytest.mark.parametrize("name", ["model.safetensors", "train.jsonl", "Python"])
+def test_ranks_of_torchrun_end_alike_and_name_the_one_that_differs(
+    hosts: Hosts, trial: Trial, name: str, odd: str
+) -> None:
+    """At once, although each would wait for others for ten minutes."""
+    if name in SPOILT:
+        spoil(hosts, odd, name)
+    usual = {key: value for key, value in os.environ.items() if not key.startswith(_STRANGE)}
+    usual |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29519", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    usual |= {"LOCAL_WORLD_SIZE": "1", "ALLHANDS_PEERS_TIMEOUT_S": "600", "OPENBLAS_NUM_THREADS": "1"}
+    ranks: list[subprocess.Popen[str]] = []
+    began = time.monotonic()
+    try:
+        for rank in range(3):
+            other = name == "Python" and odd == f"node{rank}"
+            program = [sys.executable, "-c", _NEXT_PYTHON] if other else [sys.executable, "-m", "allhands"]
+            argv = hosts.cluster.command(f"node{rank}", [*program, "train", "--train", *options(hosts, trial.out)])
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(argv, text=True, env=usual | {"RANK": str(rank)}, **pipes))  # type: ignore[call-overload]
+        texts = [one.communicate(timeout=120)[0] for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+        for node in hosts.cluster.names:
+            for left in hosts.cluster.processes(node):
+                left.kill()
+    assert time.monotonic() - began < 100.0
+    are_told(texts, [one.returncode for one in ranks], f"{odd} does not fit to", name)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "train.jsonl"])
+def test_tasks_of_slurm_end_alike_and_name_the_one_that_differs(hosts: Hosts, trial: Trial, name: str) -> None:
+    spoil(hosts, "node1", name)
+    with slurm(hosts.cluster) as made:
+        words = ["srun", "-n", "3", "--nodes=3", "--nodelist=node[0-2]", "--label", sys.executable, "-m", "allhands"]
+        began = time.monotonic()
+        done = made.run(*words, "train", "--train", *options(hosts, trial.out))
+        assert time.monotonic() - began < 100.0
+        made.wait_until_idle()
+    lines = (done.stdout + done.stderr).splitlines()
+    texts = ["\n".join(line for line in lines if line.startswith(f"{rank}: ")) for rank in range(3)]
+    are_told(texts, [done.returncode], "node1 does not fit to", name)
 
 
 # --- versions -------------------------------------------------------------------------------------------

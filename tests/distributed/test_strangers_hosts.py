@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 from namespaces import Cluster, namespaces
-from numpy.testing import assert_allclose
 from ring_ranks import allhands_command
 from runs import read_run
 
@@ -102,7 +101,7 @@ def finish(ranks: Sequence[Process]) -> None:
 
 def listening(cluster: Cluster, name: str) -> list[str]:
     """Where that computer listens at the port of the meeting."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 120.0
     while time.monotonic() < deadline:
         lines = cluster.run(name, ["ss", "-ltnH"]).stdout.splitlines()
         if found := [line.split()[3] for line in lines if line.split()[3].endswith(f":{PORT}")]:
@@ -126,7 +125,7 @@ def test_a_stranger_on_a_third_computer_ends_nothing(
     finish([rank_0, start_rank(cluster, 1, tmp_path / "pestered", started, tiny_model, tiny_data)])
     losses = read_run(tmp_path / "plain").losses
     assert len(losses) == 2
-    assert_allclose(read_run(tmp_path / "pestered").losses, losses, rtol=2e-5)
+    assert read_run(tmp_path / "pestered").losses == losses
 
 
 def test_a_recorded_hello_is_no_key_at_the_next_start(
@@ -147,7 +146,7 @@ def test_a_recorded_hello_is_no_key_at_the_next_start(
     assert max(heard) <= 65
     assert rank_0.poll() is None
     finish([rank_0, start_rank(cluster, 1, tmp_path / "again", started, tiny_model, tiny_data)])
-    assert_allclose(read_run(tmp_path / "again").losses, read_run(tmp_path / "first").losses, rtol=2e-5)
+    assert read_run(tmp_path / "again").losses == read_run(tmp_path / "first").losses
 
 
 def test_secrets_of_a_start_are_new_and_no_one_elses(

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.testing import assert_allclose
 from ring_ranks import allhands_command
-from runs import read_run
+from runs import distance, read_run, read_weights
 from strangers import HANDED, in_between, inputs, loopback_sources, pestering, say, say_all, wait_for
 
 from allhands.cluster import processes
@@ -126,9 +125,11 @@ def undisturbed(tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.Temp
 
 
 def assert_the_same(one: Path, other: Path) -> None:
-    """Two runs have computed the same; the first may have begun before its kernels were built."""
+    """Two runs have computed the same, bit by bit."""
     assert len(read_run(one).losses) == ITERS
-    assert_allclose(read_run(one).losses, read_run(other).losses, rtol=2e-5)
+    assert read_run(one).losses == read_run(other).losses
+    weights = [read_weights(run / "adapters.safetensors") for run in (one, other)]
+    assert distance(*weights) == 0.0
 
 
 @pytest.mark.parametrize("key", [None, "our secret"])
@@ -137,7 +138,7 @@ def test_strangers_end_nothing(jobs: list[Job], key: str | None) -> None:
     jobs.append(job)
     rank_0 = job.start(0)
     for words in HANDED:
-        assert say(job.address, words) == b""
+        assert len(say(job.address, words)) <= 65
     sources = loopback_sources(5)
     with pestering(job.address, idle=1000, trickling=10) as still_there:
         assert say_all(job.address, inputs(2000, seed=1), sources) <= 65  # a random number for one that looks like one

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import psutil
 
 CHAT = {"messages": [{"role": "user", "content": "What is dew?"}], "max_tokens": 1}
 # As one client or another sends them.
@@ -49,6 +53,8 @@ def some_body(random: random.Random) -> bytes:
         body["messages"] = [some_value(random) for _ in range(random.randrange(3))]
     for name in random.sample(list(FIELDS), random.randrange(4)):
         body[name] = some_value(random) if random.random() < 0.6 else FIELDS[name]
+        if name.startswith("max_") and type(body[name]) is int:
+            body[name] = min(body[name], 3)  # answers of a billion tokens are right, and take their time
     text = json.dumps(body).encode()
     kind = random.randrange(12)
     if kind == 0:
@@ -101,3 +107,106 @@ def answers(send: Callable[[bytes], bytes], requests: Sequence[bytes]) -> Iterat
             head, _, body = answer.partition(b"\r\n\r\n")
             if head:
                 yield request, int(head.split()[1]), body
+
+
+# --- what must not be answered ----------------------------------------------------------------------------
+
+
+def _number(low: float, high: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and low <= value <= high
+
+
+def _whole(low: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= low
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+# What a field may be at most, besides null: more may be refused than is told here, but nothing else is answered.
+_MAY_BE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("stream", "logprobs"), _is(bool)),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n"), _whole(1)),
+    **dict.fromkeys(("top_logprobs", "top_k", "seed"), _is(int)),
+    **dict.fromkeys(
+        ("repetition_context_size", "presence_context_size", "frequency_context_size", "num_draft_tokens"), _whole(0)
+    ),
+    **dict.fromkeys(("top_p", "min_p", "xtc_probability"), _number(0, 1)),
+    **dict.fromkeys(("temperature", "repetition_penalty", "xtc_threshold"), _number(0)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _number(-math.inf)),
+    **dict.fromkeys(("logit_bias", "stream_options", "chat_template_kwargs", "role_mapping"), _is(dict)),
+    **dict.fromkeys(("model", "user"), _is(str)),
+    **{"stop": _is(str, list), "tools": _is(list)},
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def is_wrong(request: bytes, routes: Mapping[str, Collection[str]]) -> bool:
+    """Whether no server may answer that with 200, for reasons that do not depend on how it reads requests.
+
+    Args:
+        routes: the paths, and each one's methods.
+    """
+    head, end, body = request.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").replace("\r\n ", " ").split("\r\n")  # a header may go on in the next line
+    if not end or any("\n" in line or "\r" in line for line in lines):
+        return not end and b"\n\n" not in request  # it is not complete; or other ends of lines might be taken
+    words = lines[0].split()
+    method, path = (words[0], words[1].partition("?")[0]) if len(words) == 3 else ("", "")
+    if method not in routes.get(path, ()):
+        return True
+    headers = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines[1:])]
+    hosts = [value for name, value in headers if name == "host"]
+    named = {name for name, _ in headers}
+    if any(line[:1] in ("", ":") or ":" not in line for line in lines[1:]) or hosts != ["localhost"]:
+        return True
+    if "origin" in named:
+        return True
+    if method != "POST":
+        return False
+    lengths = [value for name, value in headers if name == "content-length"]
+    if "transfer-encoding" in named or len(lengths) != 1 or not (lengths[0].isascii() and lengths[0].isdigit()):
+        return True
+    return int(lengths[0]) > len(body) or _is_wrong_body(body[: int(lengths[0])], path)
+
+
+def _is_wrong_body(body: bytes, path: str) -> bool:
+    def no_number(word: str) -> Any:
+        raise ValueError(word)
+
+    try:
+        found = json.loads(body, parse_constant=no_number)
+    except (ValueError, RecursionError):
+        return True
+    if not isinstance(found, dict):
+        return True
+    if any(found.get(name) is not None and not may_be(found[name]) for name, may_be in _MAY_BE.items()):
+        return True
+    if path == "/v1/completions":
+        return not isinstance(found.get("prompt"), str | list)
+    messages = found.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return True
+    return any(not isinstance(one, dict) or one.get("role") not in _ROLES for one in messages)
+
+
+class Footprint:
+    """What a process holds, to be compared with what it holds when much has been asked of it."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._before = self._held()
+
+    def _held(self) -> tuple[int, int, int]:
+        return self._process.memory_info().rss >> 20, self._process.num_fds(), self._process.num_threads()
+
+    def has_not_grown(self, megabytes: int, seconds: float = 15.0) -> None:
+        """Fail if it has: by more than so much memory, or by more than a few descriptors or threads that stay."""
+        deadline = time.monotonic() + seconds
+        while any(now > before + 3 for now, before in zip(self._held()[1:], self._before[1:], strict=True)):
+            assert time.monotonic() < deadline, (self._before, self._held())
+            time.sleep(0.5)
+        held = self._held()
+        print("MiB, descriptors, threads:", self._before, held)
+        assert held[0] <= self._before[0] + megabytes, (self._before, held)

@@ -287,11 +287,44 @@ def test_without_a_compiler_the_fast_blas_says_what_is_missing(cache: Path, tmp_
     assert "without native operations: no C compiler (install gcc" in reason
 
 
-def test_a_compiler_that_fails_costs_no_training(tmp_path: Path, cache: Path) -> None:
-    compiler = tmp_path / "bin" / "cc"
+def put_compiler(place: Path, script: str) -> str:
+    """A PATH on which ``cc`` does that first; returns it."""
+    compiler = place / "bin" / "cc"
     compiler.parent.mkdir()
-    compiler.write_text("#!/bin/sh\necho 'cc: no such flag' >&2\nexit 1\n")
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
-    state, reason, _ = status(cache, PATH=f"{compiler.parent}:/usr/bin:/bin")
+    return f"{compiler.parent}:/usr/bin:/bin"
+
+
+def test_a_compiler_that_fails_costs_no_training(tmp_path: Path, cache: Path) -> None:
+    """But it is told: what is computed without the library has other last bits."""
+    path = put_compiler(tmp_path, "echo 'cc: no such flag' >&2\nexit 1")
+    state, reason, _ = status(cache, PATH=path)
     assert state == "fast"
     assert reason.endswith("the C compiler failed: cc: no such flag")
+    code = "import allhands\nfrom allhands.accelerator import slow_products\nprint(slow_products())"
+    assert "cc: no such flag" in run_python(code, cache, PATH=path)
+    for well in ({"ALLHANDS_NATIVE": "off", "PATH": path}, {"PATH": str(tmp_path)}, {}):
+        assert run_python(code, cache, **well) == "None\n"
+
+
+@pytest.mark.parametrize("end", ["kill -9 $$", "echo 'fatal error: Killed signal terminated program cc1' >&2; exit 1"])
+def test_a_compiler_that_is_killed_once_changes_no_number(end: str, tmp_path: Path) -> None:
+    """As by a computer that is short of memory: the run would compute other last bits than the next one."""
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("no C compiler")
+    once = f'if mkdir {tmp_path}/killed 2>/dev/null; then {end}; fi\nexec {compiler} "$@"'
+    reason = status(tmp_path / "cache", PATH=put_compiler(tmp_path, once))[1]
+    assert (tmp_path / "killed").is_dir()
+    assert reason.endswith("native operations")
+
+
+def test_ranks_that_start_together_compile_once(tmp_path: Path) -> None:
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("no C compiler")
+    path = put_compiler(tmp_path, f'echo >> {tmp_path}/calls\nexec {compiler} "$@"')
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: status(tmp_path / "cache", PATH=path)[1], range(3)))
+    assert len(set(found)) == 1
+    assert found[0].endswith("native operations")
+    assert (tmp_path / "calls").read_text().count("\n") == 1

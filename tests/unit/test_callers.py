@@ -113,6 +113,92 @@ def test_an_echo_proves_nothing() -> None:
         thread.join()
 
 
+def challenge(one: socket.socket) -> bytes:
+    """The number that who is called sends before anybody has said a word."""
+    line = b""
+    while not line.endswith(b"\n") and (heard := one.recv(100)):
+        line += heard
+    return line.removesuffix(b"\n")
+
+
+def rest(one: socket.socket) -> bytes:
+    """What comes until the other end hangs up."""
+    heard = b""
+    with suppress(ConnectionError):
+        while more := one.recv(4096):
+            heard += more
+    return heard
+
+
+def test_who_is_called_sends_a_new_number_first_and_nothing_else() -> None:
+    with listening(talk_s=1.0) as address:
+        found = set[bytes]()
+        for _ in range(5):
+            with socket.create_connection(address, 10.0) as silent:
+                found.add(challenge(silent))
+                assert rest(silent) == b""
+        assert len(found) == 5
+        assert all(len(number) == 64 for number in found)
+
+
+def test_my_own_number_sent_back_to_me_is_refused() -> None:
+    """By either end, and whatever is said with it."""
+    with listening() as address:
+        for key in (KEY, b""):
+            with socket.create_connection(address, 5.0) as one:
+                number = challenge(one)
+                one.sendall(number + b"\n" + Conversation(key, number, number).sealed(CALLER, b"hello"))
+                assert rest(one) == b""
+        assert ask(address) == b"HELLO"
+
+
+def test_of_two_conversations_at_once_nothing_fits_the_other() -> None:
+    """A stranger between them passes on what a caller has said to one of them."""
+    with listening() as address:
+        ends = [socket.create_connection(address, 5.0) for _ in range(4)]
+        numbers = [challenge(one) for one in ends]
+        own = b"1" * 64
+        for one, theirs in zip(ends[:3], (own, own, numbers[0]), strict=True):
+            one.sendall(theirs + b"\n")
+        good = Conversation(KEY, numbers[0], own)
+        ends[1].sendall(good.sealed(CALLER, b"hello"))
+        assert rest(ends[1]) == b""
+        ends[2].sendall(good.sealed(CALLER, b"hello"))  # with the other's number for its own
+        assert rest(ends[2]) == b""
+        ends[0].sendall(good.sealed(CALLER, b"hello"))
+        answer = challenge(ends[0])
+        assert good.opened(LISTENER, answer) == b"HELLO"
+        ends[3].sendall(own + b"\n" + answer + b"\n")  # what who is called has said, said to it
+        assert rest(ends[3]) == b""
+        for one in ends:
+            one.close()
+
+
+def test_a_recorded_conversation_is_refused_in_either_direction() -> None:
+    with listening() as address:
+        with socket.create_connection(address, 5.0) as one:
+            number, own = challenge(one), b"2" * 64
+            said = own + b"\n" + Conversation(KEY, number, own).sealed(CALLER, b"hello")
+            one.sendall(said)
+            answered = number + b"\n" + challenge(one) + b"\n"
+        with socket.create_connection(address, 5.0) as again:
+            again.sendall(said)
+            assert len(challenge(again)) == 64
+            assert rest(again) == b""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def repeat() -> None:
+            with server.accept()[0] as caller, suppress(OSError):
+                caller.sendall(answered)
+                while caller.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=repeat)
+        thread.start()
+        assert ask(("127.0.0.1", server.getsockname()[1])) is None
+        thread.join()
+
+
 def test_a_thousand_callers_hold_up_nobody() -> None:
     with listening() as address, pestering(address, idle=1000, trickling=20) as still_there:
         began = time.monotonic()

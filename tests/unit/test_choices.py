@@ -380,6 +380,9 @@ def test_ranks_of_other_devices_go_by_the_rules() -> None:
     for each in found:
         assert list(each.choices.measured) == []
         assert "devices differ" in each.notes[0]
+    own = [settlement(), settlement(), settlement(missing="native")]
+    found = run_ranks(3, lambda group: agreed(own[group.rank], group))
+    assert all("without native" in each.notes[0] for each in found)
     own = [settlement(), settlement(cores=7)]
     assert all(each.notes == () for each in run_ranks(2, lambda group: agreed(own[group.rank], group)))  # type: ignore[union-attr]
 
@@ -398,6 +401,10 @@ def test_a_resumed_run_keeps_its_table() -> None:
     assert list(resumed(settlement(now), {"kernels": settlement().recorded()}).choices.measured) == []
     for state in ({}, {"kernels": settlement(before, cores=9).recorded()}, {"kernels": {"device": {"kind": "cpu"}}}):
         assert list(resumed(settlement(now), state).choices.measured) == [now]
+        assert resumed(settlement(now), state).notes == ()
+    for one, other in (("", "native"), ("native", "")):
+        state = {"kernels": settlement(before, missing=one).recorded()}
+        assert "differ by rounding" in resumed(settlement(missing=other), state).notes[0]
 
 
 def test_each_choice_of_a_training_is_told() -> None:

@@ -81,31 +81,54 @@ def test_the_end_of_a_log_and_of_nothing_else(root: Path, tmp_path: Path) -> Non
 
 
 def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
-    """Its number may be another program's by now: that one is left alone."""
-    run = write_run(tmp_path / "run", ended=None)
-    write_samples(run, ranks=1, host=lambda _: os.uname().nodename)
-    (file,) = (run / "logs").glob("monitor-*.jsonl")
+    """A sample is forged easily, and the number in it may be another program's by now: that one is left alone."""
+    run, other = (write_run(tmp_path / name, ended=None) for name in ("run", "other"))
+    for one in (run, other):
+        write_samples(one, ranks=1, host=lambda _: os.uname().nodename)
+    (file,), (its,) = ((one / "logs").glob("monitor-*.jsonl") for one in (run, other))
+    (run / "logs" / "monitor-rank-7.jsonl").symlink_to(its)
+    (run / "logs" / "rank-0.log").touch()
 
     def written_for(process: subprocess.Popen[bytes]) -> None:
         sample = replace(read_samples(run)[-1], pid=process.pid, time=time.time(), ended=False)
         file.write_text(f"{encode_sample(sample)}\n")
 
     wait = (
-        "import time, signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(7))\nprint('', flush=True)\ntime.sleep(60)"
+        "import sys, time, signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(7))\n"
+        "held = [open(*word.rsplit(':', 1)) for word in sys.argv[2:]]\nprint('', flush=True)\ntime.sleep(20)"
     )
-    for words, ours in ((["allhands"], True), (["else"], False)):
-        with subprocess.Popen([sys.executable, "-c", wait, *words], stdout=subprocess.PIPE) as process:
+    reads = [[f"{file}:r"]] if sys.platform == "linux" else []
+    strangers = [[], [f"{its}:a"], [f"{run / 'logs' / 'monitor-rank-7.jsonl'}:a"], [f"{run / 'logs' / 'rank-0.log'}:a"]]
+    for held in [[f"{file}:a"], *strangers, *reads]:
+        with subprocess.Popen([sys.executable, "-c", wait, "allhands", *held], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
             written_for(process)
-            assert (head_of(facts_of(run)) is not None) == ours
+            ours = held == [f"{file}:a"]
+            assert (head_of(facts_of(run)) is not None) == ours, held
             if ours:
                 assert str(process.pid) in ask_to_stop(run)
                 assert process.wait(10) == 7
             else:
                 with pytest.raises(DataError, match="no process of this run lives"):
                     ask_to_stop(run)
+                assert process.poll() is None
                 process.kill()
+
+
+def test_who_has_got_the_number_of_a_process_is_not_asked(tmp_path: Path) -> None:
+    """The sample was written before this process began."""
+    run = write_run(tmp_path / "run", ended=None)
+    write_samples(run, ranks=1, host=lambda _: os.uname().nodename)
+    (file,) = (run / "logs").glob("monitor-*.jsonl")
+    wait = f"import time\nheld = open({str(file)!r}, 'a')\nprint('', flush=True)\ntime.sleep(20)"
+    with subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        sample = replace(read_samples(run)[-1], pid=process.pid, time=time.time() - 1000.0, ended=False)
+        file.write_text(f"{encode_sample(sample)}\n")
+        assert head_of(facts_of(run)) is None
+        process.kill()
 
 
 # --- over HTTP ----------------------------------------------------------------------------------------

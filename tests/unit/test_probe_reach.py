@@ -74,9 +74,7 @@ def test_a_wrong_secret_gets_nothing() -> None:
         assert outcome(port, "other") == "stranger"
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            connection.settimeout(5)
-            with suppress(ConnectionResetError):
-                assert connection.recv(100) == b""
+            assert len(everything(connection)) == 65  # a number
 
 
 def test_strangers_at_the_other_end() -> None:
@@ -106,6 +104,22 @@ def test_a_recorded_conversation_is_worth_nothing() -> None:
         assert outcome(port, timeout_s=1.0) == "stranger"
     with answering(b"", hold=False, echo=True) as port:
         assert outcome(port, timeout_s=1.0) == "stranger"
+
+
+def test_who_is_called_sends_a_new_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else to who says nothing, or says that number, too."""
+    monkeypatch.setattr(reach, "_PROVE_S", 1.0)
+    found = set[bytes]()
+    with listening("s") as port:
+        for reflects in (False, True, False):
+            with socket.create_connection(("127.0.0.1", port), 5) as one:
+                number = one.recv(100)
+                if reflects:
+                    one.sendall(number + b"0" * 64 + b"\n")
+                assert everything(one) == b""
+                found.add(number)
+    assert len(found) == 3
+    assert all(len(number) == 65 for number in found)
 
 
 _LISTENS = """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from garbage import CHAT, FIELDS, answers, some_body, some_request
-from hypothesis import given, settings
+from garbage import CHAT, FIELDS, Footprint, answers, is_wrong, some_body, some_request
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Served, served
 
@@ -153,14 +156,29 @@ def server(tiny_model: Path) -> Any:
         yield running
 
 
-def check_requests(server: Served, count: int, seed: int) -> None:
-    source = random.Random(seed)
-    paths = ["/v1/chat/completions"] * 9 + ["/v1/completions", "/chat/completions", "/v1/models", "/", "//x"]
-    for request, status, body in answers(server.send, [some_request(source, paths) for _ in range(count)]):
+ROUTES = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/chat/completions"), ("POST", "OPTIONS")),
+    **{"/v1/models": ("GET", "HEAD", "OPTIONS"), "/": ("OPTIONS",)},
+}
+PATHS = ["/v1/chat/completions"] * 9 + ["/v1/completions", "/chat/completions", "/v1/models", "/", "//x"]
+
+
+def check_requests(server: Served, requests: Sequence[bytes]) -> Counter[str]:
+    """How many were answered, were wrong and were refused."""
+    seen: Counter[str] = Counter()
+    for request, status, body in answers(server.send, requests):
         assert status in (200, 204) or 400 <= status < 500 or status == 501, (request, body)
         if status >= 400 and b"HEAD " not in request:
             assert json.loads(body)["error"]["message"], (request, body)
-    still_answers(server)
+        wrong = is_wrong(request, ROUTES)
+        assert not (wrong and status == 200), repr((request, body))[:900]
+        seen.update({"right": status == 200, "wrong": wrong, "refused": status >= 400})
+    return seen
+
+
+def some_requests(count: int, seed: int) -> list[bytes]:
+    source = random.Random(seed)
+    return [some_request(source, PATHS) for _ in range(count)]
 
 
 def still_answers(server: Served) -> None:
@@ -173,9 +191,45 @@ def still_answers(server: Served) -> None:
 
 
 def test_garbage_over_the_network(server: Served) -> None:
-    check_requests(server, 600, 3)
+    check_requests(server, some_requests(600, 3))
+    still_answers(server)
+
+
+@pytest.mark.parametrize("head", ["", "Connection: clos", "Connection: close", "Connection: close\r\n"])
+def test_a_head_that_ends_too_early_is_refused(server: Served, head: str) -> None:
+    """Perhaps what would have followed forbids it."""
+    whole = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{head}"
+    assert server.send(whole.encode()).split()[1] == b"400"
+    assert server.send(f"{whole.rstrip()}\r\n\r\n".encode()).split()[1] == b"200"
+
+
+def of_bytes(body: bytes) -> bytes:
+    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 @pytest.mark.long
-def test_much_garbage_over_the_network(server: Served) -> None:
-    check_requests(server, 10_000, 4)
+def test_a_hundred_thousand_inputs_over_the_network(tiny_model: Path) -> None:
+    """Into one process, which is alive at the end, as large as it was, and answers."""
+    body = st.dictionaries(st.sampled_from([*FIELDS, "messages"]), JSON).map(lambda fields: {**CHAT, **fields})
+    request = st.one_of(st.binary(), st.binary().map(of_bytes), body.map(json.dumps).map(str.encode).map(of_bytes))
+    seen: Counter[str] = Counter()
+    with served("--model", tiny_model, "--max-tokens", "2") as server:
+
+        @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(request, min_size=1, max_size=20))
+        def many(some: list[bytes]) -> None:
+            seen.update(check_requests(server, list(islice(cycle(some), 20))))
+
+        many()
+        seen += check_requests(server, some_requests(4_000, 4))
+        footprint = Footprint(server.process.pid)
+        for seed in range(10):
+            seen += check_requests(server, some_requests(9_400, 10 + seed))
+        many()
+        print(seen)
+        assert seen["right"] > 5_000
+        assert seen["wrong"] > 50_000
+        assert seen["refused"] > 80_000
+        still_answers(server)
+        assert server.process.poll() is None
+        footprint.has_not_grown(megabytes=100)

@@ -24,6 +24,7 @@ from allhands.report.facts import RunFacts, read_facts
 _DEPTH = 3  # of directories in which runs are looked for
 _MOST = 200
 _LOG = re.compile(r"(rank-\d+|mpirun)(\.attempt-\d+)?\.log")
+_SAMPLES = re.compile(r"monitor-(orchestrator|rank-\d+)\.jsonl")
 _TAIL_BYTES = 16_384
 _NOT_LOOKED = {CHECKPOINTS, BEST, LOGS, *MODELS_OF_A_RUN}
 
@@ -140,11 +141,25 @@ def head_of(facts: RunFacts) -> psutil.Process | None:
         try:
             process = psutil.Process(row.last.pid)
             # Another one may have got its number since.
-            if process.create_time() <= row.last.time and "allhands" in " ".join(process.cmdline()):
+            if process.create_time() <= row.last.time and _writes_samples(process, facts.path):
                 return process
-        except psutil.Error:
+        except (psutil.Error, OSError):
             continue
     return None
+
+
+def _writes_samples(process: psutil.Process, directory: Path) -> bool:
+    """Whether it is this run's: it has the file of its samples open, by its own name.
+
+    What a sample says anybody may have written who can write there, and a stale one may name another's process.
+    """
+    logs = directory.resolve() / _LOGS
+    for held in process.open_files():
+        path = Path(held.path)
+        writes = getattr(held, "mode", "a") not in ("r", "")  # not known on macOS
+        if path.parent == logs and _SAMPLES.fullmatch(path.name) and writes:
+            return process.uids().effective in (os.geteuid(), path.stat().st_uid)
+    return False
 
 
 def ask_to_stop(directory: Path) -> str:
@@ -158,10 +173,11 @@ def ask_to_stop(directory: Path) -> str:
         hint = "stop it where it was started, with Ctrl-C"
         raise DataError("no process of this run lives on this computer", where=str(directory), hint=hint)
     try:
-        os.kill(process.pid, signal.SIGTERM)
-    except OSError as error:
+        process.send_signal(signal.SIGTERM)  # to nobody who has got its number by now
+    except (psutil.Error, OSError) as error:
         hint = "stop it where it was started, with Ctrl-C"
-        raise DataError(f"it cannot be asked: {error.strerror}", where=str(directory), hint=hint) from None
+        reason = error.strerror if isinstance(error, OSError) else "it has just ended, or is another user's"
+        raise DataError(f"it cannot be asked: {reason}", where=str(directory), hint=hint) from None
     return f"asked process {process.pid} to save and stop at {time.strftime('%H:%M:%S')}"
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import uvicorn
+from h11 import LocalProtocolError
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -34,6 +35,16 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._wait(_HEAD_S)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP; a request before it, whose body this may be, is answered no further."""
+        cycle: Any = self.cycle
+        if cycle is not None:
+            cycle.disconnected = True
+        try:
+            super().send_400_response(msg)
+        except LocalProtocolError:  # its answer has begun, or is complete
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

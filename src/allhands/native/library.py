@@ -16,12 +16,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from allhands.staging import publishing
+
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-_BUILD_S = 120.0
+# A computer that is short of time or memory ends compilers; without the library a run's last bits are others.
+_BUILD_S, _TRIES, _PAUSE_S = 600.0, 3, 0.5
 _NAME = "liballhands.so"
 
 
@@ -33,13 +37,21 @@ def load(directory: Path) -> ctypes.CDLL | str:
     """
     if not wanted(os.environ):
         return "switched off by ALLHANDS_NATIVE"
+    compiler = compiler_here()
+    if compiler is None:
+        return "no C compiler (install gcc: training is then up to twice as fast)"
     try:
-        return ctypes.CDLL(str(_built(directory)), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(_built(directory, compiler)), mode=ctypes.RTLD_GLOBAL)
     except subprocess.CalledProcessError as error:
         last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return f"the C compiler failed: {''.join(last) or error}"
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
+
+
+def compiler_here() -> str | None:
+    """The path of this computer's C compiler, if it has one."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
@@ -56,27 +68,48 @@ def architecture(environ: Mapping[str, str]) -> str:
     return "native" if named.lower() in ("", "on", "1") else named
 
 
-def _built(directory: Path) -> Path:
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C compiler (install gcc: training is then up to twice as fast)")
+def _built(directory: Path, compiler: str) -> Path:
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     flags = (*_FLAGS, f"-march={architecture(os.environ)}")
     target = directory / _key(Path(compiler), sources, flags) / _NAME
-    recorded = target.with_suffix(".sha256")
-    if target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target):
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made, digest = Path(scratch) / _NAME, Path(scratch) / recorded.name
-        code = [str(path) for path in sources if path.suffix == ".c"]
-        command = [compiler, *flags, "-o", str(made), *code, "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S)
-        digest.write_text(_sha256(made) + "\n")
-        # Several processes may do this at once: each rename is atomic and the contents are the same.
-        made.replace(target)
-        digest.replace(recorded)
+    if not _is_whole(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # All ranks of a computer start together: one compiles, the others take what it has made.
+        with publishing(target):
+            if not _is_whole(target):
+                code = [str(path) for path in sources if path.suffix == ".c"]
+                _build([compiler, *flags, *code, "-lm"], target)
     return target
+
+
+def _is_whole(target: Path) -> bool:
+    recorded = _recorded(target)
+    return target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target)
+
+
+def _recorded(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def _build(command: list[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made, digest = Path(scratch) / target.name, Path(scratch) / _recorded(target).name
+        _run([*command, "-o", str(made)])
+        digest.write_text(_sha256(made) + "\n")
+        # Where there are no locks several processes do this: each rename is atomic and the contents are the same.
+        made.replace(target)
+        digest.replace(_recorded(target))
+
+
+def _run(command: list[str]) -> None:
+    for left in reversed(range(_TRIES)):
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S)
+            return
+        except (OSError, subprocess.CalledProcessError):
+            if not left:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:

@@ -34,11 +34,16 @@ class _TooSlow(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """What a client sends, until a moment that no byte moves."""
+    """What a client sends, until a moment that no byte moves.
+
+    Attributes:
+        ended: whether more was looked for than there was.
+    """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
         self.until = time.monotonic() + seconds
+        self.ended = False
 
     def readable(self) -> bool:
         return True
@@ -48,9 +53,11 @@ class _Incoming(io.RawIOBase):
         left = self.until - time.monotonic()
         try:
             self._connection.settimeout(max(left, 0.001))
-            return self._connection.recv_into(buffer)
+            count = self._connection.recv_into(buffer)
         except TimeoutError:
             raise _TooSlow from None
+        self.ended = self.ended or count == 0
+        return count
 
 
 def error_of(
@@ -104,6 +111,8 @@ class Handler(APIHandler):
             return False
         self.connection.settimeout(_WRITE_S)
         self.path = self.path.partition("?")[0]
+        if self._incoming.ended:  # nobody has looked for more than the head
+            raise Refused("the head of the request is not complete")
         if self.headers.defects or self.headers.get_payload():
             raise Refused("a header is not written as HTTP wants it")
         if refusal := self.server.guard.refusal(self.command, self.headers.items()):

@@ -19,7 +19,7 @@ from allhands.arrays import hand_out_json
 from allhands.distributed.backend import Communicator
 from allhands.model.choices import VARIABLE, Choices, parse_wishes
 from allhands.model.measurements import Facts, as_rows, device_facts, load_table, missing_forms, rows_of
-from allhands.trees import number
+from allhands.trees import numbers
 
 _KEY = "kernels"
 
@@ -61,9 +61,15 @@ def own_choices(accelerator: Accelerator, environ: Mapping[str, str] = os.enviro
 def resumed(own: Settlement, state: Mapping[str, Any]) -> Settlement:
     """``own`` with the table that a checkpoint's run went by, if it was on such a device."""
     before = state.get(_KEY)
-    if not isinstance(before, dict) or before.get("device") != own.facts:
+    if not isinstance(before, dict):
         return own
     notes = list(own.notes)
+    if (device := before.get("device")) != own.facts:
+        if isinstance(device, dict) and {**device, "missing": own.facts.get("missing")} == own.facts:
+            forms = device.get("missing") or own.facts.get("missing")
+            told = f"one of the checkpoint's run and this one computes without {forms} operations"
+            notes.append(f"{told}: results may differ by rounding")
+        return replace(own, notes=tuple(notes))
     try:
         measured = tuple(rows_of(before.get("measured")))
     except ValueError:
@@ -81,8 +87,13 @@ def agreed(own: Settlement, communicator: Communicator) -> Settlement:
     if communicator.size == 1:
         return own
     first: dict[str, Any] = hand_out_json(communicator, {**own.recorded(), "wished": dict(own.choices.wished)})
-    others = number(communicator.all_sum(mx.array([first["device"] != own.facts], dtype=mx.int32)))
+    device: Mapping[str, Any] = first["device"]
+    lacking = device["kind"] == own.facts["kind"] and device.get("missing") != own.facts.get("missing")
+    others, without = numbers(communicator.all_sum(mx.array([device != own.facts, lacking], dtype=mx.int32)))
     measured, notes = tuple(rows_of(first["measured"])), list(own.notes)
+    if without:
+        forms = "native" if device["kind"] == "cpu" else "fused"
+        notes.append(f"some ranks compute without {forms} operations: what they compute differs by rounding")
     if others and measured:
         notes.append("the ranks' devices differ: kernels are chosen by rule, not by what was measured")
     # A form that this device does not have is passed over.

@@ -218,7 +218,7 @@ class Security:
             if self._contexts:
                 connection.getpeername()  # of one that has left already a socket would stay
                 return _over_socket(self._contexts[0].wrap_socket(connection, server_side=True))
-            return self._prove(connection, b"parent", b"child")
+            return self._prove(connection, called=True)
         except (OSError, ValueError, Broken) as error:
             connection.close()
             raise Broken(str(error)) from None
@@ -245,19 +245,24 @@ class Security:
                 wrapped.settimeout(SILENCE_S)
                 return _over_socket(wrapped)
             connection.settimeout(SILENCE_S)
-            return self._prove(connection, b"child", b"parent")
+            return self._prove(connection, called=False)
         except BaseException:
             connection.close()
             raise
 
-    def _prove(self, connection: socket.socket, own: bytes, other: bytes) -> Channel:
-        """Both sides send a number that nobody can foresee, and sign both numbers with their role."""
+    def _prove(self, connection: socket.socket, *, called: bool) -> Channel:
+        """Both sides send a number that nobody can foresee, and sign both with their role: who has called first."""
         channel, mine = _in_a_hurry(connection), secrets.token_bytes(_PROOF_BYTES)
+        own, other = (b"parent", b"child") if called else (b"child", b"parent")
         channel.send(JSON, mine)
         theirs = _proof(channel)
-        channel.send(JSON, self._signed(own, mine, theirs))
-        if not hmac.compare_digest(_proof(channel), self._signed(other, theirs, mine)):
+        proof = self._signed(own, mine, theirs)
+        if not called:
+            channel.send(JSON, proof)
+        if theirs == mine or not hmac.compare_digest(_proof(channel), self._signed(other, theirs, mine)):
             raise Broken("it does not know this run's secret")
+        if called:
+            channel.send(JSON, proof)
         connection.settimeout(SILENCE_S)
         return _over_socket(connection)
 

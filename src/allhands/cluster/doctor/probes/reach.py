@@ -106,7 +106,8 @@ class Listeners:
 class ReachWords:
     """What both ends of one connection say: a fresh number each, and that they know the secret, over both numbers.
 
-    What somebody has recorded is worth nothing in another connection.
+    Who is connected to says its number first, and proves itself last. What somebody has recorded is worth nothing in
+    another connection.
     """
 
     def __init__(self, secret: str, deadline: float) -> None:
@@ -116,9 +117,13 @@ class ReachWords:
 
     def is_asked(self, connection: socket.socket) -> bool:
         """Whether who has connected proves that it knows the secret. Raises OSError, ValueError."""
-        own, theirs = secrets.token_hex(32), checked_number(line_of(connection, self._deadline))
-        self._numbers = own + " " + theirs
+        own = secrets.token_hex(32)
+        connection.settimeout(max(0.001, self._deadline - time.monotonic()))
         connection.sendall((own + "\n").encode())
+        theirs = checked_number(line_of(connection, self._deadline))
+        if theirs == own:
+            return False
+        self._numbers = own + " " + theirs
         return hmac.compare_digest(line_of(connection, self._deadline), self._signed("ask"))
 
     def ask(self, connection: socket.socket) -> bool:
@@ -126,9 +131,12 @@ class ReachWords:
         own = secrets.token_hex(32)
         connection.sendall((own + "\n").encode())
         try:
-            self._numbers = checked_number(line_of(connection, self._deadline)) + " " + own
+            theirs = checked_number(line_of(connection, self._deadline))
         except ValueError:
             return False
+        if theirs == own:
+            return False
+        self._numbers = theirs + " " + own
         connection.sendall((self._signed("ask") + "\n").encode())
         return True
 
