@@ -173,6 +173,13 @@ def test_of_a_few_reports_it_is_said_if_the_run_is_worse_than_what_it_began_with
     assert [one.kind for one in judge(curves[0], Curve.of([(5, 4.77)]))] == ["short"]
 
 
+def test_a_run_that_has_only_begun_is_told_nothing_to_do() -> None:
+    none = Curve.of([])
+    assert [one.text for one in judge(none, none, Course(is_over=False))] == ["Nothing was reported."]
+    assert {one.kind for one in judge(none, none, Course(is_over=True))} == {"short", "validation"}
+    assert "skipped" in {one.kind for one in judge(none, none, Course(is_over=False, skipped=5, steps=5))}
+
+
 def test_the_line_is_that_of_least_squares() -> None:
     random = np.random.default_rng(1)
     x, y = np.arange(20.0), random.standard_normal(20)

@@ -153,7 +153,7 @@ def _writes_samples(process: psutil.Process, directory: Path) -> bool:
 
     What a sample says anybody may have written who can write there, and a stale one may name another's process.
     """
-    logs = directory.resolve() / _LOGS
+    logs = directory.resolve() / LOGS
     for held in process.open_files():
         path = Path(held.path)
         writes = getattr(held, "mode", "a") not in ("r", "")  # not known on macOS

@@ -118,6 +118,8 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         valid: the validation loss at each validation, that before the first step included.
         course: what else is known.
     """
+    if not (course.is_over or course.skipped or len(train) or len(valid)):
+        return [Judgement("short", "note", "Nothing was reported.")]
     found = [*_numbers(train, valid), *_skipped(course)]
     train, valid = train.finite(), valid.finite()
     missing = list(_unvalidated(valid))
