@@ -60,11 +60,15 @@ def test_it_shows_runs_as_they_go_on(browser: Any, tmp_path: Path, width: int, s
 def going_on(directory: Path, **options: Any) -> Generator[Path]:
     """A run of which a process lives, which can be asked to stop."""
     write_run(directory, ended=None, **options)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", "allhands"]) as process:
-        now = time.time() + 1.0
-        sample = replace(SAMPLE, host=socket.gethostname(), pid=process.pid, time=now, every_s=60.0)
-        (directory / "logs").mkdir()
-        monitor_file(directory / "logs", "rank", 0).write_text(f"{encode_sample(sample)}\n")
+    (directory / "logs").mkdir()
+    samples = monitor_file(directory / "logs", "rank", 0)
+    # A process is one of the run only as long as it holds the file of its samples open.
+    code = "import sys, time; held = open(sys.argv[1], 'a'); print('.', flush=True); time.sleep(120)"
+    with subprocess.Popen([sys.executable, "-c", code, str(samples)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        sample = replace(SAMPLE, host=socket.gethostname(), pid=process.pid, time=time.time() + 1.0, every_s=60.0)
+        samples.write_text(f"{encode_sample(sample)}\n")
         try:
             yield directory
         finally:
