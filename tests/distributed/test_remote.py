@@ -350,7 +350,7 @@ def test_computers_that_cannot_be_reached_are_named(
 
 
 def test_an_address_of_somebody_else(places: tuple[Place, ...], start: Start) -> None:
-    with pytest.raises(HostError, match=r"host node0: 192\.0\.2\.1 is not an address"):
+    with pytest.raises(HostError, match=r"192\.0\.2\.1 is no address of this computer"):
         start([Place("node0", 1, Host("node0", "node0", ("192.0.2.1",), python=sys.executable)), places[1]])
 
 

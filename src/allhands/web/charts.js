@@ -342,9 +342,10 @@ var allhandsCharts = (function () {
   // The bar says which part of the page is in sight.
   function follow(nav) {
     if (!nav) return;
-    var waiting = false;
+    var waiting = false, wanted = null;  // the part that somebody has just asked for
     function look() {
       waiting = false;
+      if (wanted) wanted.scrollIntoView();
       var current = null, line = nav.getBoundingClientRect().bottom + innerHeight / 4;
       nav.querySelectorAll("a").forEach(function (link) {
         var part = document.querySelector(link.getAttribute("href"));
@@ -361,6 +362,15 @@ var allhandsCharts = (function () {
       if (!waiting) requestAnimationFrame(look);
       waiting = true;
     }
+    nav.addEventListener("click", function (event) {
+      var link = event.target.closest("a");
+      wanted = link && document.querySelector(link.getAttribute("href"));
+      setTimeout(function () { wanted = null; }, 2000);
+      soon();
+    });
+    ["wheel", "touchmove", "keydown"].forEach(function (kind) {
+      addEventListener(kind, function () { wanted = null; }, {passive: true});
+    });
     addEventListener("scroll", soon, {passive: true});
     new ResizeObserver(soon).observe(document.body);  // what is above may grow while nobody scrolls
     look();
