@@ -417,10 +417,10 @@ def launch_directly(environ: MutableMapping[str, str], *, untouched: bool, deter
 def _environ_at_start() -> dict[str, str]:
     """This process's variables as it was started with them."""
     try:
-        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+        pairs = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     except OSError:
         return {}
-    return dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def launches_directly() -> bool:
