@@ -61,7 +61,7 @@ _GENERATION = (
 )
 _UPLOAD = "nothing is uploaded here; afterwards: allhands upload DIR --to OWNER/NAME"
 _PROCESSES = "use -n for processes here; --hosts or --hostfile for other computers"
-_DATA = "use --data for a directory or a file, --hf-dataset for one of the Hub"
+_DATA = "use --data DIRECTORY (allhands data prepare FILE --out DIRECTORY makes one), or train with --hf-dataset"
 # Names that cannot be taken over because they mean something else; each with what to do.
 # What is in OUTDATED, too, is refused only where it asks for something.
 ELSEWHERE: dict[str, str] = {
@@ -97,7 +97,7 @@ ELSEWHERE: dict[str, str] = {
 OF_MLX_LM: dict[str, str] = {
     **dict.fromkeys(("hf_path", "hf_repo"), "name the model without an option, or with --model"),
     "mlx_path": "use --out",
-    "q_bits": "use --quantize BITS",
+    "q_bits": "quantise first: allhands model get MODEL --quantize BITS --out DIR, then --model DIR",
     "q_group_size": "use --group-size",
     **dict.fromkeys(("q_mode", "quant_predicate"), "mlx_lm.convert has it; what it writes is read here"),
     "upload_repo": _UPLOAD,

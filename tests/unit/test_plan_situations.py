@@ -134,6 +134,22 @@ def test_the_one_machine_is_the_fastest_that_holds_it() -> None:
     assert planned(small_but_fast, gigabytes=60).alone.name == "M1 Pro 64GB"
 
 
+@pytest.mark.parametrize("link", ["wifi", "1GbE", "10GbE", "thunderbolt4"])
+@pytest.mark.parametrize("step_s", [0.05, 0.2, 1.0, 5.0])
+def test_the_order_in_which_computers_are_named_does_not_matter(link: str, step_s: float) -> None:
+    found: list[Any] = []
+    fast = device_of("M4 Max 64GB").flops
+    for names in (("M1 Pro 32GB", "M4 Max 64GB"), ("M4 Max 64GB", "M1 Pro 32GB")):
+        token_s = step_s / 4096 * fast / device_of(names[0]).flops
+        outlook = planned(names, link, step=StepModel(0.01, 4096.0, token_s, 8, LORA_BYTES, 32_000_000))
+        advice = outlook.advice
+        found.append((advice.outcome, outlook.advised, [each.training_s for each in outlook.lines], advice.path))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] == pytest.approx(found[1][2])
+    assert [each.answer for each in found[0][3]] == [each.answer for each in found[1][3]]
+    assert [each.why for each in found[0][3]] == [each.why for each in found[1][3]]
+
+
 def test_computers_that_are_imagined_are_called_so() -> None:
     found = planned(("M1 Pro 32GB",), numbers=(1, 2, 4, 8), imagined=True, link=None)
     assert [line.machines for line in found.lines][-1] == 8

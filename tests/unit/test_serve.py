@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -60,6 +61,16 @@ def test_a_request_is_answered_and_the_server_ends_cleanly(tiny_model: Path, end
         assert process.wait(timeout=60) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.02, 0.2])
+def test_a_second_interrupt_does_not_keep_the_server_alive(tiny_model: Path, apart_s: float) -> None:
+    with served("--model", tiny_model, "--max-tokens", "8") as (address, process):
+        ask(f"{address}/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+        process.send_signal(signal.SIGINT)
+        time.sleep(apart_s)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) in (0, 130, -signal.SIGINT)
 
 
 def test_the_adapter_answers_and_a_stream_comes_in_pieces(tiny_model: Path, tmp_path: Path) -> None:

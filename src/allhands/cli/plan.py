@@ -188,7 +188,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
         return
     for one in done:
         echo(f"{one.level}: {one.text}")
-    if not found:
+    if not found and not any(one.level == "bad" for one in done):
         echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
     for sign in found:
         echo(f"{sign.seen}\n  what to do: {sign.advice}")
@@ -196,6 +196,8 @@ def show_after(run: Path, *, as_json: bool) -> None:
         echo(note)
     if compared is not None:
         _show_compared(compared)
+    elif not notes:
+        echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
 
 
 def _show_compared(found: Comparison) -> None:

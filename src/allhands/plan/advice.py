@@ -211,7 +211,8 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
             "accumulate",
             "larger batches, or accumulate gradients over several",
             f"as it is: {slow}",
-            "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size",
+            "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size with a "
+            "quarter of --iters",
             "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
         )
     better = "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"]))

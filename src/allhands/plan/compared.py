@@ -140,7 +140,9 @@ def compare(
     if len({start.num_ranks for start in history.starts}) > 1:
         notes.append(f"The number of ranks changed: compared is what {_ranks(ranks)} did last, not the whole time.")
     figures: list[Figure] = []
-    if line is not None:
+    if plan.doubt:
+        notes.append(f"The plan was not to be relied on ({plan.doubt}): times are not compared.")
+    elif line is not None:
         figures += _times(plan, line, history, reports, samples, differences, config)
     memory, same = _memory(plan, started.backend, ranks, config)
     if memory is None and plan.memory:

@@ -98,6 +98,7 @@ class KeptPlan:
         start_s: to the first step; 0 where it is not known.
         memory: empty for models that are not built of equal blocks.
         measured: ``None`` where the computers were only described.
+        doubt: why its times are not to be relied on; empty if they are.
     """
 
     time: _Time
@@ -110,6 +111,7 @@ class KeptPlan:
     machines: tuple[KeptLine, ...]
     memory: tuple[KeptMemory, ...]
     measured: KeptMeasured | None
+    doubt: str | None = None
 
 
 @cache

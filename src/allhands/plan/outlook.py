@@ -94,9 +94,15 @@ class Job:
         most, seconds = self.started
         return self.start_s + (seconds - self.start_s) * (ranks - 1) / (most - 1)
 
+    def alone_step_s(self, speed: float = 1.0, batches: int = 1) -> float:
+        """Seconds of a step, with so many batches in one, by one process that has a whole computer of that speed."""
+        if self.whole_s:
+            return batches * self.whole_s
+        return self.step.serial_s + batches * self.step.tokens * self.step.token_s / speed
+
     def alone_s(self, speed: float = 1.0) -> float:
         """Seconds of the training by one process that has a whole computer of that speed."""
-        step_s = self.whole_s or self.step.serial_s + self.step.tokens * self.step.token_s / speed
+        step_s = self.alone_step_s(speed)
         validations_s = self.validations * self.validation_s * step_s / self.step.alone_s
         return self.start_s + self.first_s + self.steps * step_s + validations_s
 
@@ -213,7 +219,7 @@ def look_ahead(job: Job) -> Outlook:
         for line in lines
     }
     alone_s = job.alone_s(first.speed)
-    offers = _offers(job, groups[1:], lines[1:], memory, alone_s)
+    offers = _offers(job, groups[1:], lines[1:], memory, first.speed)
     # Nobody who can train the model as it is trains another one to be done sooner.
     same = [each for each in offers if QUANTISE not in each.more or not fits_one]
     situation = Situation(
@@ -430,10 +436,10 @@ def _unable(job: Job, team: Team, memory: _Ways, *, exact: bool) -> tuple[str, .
 # --- what is offered ----------------------------------------------------------------------------------
 
 
-def _offers(job: Job, groups: Sequence[Team], lines: Sequence[Line], memory: _Ways, alone_s: float) -> list[Offer]:
+def _offers(job: Job, groups: Sequence[Team], lines: Sequence[Line], memory: _Ways, one_speed: float) -> list[Offer]:
     """Each number of several computers on which it fits, with the flags that it takes there."""
     made: list[Offer] = []
-    link = job.link or _Nothing()
+    link, alone_s = job.link or _Nothing(), job.alone_s(one_speed)
     for team, line in zip(groups, lines, strict=True):
         ways = [(way, fit) for way, fit in memory if way.ranks == len(team)]
         chosen = _chosen([way for way, _ in ways], [fit for _, fit in ways])
@@ -453,8 +459,8 @@ def _offers(job: Job, groups: Sequence[Team], lines: Sequence[Line], memory: _Wa
                 training_s=training_s,
                 speed_up=alone_s / training_s,
                 exposed=step.exposed_s / step.step_s,
-                # The speed-up for the same tokens if four batches are one.
-                accumulated=_FOUR * (job.whole_s or job.step.alone_s) / predict(four, link, speeds).step_s,
+                # The speed-up if four batches are one, here and on one computer.
+                accumulated=job.alone_step_s(one_speed, _FOUR) / predict(four, link, speeds).step_s,
                 flags="" if way is None else way.flags,
                 more="" if way is None else way.more,
                 weights=line.weights,

@@ -7,12 +7,13 @@ any web page ask. Here every request is looked at first, and answered by the mod
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -168,9 +169,24 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
     except KeyboardInterrupt:
         pass
     finally:
-        listening.listener.close()
-        if server is not None:
-            server.stop()
+        with _undisturbed():
+            listening.listener.close()
+            if server is not None:
+                server.stop()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals wait: a second Ctrl-C would leave the generating thread alive, and with it the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _settings(options: ServeOptions) -> argparse.Namespace:
