@@ -204,6 +204,14 @@ def test_nothing_is_interpolated(tmp_path: Path) -> None:
     )
 
 
+def test_a_plan_that_doubts_itself_is_no_measure_of_times(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    sound, doubted = compared(run), compared(run, doubt="this computer is busy")
+    assert {"step"} <= figures(sound).keys() - figures(doubted).keys()
+    assert any("busy" in note for note in doubted.notes)
+    assert "memory" in figures(doubted)
+
+
 def test_what_changes_while_it_trains(tmp_path: Path) -> None:
     """Two ranks at first, then one from step 30 on: of that the steps, and nothing of the whole time."""
     run = write_run(tmp_path / "run", ranks=2)

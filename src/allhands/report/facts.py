@@ -20,6 +20,7 @@ from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
 Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 
+_NO_OPTIONS = "Its options are not known: there is no adapter_config.json and no checkpoint."
 _PREPARED = "report.json"
 _OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
@@ -104,6 +105,8 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     facts.plan, amiss = plan_before(directory, history.starts[0].time if history.starts else None)
     notes += amiss
     facts.status, facts.reason = _status(facts, directory, board, now)
+    if facts.status == "going on" and _NO_OPTIONS in notes:
+        notes.remove(_NO_OPTIONS)  # they are written with the first weights
     if missing:
         how = "has not come to its first step yet" if facts.status == "going on" else "ended before its first step"
         notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
@@ -191,7 +194,7 @@ def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
             return found
         if found := _object(place / "state.json").get("config"):
             return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-    notes.append("Its options are not known: there is no adapter_config.json and no checkpoint.")
+    notes.append(_NO_OPTIONS)
     return {}
 
 

@@ -20,8 +20,8 @@ PLANNED_TOLD = (
 
 
 def comparison_of(run: RunFacts) -> Comparison | None:
-    """The run beside its plan; ``None`` if there is none."""
-    if run.plan is None or run.history.started is None:
+    """The run beside its plan; ``None`` if there is none, or the run has not written its options yet."""
+    if run.plan is None or run.history.started is None or (run.status == "going on" and not run.config):
         return None
     return compare(run.plan, run.history, run.config, run.samples)
 

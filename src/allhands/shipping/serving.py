@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import abc
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
@@ -176,7 +177,7 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed() -> abc.Generator[None]:
     """Let signals wait: a second Ctrl-C would leave the generating thread alive, and with it the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
