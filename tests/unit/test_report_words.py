@@ -14,6 +14,7 @@ from command_line import call_allhands
 from written_runs import write_run
 
 from allhands.cli.train import tell_troubles
+from allhands.dashboard.runs import summary_of
 from allhands.report import make_page, read_facts
 from allhands.report.curves import Curve, trend
 from allhands.report.words import Course, Judgement, judge
@@ -406,6 +407,8 @@ def test_harm_is_told_wherever_a_run_is_spoken_of(tmp_path: Path, capsys: pytest
     assert after.stdout.startswith("bad: Worse than before training")
     found = json.loads(call_allhands("plan", "--after", ruined, "--json").stdout)
     assert [one["kind"] for one in found["judgements"]] == ["worse"]
+    good = write_run(tmp_path / "good")
+    assert [summary_of("run", run).harm != "" for run in (ruined, good)] == [True, False]  # type: ignore[union-attr]
     page = make_page([read_facts(ruined)])
     assert next(one.kind for one in page.runs[0].judgements) == "worse"
     assert not {one.kind for one in page.runs[0].judgements} & {"underfitting", "fitting"}

@@ -20,6 +20,7 @@ from allhands.metrics import METRICS_FILE
 from allhands.monitor.board import Board, Row
 from allhands.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
 from allhands.report.facts import RunFacts, read_facts
+from allhands.report.words import harm
 
 _DEPTH = 3  # of directories in which runs are looked for
 _MOST = 200
@@ -31,7 +32,11 @@ _NOT_LOOKED = {CHECKPOINTS, BEST, LOGS, *MODELS_OF_A_RUN}
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in one line, as plain values; ``None`` where something is not known."""
+    """A run in one line, as plain values; ``None`` where something is not known.
+
+    Attributes:
+        harm: what is bad about its curves, in a few words; empty if nothing is.
+    """
 
     name: str
     status: str
@@ -44,6 +49,7 @@ class Summary:
     elapsed_s: float
     memory_bytes: int
     can_stop: bool
+    harm: str
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -88,19 +94,21 @@ def summary_of(name: str, directory: Path) -> Summary | None:
     except AllhandsError:
         return None
     history = facts.history
-    started, last = history.started, history.train[-1] if history.train else None
+    started, last, ended = history.started, history.train[-1] if history.train else None, history.ended
+    bad = [one.text for one in harm(history) if one.level == "bad"]
     return Summary(
         name=name,
         status=facts.status,
         ranks=started.num_ranks if started else None,
-        step=last.step if last else 0,
+        step=max(last.step if last else 0, ended.step if ended else 0),
         total_steps=started.total_steps if started else None,
         loss=last.loss if last else None,
         valid_loss=history.valid[-1].loss if history.valid else None,
         tokens_per_s=last.tokens_per_s if last else None,
-        elapsed_s=last.elapsed_s if last else 0.0,
+        elapsed_s=max(last.elapsed_s if last else 0.0, ended.total_time_s if ended else 0.0),
         memory_bytes=facts.together_bytes,
         can_stop=facts.status == "going on" and head_of(facts) is not None,
+        harm=bad[0].partition(":")[0] if bad else "",
     )
 
 

@@ -88,7 +88,14 @@
     var status = document.createElement("span");
     status.className = "status " + run.status.replace(/ /g, "-");
     status.textContent = run.status;
-    field(row, "status", "").append(status);
+    var state = field(row, "status", "");
+    state.append(status);
+    if (run.harm) {
+      var harm = document.createElement("span");
+      harm.className = "status harm";
+      harm.textContent = run.harm;
+      state.append(" ", harm);
+    }
     field(row, "step", run.step + (run.total_steps ? " of " + run.total_steps : ""));
     field(row, "training loss", number(run.loss, 3));
     field(row, "validation loss", number(run.valid_loss, 3));
