@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from command_line import parse, verbs
@@ -262,3 +263,15 @@ def test_version_names_what_determines_the_numbers(capsys: pytest.CaptureFixture
 def test_resume_needs_no_value(verb: str, more: list[str], code: int, after: tuple[str, ...]) -> None:
     done = run_allhands(verb, "--data", "no-data", *more, "--resume", *after)
     assert (done.returncode, "argument" in done.stderr) == (code, False), done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("words", [("version",), ("model", "--help"), ("train", "--help")])
+def test_an_output_that_is_full_is_told(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "allhands", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 5
+    assert done.stderr.count("standard output") == 1
+    assert "Traceback" not in done.stderr

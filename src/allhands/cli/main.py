@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 from allhands.aliases import ELSEWHERE, OF_MLX_LM, canonical_flag
 from allhands.cli import commands
 from allhands.cli.parser import App
-from allhands.errors import AllhandsError, ConfigError, in_our_words
+from allhands.errors import AllhandsError, ConfigError, StorageError, in_our_words
 from allhands.paths import check_variables
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
@@ -46,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
             args=arguments, prog_name="allhands", standalone_mode=False
         )
         code = result if isinstance(result, int) else 0
+        sys.stdout.flush()  # not after this, where nobody could say what is amiss
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
             _tell("allhands: interrupted")
@@ -57,13 +60,17 @@ def main(arguments: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:
         # The reader of our output has gone (a pager, head): nothing is left to say to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_output()
         code = 0
     except Exception as error:
         code = _exit_of(error)
         if code is None:
             raise
     sys.exit(code)
+
+
+def _silence_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def with_auto_resume(arguments: list[str]) -> list[str]:
@@ -78,7 +85,7 @@ def with_auto_resume(arguments: list[str]) -> list[str]:
 
 
 def _exit_of(error: Exception) -> int | None:
-    """Exit code of the command-line parser's own exceptions, whose message is shown; ``None`` for others."""
+    """Exit code of the command-line parser's own exceptions and of an output that is full; ``None`` for others."""
     if hint := _hint_for_flag(getattr(error, "option_name", None)):
         print_error(ConfigError("not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint))
         return ConfigError.exit_code
@@ -90,6 +97,12 @@ def _exit_of(error: Exception) -> int | None:
         return int(getattr(error, "exit_code", 2))
     if type(error).__name__ in ("Exit", "Abort"):
         return int(getattr(error, "exit_code", 1))
+    if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
+        # Files of ours are written by functions that say which one it is: what is left is the output itself.
+        _silence_output()
+        message = f"cannot be written: {error.strerror}"
+        print_error(StorageError(message, where="standard output", hint="make room, or send it elsewhere"))
+        return StorageError.exit_code
     return None
 
 
