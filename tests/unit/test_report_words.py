@@ -174,6 +174,13 @@ def test_of_a_few_reports_it_is_said_if_the_run_is_worse_than_what_it_began_with
     assert [one.kind for one in judge(curves[0], Curve.of([(5, 4.77)]))] == ["short"]
 
 
+@pytest.mark.parametrize(("last", "said"), [(0.454, True), (0.24, False), (0.2, False)])
+def test_of_a_few_reports_it_is_said_that_the_last_weights_are_not_the_best(last: float, said: bool) -> None:
+    train = Curve.of([(10, 0.64), (20, 0.2), (24, 0.18)])
+    found = judge(train, Curve.of([(0, 3.34), (8, 0.287), (16, 0.236), (24, last)]))
+    assert [one.kind for one in found] == (["overfitting", "short"] if said else ["short"])
+
+
 def test_a_run_that_has_only_begun_is_told_nothing_to_do() -> None:
     none = Curve.of([])
     assert [one.text for one in judge(none, none, Course(is_over=False))] == ["Nothing was reported."]

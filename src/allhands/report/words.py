@@ -104,6 +104,10 @@ def judge_run(history: RunHistory) -> list[Judgement]:
 _HARMFUL = ("worse", "gradients", "skipped")
 
 
+# By so much one validation may be above the best without anybody being told, where there are few of them.
+_PLAIN_RISE = 0.25
+
+
 def harm(history: RunHistory) -> list[Judgement]:
     """That training did harm: what must be said wherever a run is spoken of."""
     found = judge_run(history)
@@ -126,7 +130,8 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     ruined = list(_ruined(train, valid, course))
     found += ruined
     if len(train) < FEW:
-        return [*found, Judgement("short", "note", _too_short(len(train))), *missing]
+        later = [] if ruined else _better_before(valid)
+        return [*found, *later, Judgement("short", "note", _too_short(len(train))), *missing]
     over = list(_overfitting(train, valid))
     if any(one.level == "bad" for one in ruined):
         # A loss that has been thrown off neither fits nor lacks steps.
@@ -155,6 +160,22 @@ def _too_short(count: int) -> str:
     reports = "no training report" if count == 0 else f"{count} training report{'s' * (count > 1)}"
     there = "There are" if count > 1 else "There is"
     return f"{there} {reports} with a loss: too little to judge by. Lower --steps-per-report to see more of short runs."
+
+
+def _better_before(valid: Curve) -> Iterator[Judgement]:
+    """Of a run with too few reports to judge by: that its last weights are not its best ones, if that is plain."""
+    if not len(valid):
+        return
+    best, last = int(np.argmin(valid.losses)), float(valid.losses[-1])
+    low = float(valid.losses[best])
+    if last > low * (1 + _PLAIN_RISE):
+        yield Judgement(
+            "overfitting",
+            "warning",
+            f"Validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f}) and is {last:.3f} at step "
+            f"{valid.steps[-1]:.0f} ({(last - low) / low:+.0%}): those weights are the better ones (best/, if they were "
+            "kept). Of few validation rows that may be chance.",
+        )
 
 
 def _before(valid: Curve) -> float | None:
