@@ -173,8 +173,8 @@ def _better_before(valid: Curve) -> Iterator[Judgement]:
             "overfitting",
             "warning",
             f"Validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f}) and is {last:.3f} at step "
-            f"{valid.steps[-1]:.0f} ({(last - low) / low:+.0%}): those weights are the better ones (best/, if they were "
-            "kept). Of few validation rows that may be chance.",
+            f"{valid.steps[-1]:.0f} ({(last - low) / low:+.0%}): those weights are the better ones (best/, if they "
+            "were kept). Of few validation rows that may be chance.",
         )
 
 
