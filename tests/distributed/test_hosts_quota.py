@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faulty import Bench, Trial, files_left
-from hostile import until
+from hostile import Job, until
 from hosts import ITERS, Hosts, hosts_of
 
 from allhands.checkpoints import checkpoints_in
@@ -91,15 +91,21 @@ class Disk:
         return self._hosts.on(self._name, f"ls {self.place}/checkpoints").split()
 
 
+def started_until_it_refuses(hosts: Hosts, trial: Trial, disk: Disk, library: Path, number: int, calls: str) -> Job:
+    """A run whose disk takes nothing more after the checkpoint of step 5."""
+    trial.plan({"rank": 1, "step": 7, "kind": "slow", "seconds": 3})
+    job = hosts.start(trial, disk.hostfile(library))
+    trial.wait_for_fired()
+    until(lambda: "step-0000005" in disk.checkpoints(), 5.0, "no checkpoint, or copy of it")
+    disk.refuse(number, calls)
+    return job
+
+
 @pytest.mark.parametrize("ill", ILLS)
 def test_a_disk_that_holds_only_the_copy(hosts: Hosts, trial: Trial, library: Path, tmp_path: Path, ill: str) -> None:
     number, calls, words, _ = ILLS[ill]
     disk = Disk(hosts, trial, "node1", tmp_path)
-    trial.plan({"rank": 1, "step": 7, "kind": "slow", "seconds": 3})
-    job = hosts.start(trial, disk.hostfile(library))
-    trial.wait_for_fired()
-    until(lambda: "step-0000005" in disk.checkpoints(), 5.0, "no copy")
-    disk.refuse(number, calls)
+    job = started_until_it_refuses(hosts, trial, disk, library, number, calls)
     assert job.finish() == 0, (job.out, job.err)
     assert "failed" not in job.err
     told = [line for line in job.out.splitlines() if "on node1 is of step" in line]
@@ -115,11 +121,7 @@ def test_the_disk_of_the_run(hosts: Hosts, trial: Trial, library: Path, tmp_path
     """As one that is full: a warning while training goes on, and an error where nothing can be kept at the end."""
     number, calls, words, hint = ILLS[ill]
     disk = Disk(hosts, trial, "node0", tmp_path)
-    trial.plan({"rank": 1, "step": 7, "kind": "slow", "seconds": 3})
-    job = hosts.start(trial, disk.hostfile(library))
-    trial.wait_for_fired()
-    until(lambda: "step-0000005" in disk.checkpoints(), 5.0, "no checkpoint")
-    disk.refuse(number, calls)
+    job = started_until_it_refuses(hosts, trial, disk, library, number, calls)
     assert job.finish() == 5, (job.out, job.err)
     assert "Traceback" not in job.out + job.err
     assert words in job.err

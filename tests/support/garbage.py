@@ -6,11 +6,15 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from typing import Any
 
 import psutil
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 CHAT = {"messages": [{"role": "user", "content": "What is dew?"}], "max_tokens": 1}
 # As one client or another sends them.
@@ -210,3 +214,32 @@ class Footprint:
         held = self._held()
         print("MiB, descriptors, threads:", self._before, held)
         assert held[0] <= self._before[0] + megabytes, (self._before, held)
+
+
+def ask_a_hundred_thousand(
+    pid: int,
+    check: Callable[[Sequence[bytes]], Counter[str]],
+    request: st.SearchStrategy[bytes],
+    some_requests: Callable[[int, int], list[bytes]],
+) -> tuple[Counter[str], Footprint]:
+    """What ``check`` counts of so many requests to the process, and what that held before most of them.
+
+    Args:
+        request: what hypothesis makes before and after the others.
+        some_requests: so many of a seed.
+    """
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(request, min_size=1, max_size=20))
+    def many(some: list[bytes]) -> None:
+        seen.update(check(list(islice(cycle(some), 20))))
+
+    many()
+    seen.update(check(some_requests(4_000, 2)))
+    footprint = Footprint(pid)
+    for seed in range(10):
+        seen.update(check(some_requests(9_400, 10 + seed)))
+    many()
+    print(seen)
+    return seen, footprint

@@ -11,15 +11,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import call_allhands
 from dashboards import Dashboard, dashboard
-from garbage import ODD, Footprint, answers, is_wrong, some_request
-from hypothesis import HealthCheck, given, settings
+from garbage import ODD, answers, ask_a_hundred_thousand, is_wrong, some_request
 from hypothesis import strategies as st
 from serving import connect, parsed, received
 from written_runs import HOSTILE, write_run, write_samples
@@ -144,21 +143,10 @@ def test_a_hundred_thousand_inputs_over_the_network(root: Path) -> None:
     """Into one process, which is alive at the end, as large as it was, and answers."""
     words = [b"GET ", b"POST ", b"HTTP/1.1", b"Host: localhost", b"\r\n", b"/api/runs", b" ", b":", b"\0", b"Cookie"]
     pieces = st.lists(st.one_of(st.sampled_from(words), st.binary(max_size=20)), max_size=20).map(b"".join)
-    seen: Counter[str] = Counter()
+    request = st.one_of(st.binary(), pieces)
     with dashboard(root) as running:
-
-        @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
-        @given(st.lists(st.one_of(st.binary(), pieces), min_size=1, max_size=20))
-        def many(some: list[bytes]) -> None:
-            seen.update(check_requests(running, list(islice(cycle(some), 20))))
-
-        many()
-        seen += check_requests(running, some_requests(4_000, 2))
-        footprint = Footprint(running.process.pid)
-        for seed in range(10):
-            seen += check_requests(running, some_requests(9_400, 10 + seed))
-        many()
-        print(seen)
+        check = partial(check_requests, running)
+        seen, footprint = ask_a_hundred_thousand(running.process.pid, check, request, some_requests)
         assert seen["answered"] > 80_000
         assert seen["right"] > 2_000
         assert seen["wrong"] > 50_000

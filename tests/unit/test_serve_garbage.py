@@ -6,13 +6,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from itertools import cycle, islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from garbage import CHAT, FIELDS, Footprint, answers, is_wrong, some_body, some_request
-from hypothesis import HealthCheck, given, settings
+from garbage import CHAT, FIELDS, answers, ask_a_hundred_thousand, is_wrong, some_body, some_request
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import Served, served
 
@@ -212,21 +212,9 @@ def test_a_hundred_thousand_inputs_over_the_network(tiny_model: Path) -> None:
     """Into one process, which is alive at the end, as large as it was, and answers."""
     body = st.dictionaries(st.sampled_from([*FIELDS, "messages"]), JSON).map(lambda fields: {**CHAT, **fields})
     request = st.one_of(st.binary(), st.binary().map(of_bytes), body.map(json.dumps).map(str.encode).map(of_bytes))
-    seen: Counter[str] = Counter()
     with served("--model", tiny_model, "--max-tokens", "2") as server:
-
-        @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
-        @given(st.lists(request, min_size=1, max_size=20))
-        def many(some: list[bytes]) -> None:
-            seen.update(check_requests(server, list(islice(cycle(some), 20))))
-
-        many()
-        seen += check_requests(server, some_requests(4_000, 4))
-        footprint = Footprint(server.process.pid)
-        for seed in range(10):
-            seen += check_requests(server, some_requests(9_400, 10 + seed))
-        many()
-        print(seen)
+        check = partial(check_requests, server)
+        seen, footprint = ask_a_hundred_thousand(server.process.pid, check, request, some_requests)
         assert seen["right"] > 5_000
         assert seen["wrong"] > 50_000
         assert seen["refused"] > 80_000

@@ -11,7 +11,7 @@ from typing import Any
 from allhands.aliases import ELSEWHERE, OF_MLX_LM, canonical_flag
 from allhands.cli import commands
 from allhands.cli.parser import App
-from allhands.errors import AllhandsError, ConfigError, StorageError, in_our_words
+from allhands.errors import AllhandsError, ConfigError, in_our_words
 from allhands.paths import check_variables
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -99,10 +99,12 @@ def _exit_of(error: Exception) -> int | None:
         return int(getattr(error, "exit_code", 1))
     if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
         # Files of ours are written by functions that say which one it is: what is left is the output itself.
+        from allhands.files import storage_error_of
+
         _silence_output()
-        message = f"cannot be written: {error.strerror}"
-        print_error(StorageError(message, where="standard output", hint="make room, or send it elsewhere"))
-        return StorageError.exit_code
+        told = storage_error_of(error, "standard output")
+        print_error(told)
+        return told.exit_code
     return None
 
 

@@ -20,7 +20,6 @@ from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
 Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 
-_NO_OPTIONS = "Its options are not known: there is no adapter_config.json and no checkpoint."
 _PREPARED = "report.json"
 _OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
@@ -99,14 +98,12 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
         board.peak_together_bytes,
         board.peak_ranks_bytes,
     )
-    facts.config = _config(directory, notes)
+    facts.status, facts.reason = _status(facts, directory, board, now)
+    facts.config = _config(directory, notes, goes_on=facts.status == "going on")
     facts.prepared = _prepared(facts.config)
     facts.answers = tuple(_answers(directory))
     facts.plan, amiss = plan_before(directory, history.starts[0].time if history.starts else None)
     notes += amiss
-    facts.status, facts.reason = _status(facts, directory, board, now)
-    if facts.status == "going on" and _NO_OPTIONS in notes:
-        notes.remove(_NO_OPTIONS)  # they are written with the first weights
     if missing:
         how = "has not come to its first step yet" if facts.status == "going on" else "ended before its first step"
         notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
@@ -182,7 +179,7 @@ def _object(file: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
 
 
-def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
+def _config(directory: Path, notes: list[str], *, goes_on: bool) -> dict[str, Any]:
     """The options, from beside the weights, or from a checkpoint."""
     places = [directory, directory / BEST]
     try:
@@ -194,7 +191,8 @@ def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
             return found
         if found := _object(place / "state.json").get("config"):
             return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-    notes.append(_NO_OPTIONS)
+    if not goes_on:  # they are written with the first weights
+        notes.append("Its options are not known: there is no adapter_config.json and no checkpoint.")
     return {}
 
 
