@@ -16,6 +16,10 @@ from tiny import write_chat_data, write_model
 settings.register_profile("allhands", deadline=None)
 settings.load_profile("allhands")
 
+# How a terminal is to be used is each test's to say, not that of the place where the tests run.
+for _name in ("CI", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR"):
+    os.environ.pop(_name, None)
+
 
 # Tests of real processes and their seconds: on a busy machine one of hundreds may be late.
 _ON_THE_CLOCK = (

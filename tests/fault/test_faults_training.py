@@ -457,12 +457,17 @@ def test_ctrl_c_in_a_terminal_leaves_it_sane(runs: Runs) -> None:
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "OPENBLAS_NUM_THREADS": "1"},
     )
     seen, asked, deadline = b"", False, time.monotonic() + 60
-    while process.poll() is None or select.select([master], [], [], 0.1)[0]:
-        assert time.monotonic() < deadline, seen[-2000:].decode()
-        if select.select([master], [], [], 0.1)[0]:
-            seen += os.read(master, 65536)
-        if not asked and b"peak memory per rank" in seen:
-            asked = bool(os.write(master, b"\x03"))
+    try:
+        while process.poll() is None or select.select([master], [], [], 0.1)[0]:
+            assert time.monotonic() < deadline, seen[-2000:].decode()
+            if select.select([master], [], [], 0.1)[0]:
+                seen += os.read(master, 65536)
+            if not asked and b"peak memory per rank" in seen:
+                asked = bool(os.write(master, b"\x03"))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
     # The terminal's own echo of Ctrl-C may cut a character in two.
     text = seen.decode(errors="replace")
     assert process.returncode == 130, text
