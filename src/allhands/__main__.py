@@ -6,9 +6,16 @@ import sys
 # Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from allhands.terminal import keep_going, open_closed_streams, tell_lost_words  # noqa: E402
+
+open_closed_streams()  # before anything else gets their numbers
+
 from allhands.cli.main import main  # noqa: E402
 from allhands.import_structures import keep_import_structures  # noqa: E402
 from allhands.without_torch import leave_torch_out  # noqa: E402
+
+# Their result is no output: it lies in files, or is another process's.
+_WORK = ("train", "pretrain", "launch", "container", "serve", "dashboard")
 
 
 def run() -> None:
@@ -20,7 +27,14 @@ def run() -> None:
     if sys.argv[1:2] != ["eval"]:  # lm-evaluation-harness needs it
         leave_torch_out()
     keep_import_structures()
-    main()
+    # What became of a command never depends on whether its messages could be written.
+    sys.stderr = keep_going(sys.stderr)
+    if sys.argv[1:2] and sys.argv[1] in _WORK and "--help" not in sys.argv:
+        sys.stdout = keep_going(sys.stdout)
+    try:
+        main()
+    finally:
+        tell_lost_words()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -197,3 +198,52 @@ def fitted_to(file: int, text: str) -> str:
         return fitted(text, os.get_terminal_size(file).columns or sys.maxsize)
     except OSError:  # no terminal
         return text
+
+
+class _Spoken(io.FileIO):
+    """A file descriptor for words on which nothing depends: those that cannot be written are lost without an error.
+
+    ``lost`` is the first error of them.
+    """
+
+    lost: OSError | None = None
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.lost = self.lost or error
+            return len(data)
+
+
+def open_closed_streams() -> None:
+    """Open what this process was started without (``>&-``), so that no file of ours gets its number and our words."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+
+
+def keep_going(stream: TextIO) -> TextIO:
+    """``stream`` as one into which writing never fails, for a command whose result is not its words."""
+    stream.flush()
+    raw = _Spoken(stream.fileno(), "w", closefd=False)
+    lines = stream.isatty() or bool(getattr(stream, "line_buffering", False))
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
+    )
+
+
+def tell_lost_words() -> None:
+    """Say on standard error that words to a stream of :func:`keep_going` were lost, and that nothing else is amiss."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(raw, _Spoken):
+        return
+    sys.stdout.flush()
+    # Of a reader that has gone (a pager, head) nobody need be told.
+    if raw.lost is not None and not isinstance(raw.lost, BrokenPipeError):
+        reason = raw.lost.strerror or raw.lost
+        tell(f"allhands: note: standard output cannot be written ({reason}): words were lost, nothing else was")

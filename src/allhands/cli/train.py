@@ -28,7 +28,7 @@ from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written
-from allhands.terminal import progress_console, tell
+from allhands.terminal import progress_console, tell, tell_lost_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -261,6 +261,7 @@ def leave(launch: Launch) -> None:
     """
     publish(os.environ)
     logging.shutdown()
+    tell_lost_words()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk with its log is full: what was to be done is done
             stream.flush()

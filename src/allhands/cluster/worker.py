@@ -278,9 +278,9 @@ class WorkerContext:
     def _end_at_once(self, number: int) -> NoReturn:
         """End because of a signal, with the terminal's cursor, which a progress display hides, to be seen again."""
         if self._announce and is_screen(sys.stdout):
-            os.write(1, b"\x1b[?25h\n")
+            _write(1, "\x1b[?25h\n")
         if self._announce and self._log_dir is None:
-            os.write(2, b"allhands: ended at once; what was not saved is lost\n")
+            _write(2, "allhands: ended at once; what was not saved is lost\n")
             # In a thread of its own: a disk that does not answer must not keep the process.
             told = threading.Thread(target=self._tell_way_on, daemon=True)
             told.start()
@@ -292,7 +292,7 @@ class WorkerContext:
         if self._way_on and self._started:
             with suppress(Exception):  # advice is no reason for a traceback
                 if text := self._way_on():
-                    os.write(2, f"  {text}\n".encode())
+                    _write(2, f"  {text}\n")
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, Interrupted | KeyboardInterrupt):
@@ -435,6 +435,12 @@ def _signal_descriptor(context: WorkerContext) -> socket.socket:
     for number in _STOPS:
         signal.signal(number, context.handle_signal)
     return reader
+
+
+def _write(file: int, text: str) -> None:
+    """Say ``text``, if that can be done: an output that is full keeps no process from ending."""
+    with suppress(OSError):
+        os.write(file, text.encode())
 
 
 def _meaning(number: int) -> int:
