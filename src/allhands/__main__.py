@@ -6,7 +6,7 @@ import sys
 # Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from allhands.terminal import keep_going, open_closed_streams, tell_lost_words  # noqa: E402
+from allhands.terminal import keep_going, open_closed_streams, stream_of, tell_lost_words  # noqa: E402
 
 open_closed_streams()  # before anything else gets their numbers
 
@@ -28,7 +28,7 @@ def run() -> None:
         leave_torch_out()
     keep_import_structures()
     # What became of a command never depends on whether its messages could be written.
-    sys.stderr = keep_going(sys.stderr)
+    sys.stdout, sys.stderr = stream_of(1, sys.stdout), keep_going(stream_of(2, sys.stderr))
     if sys.argv[1:2] and sys.argv[1] in _WORK and "--help" not in sys.argv:
         sys.stdout = keep_going(sys.stdout)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from allhands.accelerator import detect, peak_memory_bytes
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import ChatChoice
 from allhands.data.token_roles import stop_at_answers
-from allhands.errors import ConfigError, ModelError
-from allhands.files import of_peft
+from allhands.errors import ConfigError
+from allhands.model.adapter_files import check_adapter
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
@@ -75,50 +74,6 @@ def load_for_generation(
     # out must not meet the adapter's dropout.
     prepare_quantized(loaded.model, accelerator, compact=False)
     return loaded
-
-
-def check_adapter(adapter_path: Path) -> None:
-    """Look at an adapter before a model is loaded for it.
-
-    Raises:
-        ModelError: one of its two files is missing or cannot be read.
-    """
-    config, weights = adapter_path / "adapter_config.json", adapter_path / "adapters.safetensors"
-    for file in (config, weights):
-        if not file.is_file():
-            there = "" if adapter_path.is_dir() else "; there is no such directory"
-            if adapter_path.is_file():
-                there = "; this is a file, not a directory"
-            hint = of_peft(adapter_path) or "give the directory that allhands train wrote (--adapter-path there)"
-            raise ModelError(f"{file.name} is missing{there}", where=str(adapter_path), hint=hint)
-    try:
-        described: Any = json.loads(config.read_text(encoding="utf-8"))
-        mx.load(str(weights))
-    except (ValueError, RuntimeError, OSError) as error:
-        file = weights if isinstance(error, RuntimeError) else config
-        raise ModelError(
-            f"the file is torn: {error}", where=str(file), hint="train again, or take a numbered file of the same run"
-        ) from None
-    if wrong := _wrong_in(described):
-        hint = "take the file from the run that the adapter came from"
-        raise ModelError(f"this does not describe an adapter: {wrong}", where=str(config), hint=hint)
-
-
-def _wrong_in(described: Any) -> str | None:
-    """What keeps mlx_lm from putting on an adapter that is described like this."""
-    if not isinstance(described, dict):
-        return "it is not an object"
-    content = cast("dict[str, Any]", described)
-    if content.get("fine_tune_type", "lora") == "full":
-        return None
-    settings = content.get("lora_parameters")
-    if not isinstance(settings, dict):
-        return "there are no lora_parameters"
-    found = {**content, **cast("dict[str, Any]", settings)}
-    for name, kinds in (("num_layers", int), ("rank", int), ("scale", int | float)):
-        if not isinstance(found.get(name), kinds):
-            return f"{name} is not a number" if name in found else f"{name} is missing"
-    return None
 
 
 def put_on(model: Any, adapter_path: Path) -> None:

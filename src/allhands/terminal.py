@@ -223,8 +223,11 @@ def open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+
+
+def stream_of(number: int, stream: TextIO | None) -> TextIO:
+    """``stream``, or a new one on the file descriptor ``number`` where Python found that closed."""
+    return open(number, "w", encoding="utf-8", closefd=False) if stream is None else stream
 
 
 def keep_going(stream: TextIO) -> TextIO:

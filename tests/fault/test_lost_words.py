@@ -60,4 +60,5 @@ def test_an_error_keeps_its_code_where_it_cannot_be_told(inputs: list[str], tmp_
 def test_a_command_whose_result_is_its_words_fails_without_them(tmp_path: Path) -> None:
     line = f"exec {sys.executable} -m allhands version >/dev/full"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 5 and "standard output" in done.stderr
+    assert done.returncode == 5
+    assert "standard output" in done.stderr

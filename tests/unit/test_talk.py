@@ -19,6 +19,7 @@ from written_runs import write_run
 
 from allhands.cli.talk import (
     GenerateOptions,
+    Questions,
     compared,
     comparison_table,
     held_out_prompts,
@@ -262,7 +263,7 @@ def test_compare_writes_prompts_answers_and_scores(
     tiny_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "answers.json"
-    run_compare(str(tiny_model), adapter, "demo", 3, 1, 6, out)
+    run_compare(str(tiny_model), adapter, Questions("demo", 3, 6), 1, out)
     assert out.stat().st_mode & 0o777 == 0o600  # as all that holds what people asked
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert saved["prompts"] == held_out_prompts("demo", 3)
@@ -278,13 +279,13 @@ def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapte
     run = write_run(tmp_path / "run")
     for name in ("adapters.safetensors", "adapter_config.json"):
         (run / name).write_bytes((adapter / name).read_bytes())
-    run_compare(str(tiny_model), run, "demo", 2, 1, 4, None)
+    run_compare(str(tiny_model), run, Questions("demo", 2, 4), 1, None)
     saved = json.loads((run / "answers.json").read_text(encoding="utf-8"))
     (found,) = read_facts(run).answers
     assert list(found.prompts) == saved["prompts"] == held_out_prompts("demo", 2)
     assert list(found.after) == saved["after"]
     # Of an adapter that is no run nothing is written.
-    run_compare(str(tiny_model), adapter, "demo", 2, 1, 4, None)
+    run_compare(str(tiny_model), adapter, Questions("demo", 2, 4), 1, None)
     assert not (adapter / "answers.json").exists()
 
 
@@ -295,12 +296,12 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_answered(
     monkeypatch.setattr("allhands.cli.talk.answers", lambda *each: asked.append(each))
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StorageError, match="file"):
-        run_compare(str(tiny_model), adapter, "demo", 3, 1, 6, tmp_path / "file" / "answers.json")
+        run_compare(str(tiny_model), adapter, Questions("demo", 3, 6), 1, tmp_path / "file" / "answers.json")
     assert not asked
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to compare") as caught:
-        run_compare(str(tiny_model), None, "demo", 3, 1, 6, None)
+        run_compare(str(tiny_model), None, Questions("demo", 3, 6), 1, None)
     assert caught.value.where == "--adapter-path"

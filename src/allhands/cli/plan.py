@@ -46,6 +46,7 @@ def plan(
     watts: Annotated[float | None, typer.Option("--watts", help="Of one computer while it trains.")] = None,
     price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Of its energy.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no picture of ours.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Tell what a training takes, and if more computers help.
@@ -60,8 +61,6 @@ def plan(
     from allhands.cli.plan_computers import Asked
     from allhands.cli.plan_facts import facts_of
     from allhands.cli.plan_shown import show
-    from allhands.files import require_writable
-    from allhands.pictures import picture_suffix
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
@@ -70,9 +69,7 @@ def plan(
     _require_amount("--watts", watts, "60")
     if after is not None:
         return show_after(after, as_json=as_json)
-    if picture is not None:
-        picture_suffix(picture)  # before anything that takes long
-        require_writable(picture)
+    picture = _place_of(picture, force=force)  # before anything that takes long
     config = training_config(context.args)
     asked = Asked(
         device=device,
@@ -103,6 +100,24 @@ def plan(
         # Last, because what was measured is not to be lost if it cannot be written.
         typer.echo(f"chart: {draw_chart(outlook, picture)}", err=as_json)
     return None
+
+
+def _place_of(picture: Path | None, *, force: bool) -> Path | None:
+    """Where the chart will be.
+
+    Raises:
+        ConfigError: it is no name of a picture, or a file of somebody else's.
+        StorageError: it cannot be written.
+    """
+    from allhands.files import require_ours, require_writable
+    from allhands.pictures import DRAWN_HERE, picture_suffix
+
+    if picture is not None:
+        suffix = picture_suffix(picture)
+        picture = picture if picture.suffix else picture.with_suffix(suffix)
+        require_ours(picture, [DRAWN_HERE], "picture of ours", force=force, option="--picture")
+        require_writable(picture)
+    return picture
 
 
 def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> dict[str, Any]:
