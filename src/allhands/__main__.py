@@ -14,6 +14,8 @@ from allhands.cli.main import main  # noqa: E402
 from allhands.import_structures import keep_import_structures  # noqa: E402
 from allhands.without_torch import leave_torch_out  # noqa: E402
 
+# They write files, and have no handlers of their own as training has.
+_WRITING = ("data", "model", "cluster", "tokenizer", "fuse", "export", "import")
 # Their result is no output: it lies in files, or is another process's.
 _WORK = ("train", "pretrain", "launch", "container", "serve", "dashboard")
 
@@ -21,8 +23,7 @@ _WORK = ("train", "pretrain", "launch", "container", "serve", "dashboard")
 def run() -> None:
     """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
     signal.signal(signal.SIGINT, _INTERRUPT)
-    if sys.argv[1:2] in (["data"], ["model"], ["cluster"]):
-        # Training has handlers of its own.
+    if sys.argv[1:2] and sys.argv[1] in _WRITING:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if sys.argv[1:2] != ["eval"]:  # lm-evaluation-harness needs it
         leave_torch_out()

@@ -88,7 +88,7 @@ class Evaluator:
         loss_sum, *parts, votes = numbers(totals)
         num_targets = whole_count(*parts)
         if votes:
-            raise Interrupted("stopped during the evaluation")
+            raise Interrupted("stopped during the evaluation: there is no result")
         if num_targets == 0:
             raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")
         if not math.isfinite(loss_sum):

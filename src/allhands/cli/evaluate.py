@@ -123,6 +123,7 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
         return _supervise(config)
     with install(launch, os.environ) as worker:
+        worker.unstarted = "stopped before the evaluation: there is no result"
         _evaluate_as_rank(config, launch, worker, as_json)
         if launch.size > 1:
             leave(launch)

@@ -16,6 +16,18 @@ from allhands.paths import check_variables
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
+_NOTHING = "nothing was written"
+# What Ctrl-C has left of a command that tells nothing of it itself: files are written whole, at the end.
+_LEFT = {
+    **dict.fromkeys(("fuse", "export", "import", "model get", "tokenizer train"), _NOTHING),
+    **dict.fromkeys(("data prepare", "data style"), _NOTHING),
+    "generate": "the answer is not complete",
+    "compare": "no answers were compared, and none were written",
+    "eval": "there is no result",
+    "plan": "no plan was made, and none was kept",
+    "data check": "the data were not checked to their end",
+    **dict.fromkeys(("bench", "cluster netbench", "cluster check"), "there is no result"),
+}
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
 
@@ -51,12 +63,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()  # not after this, where nobody could say what is amiss
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
-            _tell("allhands: interrupted")
+            _tell_interrupted(arguments)
     except AllhandsError as error:
         print_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
-        _tell("allhands: interrupted")
+        _tell_interrupted(arguments)
         code = 130
     except BrokenPipeError:
         # The reader of our output has gone (a pager, head): nothing is left to say to it.
@@ -67,6 +79,13 @@ def main(arguments: list[str] | None = None) -> None:
         if code is None:
             raise
     sys.exit(code)
+
+
+def _tell_interrupted(arguments: list[str]) -> None:
+    """That a person has ended it, and what is left, which is another thing for each verb."""
+    verbs = (" ".join(arguments[:count]) for count in (1, 2))
+    left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
+    _tell(f"allhands: interrupted{': ' + left if left else ''}")
 
 
 def _silence_output() -> None:

@@ -232,7 +232,7 @@ class Attempt:
         if self._all_started:
             self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
         else:
-            self._events(SupervisorEvent("cancelling", "stopping before the first step"))
+            self._events(SupervisorEvent("cancelling", "stopping before all processes have started"))
 
     def _failed_for_long(self, now: float) -> bool:
         """Whether a rank has failed, and what follows from it has had time to be said."""

@@ -62,7 +62,10 @@ class WorkerContext:
     Attributes:
         run_id: the supervisor's name for the job, the same in all attempts; empty without one.
         attempt: how many times the job has been started, this time included.
+        unstarted: what a person is told who has stopped it before it had started.
     """
+
+    unstarted = "stopped before the first step"
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class WorkerContext:
 
     def _say(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and self._log_dir is None:
-            error = Interrupted("stopped before the first step")
+            error = Interrupted(self.unstarted)
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return
         if not isinstance(error, AllhandsError):
