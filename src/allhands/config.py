@@ -286,7 +286,11 @@ class TrainConfig(_Strict):
     hang_timeout_s: float | None = Field(
         None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
     )
-    stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
+    stop_grace_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds to save in after a stop and the running step.",
+    )
     tag_output: bool | None = Field(
         None,
         description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",

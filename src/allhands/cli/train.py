@@ -244,6 +244,7 @@ def _has_begun(directory: Path) -> bool:
 def work(config: TrainConfig, launch: Launch) -> int:
     """Be one rank: this process alone, or one of a group that a launcher has started."""
     with install(launch, os.environ) as worker:
+        worker.stop_grace_s = min(worker.stop_grace_s, config.stop_grace_s)
         try:
             _train_as_rank(config, launch, worker)
         except Regroup:
