@@ -393,10 +393,8 @@ def _steps(run: RunHistory) -> str:
 
 
 def _total_s(run: RunHistory) -> float:
-    """The whole time of an ended run, else the time up to its last report."""
-    if run.ended:
-        return run.ended.total_time_s
-    return max((report.elapsed_s for report in (*run.train[-1:], *run.valid[-1:])), default=np.nan)
+    """The time of all starts, up to the last report where it has not ended."""
+    return np.nan if run.trained_s is None else run.trained_s
 
 
 def _last_loss(run: RunHistory) -> float:

@@ -112,3 +112,13 @@ def test_answers_are_replaced_by_answers(inputs: Path, tmp_path: Path) -> None:
     for _ in range(2):
         done = call_allhands(*_words(_FILES["compare"], inputs), tmp_path / "answers.json")
         assert done.returncode == 0, done.stderr
+
+
+def test_an_imagined_plan_is_not_laid_beside_a_run(inputs: Path, tmp_path: Path) -> None:
+    words = [*_words("plan --model {}/model --data {}/data --device M4 --adapter-path", inputs)]
+    for name, begun in (("new", False), ("begun", True)):
+        if begun:
+            write_run(tmp_path / name)
+        done = call_allhands(*words, tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / name / "plan.json").exists() != begun

@@ -88,7 +88,7 @@ def plan(
         "notes": notes,
         "measured": shown,
     }
-    kept, told = _keep(Path(config.adapter_path), values)
+    kept, told = _keep(Path(config.adapter_path), values, imagined=device is not None)
     if as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
@@ -129,11 +129,15 @@ def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> di
     return plan_record(options, processor="cpu" if outlook.job.of is on_cpu else "gpu", device=device)
 
 
-def _keep(directory: Path, values: dict[str, Any]) -> tuple[Path | None, str]:
+def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
     from allhands.errors import StorageError
-    from allhands.plan.kept import PLAN_FILE, keep_plan
+    from allhands.plan.kept import PLAN_FILE, has_begun, keep_plan
 
+    if imagined and has_begun(directory):
+        # Beside a run it would be taken for the plan of that.
+        hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
+        return None, f"the plan is not kept: {directory} is a run's already, and {hint}"
     try:
         return directory / PLAN_FILE, keep_plan(directory, values)
     except StorageError as error:

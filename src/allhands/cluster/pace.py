@@ -55,6 +55,11 @@ class Pace:
         return statistics.median(times) if times else None
 
     @property
+    def is_steady(self) -> bool:
+        """Whether steps after the first are known, which compiles."""
+        return not self._first
+
+    @property
     def longest_s(self) -> float:
         """The longest of the last steps; 0 where none is known."""
         return max(list(self._times), default=0.0)
@@ -83,7 +88,7 @@ class Pace:
 def too_short(pace: Pace, launch: Launch) -> str | None:
     """That a step is longer than who runs this machine waits from its SIGTERM on, what that costs, and the remedy."""
     usual, given = pace.step_s, launch.grace_s
-    if usual is None or given is None or usual <= given:
+    if usual is None or not pace.is_steady or given is None or usual <= given:
         return None
     name = launch.platform.name or "the platform"
     setting = _SETTINGS.get(launch.platform.name, "its time between SIGTERM and SIGKILL")

@@ -50,6 +50,14 @@ class RunHistory:
     warned: list[Warned] = field(default_factory=list)
     unreadable: list[int] = field(default_factory=list[int])
 
+    @property
+    def trained_s(self) -> float | None:
+        """Seconds of all starts, without what a restart made obsolete; ``None``: nothing tells."""
+        if self.ended is not None:
+            return self.ended.total_time_s
+        seconds = [one.elapsed_s for one in (*self.train[-1:], *self.valid[-1:])]
+        return max([*seconds, *(elapsed for _, elapsed in self.restarts[-1:])], default=None)
+
 
 def read_metrics(path: Path | str) -> RunHistory:
     """Read the history of a run.

@@ -154,6 +154,11 @@ def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
     return f"{told}, not the one that is there already" if begun else told
 
 
+def has_begun(directory: Path) -> bool:
+    """Whether a run has begun in a directory."""
+    return any(True for _ in _begun(directory))
+
+
 def _begun(directory: Path) -> Iterator[float]:
     """When the runs of a directory began, those that were set aside included."""
     usual = Path(METRICS_FILE)
