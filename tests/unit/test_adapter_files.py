@@ -50,8 +50,10 @@ _REMEDIES = {
     "peft": "allhands import",
     "adapter/adapters.safetensors": "--adapter-path {}/adapter",
 }
-_CASES = [(verb, name) for verb in ("generate", "eval", "fuse", "export") for name in _REMEDIES]
-_CASES += [(verb, "model") for verb in ("chat", "serve", "compare")]
+_CASES = [
+    *((verb, name) for verb in ("generate", "eval", "fuse", "export") for name in _REMEDIES),
+    *((verb, "model") for verb in ("chat", "serve", "compare")),
+]
 
 
 @pytest.mark.parametrize(("verb", "name"), _CASES)
@@ -96,12 +98,14 @@ _RUINED = {"train": lambda step: 4.0 + step / 10, "valid": lambda step: 4.1 + st
 
 
 @pytest.mark.parametrize(("curves", "told"), [(_GOOD, False), (_RUINED, True), (None, False)])
-def test_weights_of_a_ruined_run_are_told_of(places: Path, tmp_path: Path, curves: dict | None, told: bool) -> None:
+def test_weights_of_a_ruined_run_are_told_of(
+    places: Path, tmp_path: Path, curves: dict[str, Callable[[int], float]] | None, told: bool
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(places / "adapter", run)
     if curves is not None:
         kept = (run / "adapter_config.json").read_text()
-        write_run(run, **curves)
+        write_run(run, train=curves["train"], valid=curves["valid"])
         (run / "adapter_config.json").write_text(kept)
     words = ["fuse", "--model", places / "model", "--adapter-path", run, "--save-path", tmp_path / "fused"]
     done = call_allhands(*words)
