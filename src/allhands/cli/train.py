@@ -28,7 +28,7 @@ from allhands.config import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written
-from allhands.terminal import progress_console, tell, tell_lost_words
+from allhands.terminal import print_line, progress_console, tell, tell_lost_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -279,7 +279,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     tagged = TAG_VARIABLE in os.environ
     console = _console(tagged) if launch.rank == 0 else None
     if console is not None:
-        worker.announce_stops(partial(console.print, markup=False), partial(way_on, job_of(config), None))
+        worker.announce_stops(partial(print_line, console), partial(way_on, job_of(config), None))
     log_file = Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
 
     surroundings = replace(

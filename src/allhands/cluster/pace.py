@@ -81,7 +81,7 @@ class Pace:
             return "stopping after this step"
         left = self.left_s()
         if left is None:
-            return "stopping after this step (the first one: how long it takes is not known)"
+            return "stopping after this step (the first, whose time is not known)"
         return f"stopping after this step (in about {format_duration(max(left, 0.1))})"
 
 
