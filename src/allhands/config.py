@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from allhands.aliases import ALIASES, ELSEWHERE, take_outdated
+from allhands.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
 from allhands.config_errors import canonical_key, explained, place_in_yaml
 from allhands.config_values import LocalPath, expanded_in, parse_json, parse_size
 from allhands.errors import ConfigError
@@ -453,7 +453,7 @@ def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainCo
         key = canonical_key(raw)
         where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
         if key in ELSEWHERE:
-            raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=ELSEWHERE[key])
+            raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=for_key(ELSEWHERE[key]))
         if key not in kind.model_fields:
             known = [*kind.model_fields, *ALIASES]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
