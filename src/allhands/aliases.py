@@ -114,7 +114,6 @@ OF_MLX_LM: dict[str, str] = {
     **dict.fromkeys(("q_mode", "quant_predicate"), "mlx_lm.convert has it; what it writes is read here"),
     "mlx_path": "allhands model get MODEL --out DIR writes a model's directory",
     "upload_repo": _UPLOAD,
-    "data_path": "use [[data]]",
     "sequence_length": "use [[max_seq_length]]",
     "num_samples": "use [[test_batches]]",
     **dict.fromkeys(("chat_template_config", "chat_template_args"), "use [[chat_template: FILE]]"),
@@ -145,10 +144,12 @@ OF_VERBS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("out", "output", "mlx_path"), "use [[save_path: DIR]]"),
         "hf_path": "use [[model]]: the model below the adapter",
     },
-    **dict.fromkeys(
-        ("generate", "chat", "serve"), {"pipeline": "one process has all of the model here; mlx_lm has it"}
-    ),
-    "eval": {"num_fewshot": "use [[num_shots]]", "output_dir": "the result is printed; [[json]] prints it as JSON"},
+    **{verb: {"pipeline": "one process has all of the model here"} for verb in ("generate", "chat", "serve")},
+    "eval": {
+        "data_path": "use [[data]]",
+        "num_fewshot": "use [[num_shots]]",
+        "output_dir": "the result is printed; [[json]] prints it as JSON",
+    },
     "data prepare": {
         **dict.fromkeys(("output_dir", "adapter_path", "save_path"), "use [[out: DIR]]"),
         **dict.fromkeys(("test_size", "test_split_ratio"), "use [[test: 0.1]], or [[valid: 0.1]]"),
@@ -233,7 +234,7 @@ def for_flag(text: str) -> str:
 def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
     """What to do instead of an option that a verb, which has those ``options``, has not; ``None`` if we do not know."""
     key = flag.lstrip("-").replace("-", "_")
-    text = {**ELSEWHERE, **OF_MLX_LM, **OF_VERBS.get(verb, {})}.get(key)
+    text = {**OF_MLX_LM, **ELSEWHERE, **OF_VERBS.get(verb, {})}.get(key)
     if text is None:
         return None
     foreign = {found[1] for found in _MARK.finditer(text)} - set(options)

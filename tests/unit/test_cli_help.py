@@ -177,7 +177,7 @@ def test_what_cannot_be_parsed_is_code_2_without_traceback(
 ) -> None:
     code, out, err = run_main(capsys, *arguments)
     assert code == 2
-    assert "Error" in err
+    assert "error" in err.lower()
     assert "Traceback" not in out + err
 
 
