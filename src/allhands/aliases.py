@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # Other people's names for our keys.
@@ -241,25 +241,24 @@ def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
     return f"{'it is about training, allhands train: ' if foreign else ''}{for_flag(text)}"
 
 
-def instead_of_command(words: str, siblings: Iterable[str], commands: Iterable[str]) -> str:
+def instead_of_command(words: str, siblings: Iterable[str], commands: Callable[[], Iterable[str]]) -> str:
     """What to do instead of ``words``, a group and what is no command of it, or only that.
 
     Args:
         siblings: what could stand in the place of the last word.
-        commands: all commands, with the groups that they are in: ``model get``.
+        commands: gives all commands, with the groups that they are in: ``model get``.
     """
     group, _, word = words.lower().replace("_", "-").rpartition(" ")
     name = re.sub(r"^(mlx[-.]lm|allhands)[-.]?", "", word)
     beside = {sibling: f"{group} {sibling}".strip() for sibling in siblings}
     if near := difflib.get_close_matches(name, beside, n=1, cutoff=_ALIKE):
         return f"did you mean `allhands {beside[near[0]]}`?"
-    inner = [command for command in commands if command.rpartition(" ")[2] == name]
-    if inner and name not in COMMANDS:
+    if text := COMMANDS.get(f"{group} {name}", COMMANDS.get(name)):
+        return text
+    if inner := [command for command in commands() if command.rpartition(" ")[2] == name]:
         return f"did you mean {' or '.join(f'`allhands {command}`' for command in inner)}?"
-    near = difflib.get_close_matches(name, [*beside, *COMMANDS], n=1, cutoff=_ALIKE)
-    for known in (f"{group} {name}", name, *near):
-        if known in COMMANDS:
-            return COMMANDS[known]
+    if near := difflib.get_close_matches(name, COMMANDS, n=1, cutoff=_ALIKE):
+        return COMMANDS[near[0]]
     return f"`{f'allhands {group}'.strip()} --help` lists the commands"
 
 

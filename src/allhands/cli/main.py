@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
             # The parser passes Ctrl-C on as this code; training has said more about it already.
             _tell("allhands: interrupted")
     except UnknownCommand as error:
-        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands())
+        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
         print_error(error)
         code = error.exit_code
     except AllhandsError as error:

@@ -184,6 +184,16 @@ def with_stop(config: Json, stop: int, usual: int | None) -> Json:
     return {**config, "eos_token_id": [*(one for one in before if one not in (None, stop)), stop]}
 
 
+def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
+    """Without a warning about long texts, which says that the model will fail.
+
+    Whoever asks a model or trains one looks at the length, and says what follows; others only count tokens.
+    """
+    given: dict[str, bool] = getattr(tokenizer, "deprecation_warnings", {})  # those that are not given again
+    given["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
 def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: str | None = None) -> TokenizerWrapper:
     """The tokenizer in a directory; ``template`` in place of its own chat template.
 
@@ -198,11 +208,12 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
         )
     try:
         with importing(path):  # mlx_lm looks for settings of the tokenizer in the model's module
-            return mlx_lm.load_tokenizer(
+            loaded = mlx_lm.load_tokenizer(
                 path,
                 {"trust_remote_code": trust_remote_code, **({} if template is None else {"chat_template": template})},
                 eos_token_ids=eos_ids(path, config) or None,
             )
+        return _unwarned(loaded)
     except ModelError:
         raise
     except Exception as error:  # a broken file fails anywhere in three libraries
