@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -392,6 +393,13 @@ class TrainConfig(_Strict):
     def notes(self) -> tuple[str, ...]:
         """What was given and has no effect, as in mlx_lm, for people."""
         return self._notes
+
+    def batches(self, per_epoch: int) -> int:
+        """Of the whole training, where an epoch has so many."""
+        if self.iters is None and self.epochs:
+            # A part of a batch counts whole, but not what multiplication rounds up.
+            return math.ceil(round(self.epochs * per_epoch, 6))
+        return self.iters or 1000
 
     def noted(self, notes: tuple[str, ...]) -> Self:
         """The same with these notes."""

@@ -302,21 +302,6 @@ def test_unknown_paths_methods_and_models(client: Any, server: Served, wordy_mod
         assert answer["error"]["code"] == "method_not_supported"
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-def test_an_unknown_path_is_told_what_there_is(server: Served, method: str) -> None:
-    status, headers, answer = server.ask(method, "/v1/embeddings", {} if method == "POST" else None)
-    message = answer["error"]["message"]
-    assert (status, answer["error"]["code"], "allow" in headers) == (404, "unknown_url", False)
-    for path in ("/v1/models", "/health", "/v1/chat/completions", "/v1/completions"):
-        assert path in message
-        # Each that is named is there.
-        assert server.ask("DELETE", path)[0] == 405
-    assert (message.index("/v1/models") < message.index("/v1/completions")) == (method != "POST")
-    for near in ("/healthy", "/v1/modelsx"):
-        assert server.ask("GET", near)[0] == 404
-        assert server.ask("POST", near, {})[0] == 404
-
-
 def test_roles_that_the_template_has_not(wordy_model: Path, tmp_path: Path) -> None:
     """Zephyr's writes system, user and assistant, and passes over others without a word."""
     shutil.copytree(wordy_model, tmp_path / "zephyr")

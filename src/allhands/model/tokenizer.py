@@ -134,6 +134,11 @@ def positions_of(config: Json) -> int | None:
     return int(most * factor) if kind in ("linear", "dynamic", "yarn") else most
 
 
+def positions_in(model: Path) -> int | None:
+    """:func:`positions_of` the model in a directory."""
+    return positions_of(read_config(model))
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 

@@ -22,7 +22,7 @@ from allhands.data.splits import (
     split_of_folder,
     split_of_hub,
 )
-from allhands.data.splitting import LARGE_PART
+from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.templates import MERGE, OPTION, ChatChoice
 from allhands.data.token_roles import unstopped
@@ -156,7 +156,7 @@ def open_data(
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
-    notes.extend(_held_out(config, stored))
+    notes.extend([*_held_out(config, stored), *_few_validation(config, stored)])
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
     if packing is not None and "train" in stored:
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
@@ -331,6 +331,33 @@ def _held_out(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[s
         return []
     part = "half of all examples" if held == trained else f"{held:,} of {held + trained:,} examples"
     return [f"{part} are validation, and never trained on"]
+
+
+def _few_validation(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
+    """That the loss of the validation set is about few examples."""
+    if not config.train or config.val_batches == 0 or "valid" not in stored:
+        return []
+    held = stored["valid"].report.num_examples
+    if not 0 < held < ENOUGH_VALIDATION:
+        return []
+    return [f"valid: {held} example{'s' * (held > 1)}: their loss says little about others"]
+
+
+def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
+    """What the sizes of the data, of the training and of the model say together."""
+    notes: list[str] = []
+    if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
+        notes.append(
+            f"each example is trained on {epochs:,.0f} times: a model learns so few by heart; --epochs 3 lets the data "
+            "say how long"
+        )
+    longest = int(windows.work.max(initial=0))
+    if positions is not None and longest > positions:
+        notes.append(
+            f"rows of up to {longest:,} tokens, but the model has {positions:,} positions; --max-seq-length "
+            f"{positions} cuts there"
+        )
+    return notes
 
 
 def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:
