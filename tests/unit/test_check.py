@@ -383,7 +383,7 @@ def test_a_clean_set_ends_well_on_80_columns(tmp_path: Path, tiny_model: Path) -
     assert "nothing to object to" in out
     assert max(len(line) for line in out.splitlines()) <= 80
     total = sum(OVERHEAD + len(m["messages"][0]["content"]) + len(m["messages"][1]["content"]) for m in rows[:24])
-    assert re.search(rf"^  tokens .* {total}$", out, re.MULTILINE)
+    assert re.search(rf"^  tokens .* {total:,}$", out, re.MULTILINE)
 
 
 def test_without_colours_the_trained_text_stands_in_signs(tmp_path: Path, tiny_model: Path) -> None:
