@@ -23,6 +23,7 @@ from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
 from allhands.model.tokenizer import positions_of
+from allhands.paths import meant
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def check_adapter(adapter_path: Path) -> None:
             there = "" if adapter_path.is_dir() else "; there is no such directory"
             if adapter_path.is_file():
                 there = "; this is a file, not a directory"
-            hint = of_peft(adapter_path) or "give the directory that allhands train wrote (--adapter-path there)"
+            hint = meant(adapter_path, "give the directory that allhands train wrote (--adapter-path there)")
+            hint = of_peft(adapter_path) or hint
             raise ModelError(f"{file.name} is missing{there}", where=str(adapter_path), hint=hint)
     try:
         described: Any = json.loads(config.read_text(encoding="utf-8"))

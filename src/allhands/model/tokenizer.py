@@ -16,6 +16,7 @@ from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
 from allhands.errors import ModelError
 from allhands.model.sources import first_line, importing, is_path, resolve
 from allhands.names import MODELS_OF_A_RUN
+from allhands.paths import meant
 
 Json = dict[str, Any]
 
@@ -71,7 +72,7 @@ def load_bare_tokenizer(
         raise ModelError(
             problem,
             where=path_or_repo,
-            hint=advice,
+            hint=meant(path, advice),
         )
     try:
         return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code, chat=chat)

@@ -32,6 +32,7 @@ from allhands.errors import ConfigError, DataError
 from allhands.eval_config import evaluated_split
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
+from allhands.paths import meant
 from allhands.pretrain_config import pretraining
 
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
@@ -274,7 +275,9 @@ def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
         yield
     except DataError as error:
         message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
-        raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
+        raise DataError(
+            message, where=config.data, hint=meant(config.data, f"check the path; or {error.hint}")
+        ) from error
 
 
 def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None) -> RecordSource | None:
