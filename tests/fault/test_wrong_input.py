@@ -291,9 +291,7 @@ def test_what_is_refused_leaves_the_run_before_as_it_was(place: Path, more: tupl
     [
         "train --train --model demo --data dta/chats",
         "train --train --config rn.yaml",
-        "data check dta/chats",
         "data prepare data/cats --out o",
-        "data prepare dta/chats --out o",
         "generate --prompt x --model modls/x",
         "generate --prompt x --model ./modls/x",
         "generate --prompt x --adapter-path ru1",
