@@ -75,7 +75,7 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
 class _Trimmed:
     """A file without blanks at the ends of lines, with which tables and broken text are filled up."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
