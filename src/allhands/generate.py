@@ -21,6 +21,7 @@ from allhands.model.adapter_files import check_adapter
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
+from allhands.model.tokenizer import positions_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+
+
+class PromptTooLong(ConfigError):
+    """A prompt that leaves no position for an answer."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,27 @@ def prompt_tokens(
     return tokens
 
 
+def room_for_answer(count: int, positions: int | None, wanted: int, what: str = "the prompt") -> int:
+    """Up to how many of the ``wanted`` tokens an answer to a prompt of ``count`` tokens may have.
+
+    Args:
+        positions: of the model, see :func:`positions_of`; ``None`` if there is no bound.
+        what: the prompt, in the message.
+
+    Raises:
+        PromptTooLong: not even one.
+    """
+    if positions is None:
+        return wanted
+    if count >= positions:
+        raise PromptTooLong(
+            f"{what} has {count} tokens; prompt and answer together may have {positions}, the positions of this model",
+            where="--prompt",
+            hint="shorten it, or choose a model with more positions",
+        )
+    return min(wanted, positions - count)
+
+
 def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, use_template: bool) -> list[int]:
     tokenizer: Any = loaded.tokenizer
     if use_template and has_chat_template(tokenizer):
@@ -122,7 +148,12 @@ def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, 
 def stream_answer(
     loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
 ) -> Iterator[tuple[str, Speed]]:
-    """Pieces of the answer as they come, each with the speed so far."""
+    """Pieces of the answer as they come, each with the speed so far.
+
+    Raises:
+        PromptTooLong: for this model.
+    """
+    max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
     mx.random.seed(sampling.seed)
     accelerator = detect()
     sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
@@ -143,14 +174,21 @@ def stream_answer(
 def answer_all(
     loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
 ) -> tuple[list[str], Speed]:
-    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds."""
+    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds.
+
+    Raises:
+        PromptTooLong: one of them, for this model.
+    """
     batch = [prompt_tokens(loaded, prompt) for prompt in prompts]
+    most = positions_of(loaded.config)
+    shown = [f"the prompt {prompt[:40]!r}" for prompt in prompts]
+    room = [room_for_answer(len(tokens), most, max_tokens, what) for tokens, what in zip(batch, shown, strict=True)]
     with wired_limit(cast("Any", loaded.model), cast("Any", [generation_stream])):
         response = batch_generate(
             cast("Any", loaded.model),
             cast("Any", loaded.tokenizer),
             batch,
-            max_tokens=max_tokens,
+            max_tokens=room,
             completion_batch_size=batch_size,
             prefill_batch_size=batch_size,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from rich.console import Console
-from tiny import CHAT_TEMPLATE, write_model
+from tiny import CHAT_TEMPLATE, with_positions, write_model
 from written_runs import write_run
 
 from allhands.cli.talk import (
@@ -29,7 +30,7 @@ from allhands.cli.talk import (
 )
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
-from allhands.generate import answer_all, load_for_generation, prompt_tokens
+from allhands.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
 from allhands.model.load import load_model
 from allhands.report import read_facts
 
@@ -108,6 +109,31 @@ def test_a_system_message_without_a_template_is_refused_not_dropped(tiny_model: 
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(prompt: str) -> None:
     with pytest.raises(ConfigError, match="the prompt is empty"):
         run_generate(options(Path("/no/such/model"), prompt=prompt))
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has 200, and a letter is a token: as `serve` has it; transformers does not warn of what is looked at here."""
+    model = with_positions(write_model(tmp_path / "model"), 200)
+    asked = {"ignore_chat_template": True, "max_tokens": 10**6}
+    for count in (200, 5000):
+        with pytest.raises(PromptTooLong) as caught:
+            run_generate(options(model, prompt="x" * count, **asked))
+        assert (caught.value.exit_code, caught.value.where) == (2, "--prompt")
+        with pytest.raises(PromptTooLong):
+            answer_all(load_model(str(model)), ["x", "x" * count], 4)
+    for count in (199, 150):
+        capsys.readouterr()
+        run_generate(options(model, prompt="x" * count, **asked))
+        tokens = re.findall(r": (\d+) tokens", capsys.readouterr().out)
+        assert int(tokens[0]) == count
+        assert int(tokens[1]) <= 200 - count
+    texts, _ = answer_all(load_model(str(model)), ["x", "x" * 150], 300)
+    assert len(texts) == 2
+    assert "sequence length" not in capsys.readouterr().err + caplog.text
+    # Where a configuration has no bound there is none.
+    assert room_for_answer(10**6, None, 7) == 7
 
 
 # --- generate ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import typer
 
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     from allhands.model.peft import Adapter
@@ -210,7 +211,9 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
             there = "" if directory.is_dir() else "; there is no such directory"
             if directory.is_file():
                 there = "; this is a file, not a directory"
-            raise ModelError(f"{name} is missing{there}", where=str(directory), hint="give an adapter's directory")
+            raise ModelError(
+                f"{name} is missing{there}", where=str(directory), hint=meant(directory, "give an adapter's directory")
+            )
     try:
         described = json.loads((directory / config).read_text(encoding="utf-8"))
         if not isinstance(described, dict):

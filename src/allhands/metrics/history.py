@@ -26,6 +26,7 @@ from allhands.metrics.events import (
     is_damaged,
 )
 from allhands.names import METRICS_FILE
+from allhands.paths import meant
 
 
 @dataclass
@@ -78,7 +79,7 @@ def read_metrics(path: Path | str) -> RunHistory:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=hint) from error
+        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)) from error
     lines = text.split("\n")
     decoded = [decode_event(line) for line in lines]
     events = [event for event in decoded if event is not None]

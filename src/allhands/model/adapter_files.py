@@ -12,6 +12,7 @@ from allhands.errors import AllhandsError, ModelError
 from allhands.files import of_peft
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.names import BEST, BEST_MODEL, CHECKPOINTS, CONFIG_FILE, LOGS, MODEL, MODELS_OF_A_RUN
+from allhands.paths import meant
 from allhands.report.words import harm
 
 WEIGHTS_FILE = "adapters.safetensors"
@@ -135,7 +136,7 @@ def what_is(directory: Path) -> tuple[str, str]:
 
 def _no_directory(directory: Path) -> tuple[str, str]:
     if not directory.exists():
-        return "there is no such directory", _ELSE
+        return "there is no such directory", meant(adapter_path, _ELSE)
     beside = directory.parent
     if (beside / CONFIG_FILE).is_file() and (beside / WEIGHTS_FILE).is_file():
         return "this is a file, not a directory", f"give the directory that it is in: --adapter-path {beside}"

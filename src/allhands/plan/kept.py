@@ -17,6 +17,7 @@ from allhands.errors import DataError
 from allhands.files import make_directory, storage_error, unused_name, write_whole
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, read_metrics
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -195,7 +196,7 @@ def read_plan(file: Path) -> KeptPlan:
             raise DataError("this is too large to be a plan", where=str(file), hint=hint)
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"the plan cannot be read: {error.strerror}", where=str(file), hint=hint) from None
+        raise DataError(f"the plan cannot be read: {error.strerror}", where=str(file), hint=meant(file, hint)) from None
     except (ValueError, RecursionError):
         raise DataError("the plan is torn: it is no whole JSON", where=str(file), hint=hint) from None
     if not isinstance(content, dict):
