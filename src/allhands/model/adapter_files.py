@@ -136,7 +136,7 @@ def what_is(directory: Path) -> tuple[str, str]:
 
 def _no_directory(directory: Path) -> tuple[str, str]:
     if not directory.exists():
-        return "there is no such directory", meant(adapter_path, _ELSE)
+        return "there is no such directory", meant(directory, _ELSE)
     beside = directory.parent
     if (beside / CONFIG_FILE).is_file() and (beside / WEIGHTS_FILE).is_file():
         return "this is a file, not a directory", f"give the directory that it is in: --adapter-path {beside}"
