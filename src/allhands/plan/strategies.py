@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from allhands.parallel.registry import STRATEGIES, Entry, Wanted
 from allhands.plan.memory import Blocks, Memory, Work
 from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
-# Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
-ELEMENTWISE = ("adam", "adamw", "sgd")
 # What switches ways on.
 CHECKPOINT = "--grad-checkpoint"
-SHARD = "--shard-optimizer on"
+_DATA, _ZERO1 = STRATEGIES["data"], STRATEGIES["zero1"]
+SHARD = _ZERO1.flags
 QUANTISE = "allhands model get MODEL --quantize 4"
 _THEN = ", then "
 
@@ -104,27 +104,28 @@ def ways_of_team(
     """
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
-    divided = divides and work.optimizer in ELEMENTWISE
+    wanted = Wanted(work.optimizer, cpu_native=not divides)
+    divided = not _ZERO1.unfit(wanted)
 
-    def way(name: str, more: str, change: _Change, parts: int = 1, *, combined: bool = False) -> Strategy:
+    def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Strategy:
         """All ranks with the same flags, each with its share."""
         found = {share: change(work.share(share)) for share in {*shares}}
-        bytes_of = {share: _divided(of(each), parts).arrays + bucket_bytes for share, each in found.items()}
+        bytes_of = {share: entry.costs.memory(of(each), ranks).arrays + bucket_bytes for share, each in found.items()}
         changed = found[max(shares)]
-        made = _of(name, ranks, changed, _divided(of(changed), parts), bucket_bytes, combined=combined)
+        made = _of(name, ranks, changed, entry.costs.memory(of(changed), ranks), bucket_bytes, combined=combined)
         before, then, after = more.partition(_THEN)
         flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
         more = more if not then or after else before
         return replace(made, by_rank=tuple(bytes_of[share] for share in shares), flags=flags.strip(), more=more)
 
-    yield way("data parallel", "", _same)
-    if divided:
-        yield way("optimizer divided", SHARD, _same, ranks)
+    for entry in STRATEGIES.values():
+        if not entry.unfit(wanted):
+            yield way(entry.title, entry.flags, _same, entry)
     ways = [*_less(largest)]
     for name, flags, change in ways:
         yield way(f"data parallel, {name}", flags, change, combined=True)
     for name, flags, change in ways if divided else ():
-        yield way(f"divided, {name}", f"{SHARD} {flags}", change, ranks, combined=True)
+        yield way(f"divided, {name}", f"{SHARD} {flags}", change, _ZERO1, combined=True)
     if not quantised and work.method != "full":
         yield way("4 bits, data parallel", f"{QUANTISE}{_THEN}", _in_four_bits)
         for name, flags, change in ways:
@@ -200,12 +201,6 @@ def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[
             found[several] = bool(fits[first])
             chosen.add(first)
     return [place for place, each in enumerate(memory) if not each.combined or place in chosen]
-
-
-def _divided(memory: Memory, ranks: int) -> Memory:
-    """With one of so many parts of the optimizer's state, and of what is renewed in the update."""
-    update = memory.update - memory.renewed * (ranks - 1) // ranks
-    return replace(memory, optimizer=memory.optimizer // ranks, update=update)
 
 
 def _of_frameworks(
