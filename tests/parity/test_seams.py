@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from twins import ThreadCommunicator, run_ranks
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed import shards
 from allhands.distributed.backend import Alone
 from allhands.metrics import read_metrics
 from allhands.parallel.costs import DataCosts
@@ -127,6 +129,28 @@ def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cp
             assert found.num_targets == expected.num_targets
             assert found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-5)
             assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_traffic_that_the_registry_tells_is_what_travels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of arrays that all divide evenly; a few numbers of the step travel besides."""
+    monkeypatch.setattr(shards, "_LEAST", 1)
+
+    def one(communicator: ThreadCommunicator) -> tuple[int, int]:
+        trained(communicator, name, 2, cpu_native=False, optimizer=lambda: KernelAdamW(1e-2))
+        bytes_of = dict.fromkeys(("all_sum", "all_gather"), 0)
+        for kind, shape in communicator.calls:
+            bytes_of[kind] += 4 * math.prod(shape)
+        return bytes_of["all_sum"], bytes_of["all_gather"]
+
+    weights = 4 * sum(array.size for _, array in flatten(network().trainable_parameters()))
+    traffic = STRATEGIES[name].costs.traffic(weights, weights, scatters=False)
+    (summed, parts), other = run_ranks(2, one)
+    assert (summed, parts) == other
+    assert summed == pytest.approx(2 * traffic.all_reduced, rel=0.02)
+    # Each rank brings its part.
+    assert 2 * parts == pytest.approx(2 * traffic.gathered, rel=0.02)
+    assert traffic.sent(2) == traffic.all_reduced + traffic.gathered // 2
 
 
 @pytest.mark.parametrize("cpu_native", [True, False])

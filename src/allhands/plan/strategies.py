@@ -33,6 +33,7 @@ class Strategy:
         by_rank: the same of each rank; all alike where each has an equal share.
         built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on; ``more`` of these what saves memory.
+        sent_bytes: that a rank sends in a step; 0 where that is not worked out.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
@@ -45,6 +46,7 @@ class Strategy:
     combined: bool = False
     by_rank: tuple[int, ...] = ()
     more: str = ""
+    sent_bytes: int = 0
 
     def with_bytes(self, of: Callable[[int], int]) -> Strategy:
         """With other bytes of each rank, worked out from those that it has."""
@@ -93,6 +95,7 @@ def ways_of_team(
     quantised: bool,
     together: bool = False,
     divides: bool = True,
+    scatters: bool = False,
 ) -> Iterator[Strategy]:
     """All ways that make sense for this work on several computers; as :func:`ways_of_one`.
 
@@ -101,6 +104,7 @@ def ways_of_team(
         shares: of each computer the part of a batch that it gets.
         together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
+        scatters: whether the back-end has a reduce-scatter.
     """
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
@@ -116,7 +120,15 @@ def ways_of_team(
         before, then, after = more.partition(_THEN)
         flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
         more = more if not then or after else before
-        return replace(made, by_rank=tuple(bytes_of[share] for share in shares), flags=flags.strip(), more=more)
+        # Gradients travel in the type of what is trained.
+        traffic = entry.costs.traffic(work.trained_bytes, work.trained_bytes, scatters=scatters)
+        return replace(
+            made,
+            by_rank=tuple(bytes_of[share] for share in shares),
+            flags=flags.strip(),
+            more=more,
+            sent_bytes=traffic.sent(ranks),
+        )
 
     for entry in STRATEGIES.values():
         if not entry.unfit(wanted):
