@@ -105,7 +105,7 @@ class Evaluator:
         loss_sum, *parts, votes = numbers(totals)[:6]
         num_targets, num_tokens = whole_count(*parts[:2]), whole_count(*parts[2:])
         if votes:
-            raise Interrupted("stopped during the evaluation")
+            raise Interrupted("stopped during the evaluation: there is no result")
         if num_targets == 0:
             raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")
         if not math.isfinite(loss_sum):

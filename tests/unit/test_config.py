@@ -10,8 +10,9 @@ import pytest
 from command_line import parse
 from mlx_lm.lora import CONFIG_DEFAULTS
 
+from allhands.aliases import ALIASES, ELSEWHERE, for_key
 from allhands.cli.demo import arguments, command_line, demo_config
-from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config
+from allhands.config import TrainConfig, build_config
 from allhands.errors import ConfigError
 from allhands.pretrain_config import PretrainConfig
 from allhands.yaml_files import read_yaml
@@ -235,8 +236,10 @@ def test_a_key_like_no_other_points_to_the_help() -> None:
 
 @pytest.mark.parametrize("key", sorted(ELSEWHERE))
 def test_what_other_trainers_call_differently_is_explained(key: str, tmp_path: Path) -> None:
-    assert refused({key: 1}).hint == ELSEWHERE[key]
-    assert refused({}, yaml_of(tmp_path, f"{key.replace('_', '-')}: 1\n")).hint == ELSEWHERE[key]
+    hint = for_key(ELSEWHERE[key])
+    assert refused({key: 1}).hint == hint
+    assert "--" not in hint.partition("allhands")[0], "a flag, where a key was typed"
+    assert refused({}, yaml_of(tmp_path, f"{key.replace('_', '-')}: 1\n")).hint == hint
 
 
 def test_one_option_under_two_names_is_refused(tmp_path: Path) -> None:

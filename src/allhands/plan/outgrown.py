@@ -84,7 +84,7 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
                 "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
             )
         )
-    total = history.ended.total_time_s if history.ended else history.train[-1].elapsed_s
+    total = history.trained_s or history.train[-1].elapsed_s
     if ranks > _MANY and total > _DAY_S:
         found.append(
             Sign(

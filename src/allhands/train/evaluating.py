@@ -9,7 +9,7 @@ from pathlib import Path
 from allhands.errors import DataError
 from allhands.eval_config import EvalConfig
 from allhands.evaluate import Evaluator
-from allhands.generate import check_adapter
+from allhands.model.adapter_files import check_adapter
 from allhands.model.beyond import limits_told, use_of
 from allhands.train.preparing import Surroundings, prepare
 

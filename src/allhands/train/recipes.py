@@ -39,6 +39,7 @@ from allhands.metrics import (
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
+from allhands.model.tokenizer import positions_of
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
 from allhands.objectives.base import Objective
@@ -47,6 +48,7 @@ from allhands.parallel.registry import Wanted
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
 from allhands.train.callbacks import Callback, checked, gradient_hook
+from allhands.train.datasets import size_notes
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
@@ -180,6 +182,9 @@ class _Run:
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
         sink.emit(self._started(total, state, largest))
+        positions = positions_of(self.ready.loaded.config)
+        notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
+        self.outputs.say([f"note: {note}" for note in notes])
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
             self.outputs.say(
