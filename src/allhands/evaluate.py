@@ -13,6 +13,7 @@ from allhands.data.loader import Sizing, collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
+from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import count_parts, sum_over_ranks, whole_count
 from allhands.errors import DataError, Interrupted, NumericsError
@@ -41,11 +42,14 @@ class Evaluator:
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
+        Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
         ``beat`` is called with "validate" and the number of batches done before each forward pass.
         """
         self._model = model
         self._windows = windows
         self._communicator = communicator
+        # What is added up is of each share once: ranks that compute the same one are in groups of their own.
+        self._shares = along(communicator, mesh, "data", "shard")
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
         self._arrays = arrays_of_batches()
@@ -55,7 +59,7 @@ class Evaluator:
         # Always the same examples, so that losses of one run, and of several, can be compared.
         self.num_windows = wanted
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
-        share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
+        share = divide(chosen, windows.work, mesh.weights)[mesh.data_rank]
         fitted = sizing if sizing.ladder else sizing.fitted(windows.work)
         # Cut once: for a large set that takes seconds.
         self._parts = list(cut_share(windows, share, fitted))
@@ -84,7 +88,10 @@ class Evaluator:
             count += batch.num_targets
         self._model.train()
         self._beat("reduce", step)
-        _, totals = sum_over_ranks(self._communicator, [], [loss, *count_parts(count), float(stop)])
+        _, totals = sum_over_ranks(self._shares, [], [loss, *count_parts(count), float(stop)])
+        if self._shares is not self._communicator:
+            # A rank that was asked to stop is of one group, and all groups stop.
+            totals = mx.concatenate([totals[:-1], self._communicator.all_sum(totals[-1:])])
         loss_sum, *parts, votes = numbers(totals)
         num_targets = whole_count(*parts)
         if votes:

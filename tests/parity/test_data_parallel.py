@@ -35,7 +35,7 @@ from tiny import run_allhands, write_chat_data, write_model
 from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.config import build_config
 from allhands.distributed import shards
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.distributed.reduce import begin_sum, begin_sums, bucket_bytes_for, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5
@@ -264,7 +264,7 @@ def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together:
 
 def test_mean_of_one_mean_is_the_same_run(alone: dict[str, Run], model: Path, data: Path, tmp_path: Path) -> None:
     """So it is the averaging, and nothing else, in which the run above differs."""
-    KINDS["mean_of_means"](Alone(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES))
+    KINDS["mean_of_means"](SingleProcess(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES))
     assert_same_weights(alone["few"].weights, read_run(tmp_path / "run").weights)
 
 

@@ -65,6 +65,7 @@ LAYERS: dict[str, int] = {
     "allhands.report": 1,
     "allhands.reporting": 1,
     "allhands.distributed.mesh": 1,
+    "allhands.distributed.capabilities": 1,
     "allhands.trees": 2,
     "allhands.nested": 2,
     "allhands.model": 2,

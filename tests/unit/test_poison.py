@@ -21,7 +21,7 @@ from tiny import write_model
 
 from allhands.data.loader import MicroBatch, collate, pad_targets
 from allhands.data.tokens import TokenSet
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.errors import NumericsError
 from allhands.model.dropout import install_dropout
 from allhands.train.poison import NAMED, Blame, find_culprits
@@ -74,7 +74,7 @@ class Trainer:
         self.step = TrainStep(
             self.model,
             self.optimizer,
-            communicator or Alone(),
+            communicator or SingleProcess(),
             dropout=install_dropout(self.model, 0),
             beat=self.beats.append,
             **options,
@@ -160,7 +160,7 @@ def test_bad_weights_are_told_without_looking_at_examples(path: Path) -> None:
     assert trainer.beats == ["compute", "reduce"]
 
 
-class Corrupting(Alone):
+class Corrupting(SingleProcess):
     """One process that is told of two, whose sum is spoilt on the way."""
 
     size = 2
@@ -329,7 +329,9 @@ def search(values: dict[int, float], count: int) -> Blame:
         return mx.array(values.get(int(example.examples[0]), 1.0)), {"weight": mx.zeros((2,))}
 
     weights = {"weight": mx.ones((2,))}
-    return find_culprits(gradient, weights, [batch(tokens(set(), count), *range(count))], Alone(), lambda _: None)
+    return find_culprits(
+        gradient, weights, [batch(tokens(set(), count), *range(count))], SingleProcess(), lambda _: None
+    )
 
 
 def test_more_culprits_than_can_be_named_are_counted() -> None:
@@ -350,5 +352,5 @@ def test_a_gradient_is_at_fault_even_if_its_loss_is_not() -> None:
         value = float("nan") if example.examples[0] == 2 else 0.0
         return mx.array(1.0), {"a": mx.zeros((3,)), "b": mx.array([0.0, value])}
 
-    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], Alone(), lambda _: None)
+    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], SingleProcess(), lambda _: None)
     assert found.examples == (2,)

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 
 from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, MlxGroup, on_stream
+from allhands.distributed.backend import Communicator, MlxGroup, moved_to
 from allhands.distributed.reduce import (
     BUCKET_BYTES,
     Begun,
@@ -144,7 +144,7 @@ class TrainStep:
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         self._stream: Any = (own or mx.new_stream(mx.default_device())) if self._overlap else None
-        self._communicator = on_stream(communicator, self._stream)
+        self._communicator = moved_to(communicator, self._stream)
         self._begun: Begun | None = None
         self._looks = 0
         self._exposed = 0.0
