@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -27,6 +27,7 @@ from allhands.kernels import launch_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
+Device = Literal["cpu", "gpu"]
 _PERSONS = "a person's"  # back-end of a group that MLX has made for a person: which one is not known
 
 
@@ -79,7 +80,7 @@ class ExchangeStream:
     that is used stays the one, whatever MLX's default is later, until :meth:`release`.
     """
 
-    def __init__(self, device: mx.DeviceType) -> None:
+    def __init__(self, device: Device) -> None:
         self.home: mx.Stream | None = None  # instead of the thread's default
         self._device = device
         self._used: mx.Stream | None = None
@@ -102,7 +103,7 @@ class ExchangeStream:
         elif self._used is not None and self._thread == thread:
             stream = self._used
         else:
-            stream = self.home or mx.default_stream(self._device)
+            stream = self.home or mx.default_stream(getattr(mx, self._device))
         if self._used is not None and stream != self._used:
             raise TwoStreamsError(
                 f"a collective is to go over {stream}, but this process exchanges over {self._used}",
@@ -136,7 +137,7 @@ def resolved(stream: Any) -> mx.Stream:
 
 
 @cache
-def exchange_stream(device: mx.DeviceType) -> ExchangeStream:
+def exchange_stream(device: Device) -> ExchangeStream:
     """The one of this process."""
     return ExchangeStream(device)
 
@@ -192,10 +193,10 @@ class MlxGroup:
         return part
 
 
-def _device_of(backend: str) -> mx.DeviceType:
+def _device_of(backend: str) -> Device:
     """Where a back-end sends from. A person's own group is NCCL's where MLX would have chosen that."""
     chosen = backend == _PERSONS and mx.cuda.is_available() and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
-    return mx.DeviceType.gpu if backend == "nccl" or chosen else mx.DeviceType.cpu
+    return "gpu" if backend == "nccl" or chosen else "cpu"
 
 
 def of_group(group: Any) -> Communicator:

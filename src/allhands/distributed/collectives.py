@@ -22,7 +22,7 @@ ends). Sums are of the array's own type: half precision is rounded on the way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -36,27 +36,25 @@ def replicated(communicator: Communicator, array: mx.array) -> mx.array:
     """``array``, which is the same on all ranks; its gradient is the sum of what they make of it."""
     if communicator.size == 1:
         return array
-    function = mx.custom_function(_same)
-    function.vjp(lambda primal, cotangent, output: communicator.all_sum(cotangent))
-    return function(array)
+    return _with_gradient(_same, lambda primal, cotangent, output: communicator.all_sum(cotangent), array)
 
 
 def summed(communicator: Communicator, array: mx.array) -> mx.array:
     """The sum over ranks; the gradient passes, as all ranks use the sum in the same way and have the same."""
     if communicator.size == 1:
         return array
-    function = mx.custom_function(communicator.all_sum)
-    function.vjp(lambda primal, cotangent, output: cotangent)
-    return function(array)
+    return _with_gradient(communicator.all_sum, lambda primal, cotangent, output: cotangent, array)
 
 
 def gathered(communicator: Communicator, array: mx.array) -> mx.array:
     """Ranks' arrays joined along the first axis; the gradient is this rank's part of the sum of all ranks'."""
     if communicator.size == 1:
         return array
-    function = mx.custom_function(communicator.all_gather)
-    function.vjp(lambda primal, cotangent, output: sum_scatter(communicator, cotangent).reshape(primal.shape))
-    return function(array)
+
+    def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        return sum_scatter(communicator, cotangent).reshape(primal.shape)
+
+    return _with_gradient(communicator.all_gather, backward, array)
 
 
 def scattered(communicator: Communicator, array: mx.array) -> mx.array:
@@ -67,9 +65,7 @@ def scattered(communicator: Communicator, array: mx.array) -> mx.array:
     def forward(whole: mx.array) -> mx.array:
         return sum_scatter(communicator, whole)
 
-    function = mx.custom_function(forward)
-    function.vjp(lambda primal, cotangent, output: communicator.all_gather(cotangent))
-    return function(array)
+    return _with_gradient(forward, lambda primal, cotangent, output: communicator.all_gather(cotangent), array)
 
 
 def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
@@ -88,9 +84,7 @@ def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
         # Not before it was sent: the other rank would wait for it, and this one for the other.
         return cotangent + mx.depends([back], [output])[0]
 
-    function = mx.custom_function(forward)
-    function.vjp(backward)
-    return function(array)
+    return _with_gradient(forward, backward, array)
 
 
 def received(
@@ -110,9 +104,7 @@ def received(
     def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         return mx.depends([mx.zeros_like(primal)], [group.send(cotangent, there)])[0]
 
-    function = mx.custom_function(forward)
-    function.vjp(backward)
-    return function(after)
+    return _with_gradient(forward, backward, after)
 
 
 def all_max(communicator: Communicator, array: mx.array) -> mx.array:
@@ -121,6 +113,17 @@ def all_max(communicator: Communicator, array: mx.array) -> mx.array:
     if isinstance(communicator, MlxGroup):
         return communicator.all_max(array)
     return mx.max(communicator.all_gather(array[None]), axis=0)
+
+
+def _with_gradient(
+    forward: Callable[[mx.array], mx.array],
+    backward: Callable[[mx.array, mx.array, mx.array], mx.array],
+    array: mx.array,
+) -> mx.array:
+    """``forward`` of ``array``; ``backward`` is given it, the cotangent and the output."""
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return function(array)
 
 
 def _same(array: mx.array) -> mx.array:
@@ -133,5 +136,5 @@ def _way(communicator: Communicator, peer: int) -> tuple[MlxGroup, int]:
         return _way(communicator.world, communicator.members[peer])
     if isinstance(communicator, MlxGroup):
         return communicator, peer
-    where: Any = f"--backend {communicator.backend}"
+    where = f"--backend {communicator.backend}"
     raise ConfigError(f"there is no rank {peer} to send to", where=where, hint="start more ranks")
