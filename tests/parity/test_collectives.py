@@ -78,8 +78,10 @@ def test_what_is_larger_than_a_socket_holds_goes_down_a_chain_and_back(backend: 
 
 
 def test_groups_along_axes_sum_and_gather_what_their_members_have(backend: str, size: int) -> None:
-    assert largest(backend, size, "sum") <= 1e-5
-    assert largest(backend, size, "gather") == 0
+    sums = {name: error for name, error in errors(backend, size).items() if name.startswith("sum ")}
+    assert max(error for name, error in sums.items() if name.endswith("bfloat16")) <= 2e-2  # in whatever order
+    assert max(error for name, error in sums.items() if not name.endswith("bfloat16")) <= 1e-6
+    assert largest(backend, size, "gather ") == 0
     # What is not finite in one group does not reach another.
     assert largest(backend, size, "nan") == 0
 
