@@ -49,7 +49,7 @@ class Evaluator:
         self._windows = windows
         self._communicator = communicator
         # What is added up is of each share once: ranks that compute the same one are in groups of their own.
-        self._shares = along(communicator, mesh, "data", "shard")
+        self._shares = along(communicator, mesh, "data", "shard", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._loss = make_loss(model, eager=eager, with_grad=False)
         self._arrays = arrays_of_batches()

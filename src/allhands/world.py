@@ -207,7 +207,11 @@ def average_gradients(
     if lent is None:
         return averaged()
     with lent:  # computed here and now, so that nothing else is exchanged meanwhile
-        mx.eval(gradients, num_tokens)
+        try:
+            mx.eval(gradients, num_tokens)
+        except ValueError:  # MLX's, of what is only traced
+            hint = "leave communication_stream out, or give the stream that the first call gave"
+            raise _wrong("another stream than the one in use, within mx.compile", hint) from None
         found = averaged()
         mx.eval(found)
         return found

@@ -93,7 +93,7 @@ def test_pairs_within_groups(backend: str, size: int) -> None:
         assert largest(backend, size, "unlike stages") == 0
 
 
-@pytest.mark.parametrize("case", ["another stream", "another thread", "default", "moved", "after the move"])
+@pytest.mark.parametrize("case", ["another stream", "another thread", "default", "compiled", "moved", "after the move"])
 def test_two_streams_of_a_group_are_refused(backend: str, size: int, case: str) -> None:
     assert errors(backend, size)[case] == 0
 

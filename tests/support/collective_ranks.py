@@ -225,7 +225,8 @@ def pipelines_error(world: Communicator) -> Iterator[tuple[str, float]]:
 
 def stream_errors(world: MlxGroup) -> Iterator[tuple[str, float]]:
     """Whether another stream is refused, waited for, or not taken at all."""
-    mine, right = mx.full((200_000,), world.rank + 1.0), world.size * (world.size + 1) / 2
+    size = world.size
+    mine, right = mx.full((200_000,), world.rank + 1.0), size * (size + 1) / 2
     mx.eval(world.all_sum(mine))
     other = mx.new_stream(mx.cpu)
 
@@ -256,8 +257,15 @@ def stream_errors(world: MlxGroup) -> Iterator[tuple[str, float]]:
     ]
     first = world.all_sum(mine)
     mx.eval(first, means)
-    found = [error(mean["a"], mx.full((200_000,), k * right / world.size)) for k, mean in enumerate(means, 1)]
+    found = [error(mean["a"], mx.full((200_000,), k * right / size)) for k, mean in enumerate(means, 1)]
     yield "of a person", max(*found, error(first, mx.full((200_000,), right)))
+    compiled = mx.compile(lambda x: allhands.average_gradients({"a": x}, world.group, 0, other)["a"])
+    try:
+        compiled(mine)
+        yield "compiled", 1.0
+    except ConfigError:
+        compiled = mx.compile(lambda x: allhands.average_gradients([x], world.group)[0])
+        yield "compiled", error(compiled(mine), mx.full((200_000,), right / size))
     moved = moved_to(world, other)
     mx.eval(sums := [moved.all_sum(mine), world.all_sum(mine)])
     yield "moved", max(error(one, mx.full((200_000,), right)) for one in sums)

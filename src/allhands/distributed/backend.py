@@ -218,7 +218,8 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
 def moved_to(communicator: Communicator, stream: Any) -> Communicator:
     """As :func:`on_stream`, after a wait for all that was handed out: from now on every group exchanges there.
 
-    The caller has evaluated every collective of before: one that is evaluated later would meet those of the new stream.
+    The caller has evaluated every collective of before, and calls no function that was compiled with one in it: on the
+    stream of before they would meet those of the new one.
     """
     if stream is not None and isinstance(communicator, MlxGroup):
         communicator.exchange.release()

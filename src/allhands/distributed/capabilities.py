@@ -1,7 +1,7 @@
 """What each of MLX's back-ends can do besides sums and gathers; asked when a run is configured, before it starts.
 
 Every back-end has ``all_sum``, ``all_max`` and ``all_gather``: these need no entry. What a back-end lacks is made of
-these, or refused by name. Each entry is read somewhere, by :func:`can`; nothing else decides by a back-end's name.
+these, or refused by name. Each entry is read somewhere, by :func:`can`.
 """
 
 from __future__ import annotations
