@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -15,7 +17,7 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.data.loader import Loader, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
-from allhands.distributed import capabilities
+from allhands.distributed import backend, capabilities
 from allhands.distributed.backend import MlxGroup, SingleProcess, sum_scatter
 from allhands.distributed.capabilities import CAPABILITIES, can, require_groups, require_neighbours
 from allhands.distributed.groups import along
@@ -183,6 +185,35 @@ class _Group:
         return 2
 
 
+@pytest.mark.parametrize(("name", "apart"), [("nccl", True), ("ring", False), ("mpi", False)])
+def test_a_group_keeps_its_stream_when_it_is_joined_again(
+    monkeypatch: pytest.MonkeyPatch, name: str, apart: bool
+) -> None:
+    """As by a second training of one program; NCCL sends on a stream of its own, from any thread that joins."""
+    for part in ("_check_build", "_check_first_sum", "launch_directly"):
+        monkeypatch.setattr(backend, part, lambda *_, **__: None)
+    monkeypatch.setattr(backend, "_initialise", lambda *_: _Group())
+    monkeypatch.setattr(backend, "_device_of", lambda name: "cpu")
+    monkeypatch.setattr(backend, "exchange_stream", cache(backend.ExchangeStream))
+
+    def joined() -> tuple[Any, Any]:
+        group = backend.connect(name, 2, 0, tried=True)
+        assert isinstance(group, MlxGroup)
+        of_person = backend.of_group(group.group)
+        assert isinstance(of_person, MlxGroup)
+        assert group.exchange.take(group.stream) == of_person.exchange.take(of_person.stream)
+        assert backend.on_stream(group, group.stream).rank == 0
+        return group.stream, group.exchange.take(group.stream)
+
+    first = joined()
+    assert joined() == first
+    assert (first[0] is not None) == apart
+    assert (first[1] == mx.default_stream(mx.cpu)) != apart
+    with ThreadPoolExecutor(1) as threads:
+        elsewhere = threads.submit(joined).result()
+    assert elsewhere[1] != first[1]
+
+
 def test_a_part_of_a_sum_is_as_large_as_the_others() -> None:
     def work(twin: ThreadCommunicator) -> list[Any]:
         with pytest.raises(ValueError, match="equal parts"):
@@ -192,18 +223,18 @@ def test_a_part_of_a_sum_is_as_large_as_the_others() -> None:
     assert run_ranks(3, work) == [[[3.0], [6.0]], [[9.0], [12.0]], [[15.0], [18.0]]]
 
 
-@pytest.mark.parametrize("backend", sorted(CAPABILITIES))
-def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+@pytest.mark.parametrize("name", sorted(CAPABILITIES))
+def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(capabilities, "version_of", lambda name: "0.32.4")
 
     def refused(ask: Any, *arguments: Any, **named: Any) -> bool:
         try:
-            ask(backend, *arguments, **named)
+            ask(name, *arguments, **named)
         except ConfigError as error:
-            return error.where == f"--backend {backend}" and bool(error.hint)
+            return error.where == f"--backend {name}" and bool(error.hint)
         return False
 
-    has_groups, to_any = backend in ("mpi", "nccl"), backend in ("mpi", "jaccl")
+    has_groups, to_any = name in ("mpi", "nccl"), name in ("mpi", "jaccl")
     stages = Mesh(0, 4, data=2, pipe=2)
     # Stages of a pipeline exchange other shapes; of copies of one model all groups do the same.
     assert refused(require_groups, stages, "data") == (not has_groups)
@@ -213,9 +244,9 @@ def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(monkeypatch: pyte
         assert not refused(require_groups, mesh, axis)
     assert refused(require_groups, Mesh(0, 4, data=2, tensor=2), "data", alike=False) == (not has_groups)
     # In a ring who follows on the last axis is a neighbour, who follows on one before it is not.
-    assert refused(require_neighbours, stages, "pipe") == (not (to_any or backend == "ring"))
+    assert refused(require_neighbours, stages, "pipe") == (not (to_any or name == "ring"))
     assert refused(require_neighbours, Mesh(0, 8, pipe=2, tensor=4), "pipe") == (not to_any)
-    if backend == "jaccl":
+    if name == "jaccl":
         monkeypatch.setenv("MLX_JACCL_RING", "1")
         assert not refused(require_neighbours, stages, "pipe")
         assert refused(require_neighbours, Mesh(0, 8, pipe=2, tensor=4), "pipe")

@@ -81,10 +81,19 @@ class ExchangeStream:
     """
 
     def __init__(self, device: Device) -> None:
-        self.home: mx.Stream | None = None  # instead of the thread's default
+        # Instead of the thread's default.
+        self.home: mx.Stream | None = None
         self._device = device
         self._used: mx.Stream | None = None
         self._thread = 0
+
+    def restart(self, *, apart: bool) -> None:
+        """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
+        if not apart or self._thread not in (0, threading.get_ident()):
+            self.home = None
+        if apart and self.home is None:
+            self.home = mx.new_stream(mx.default_device())
+        self._used, self._thread = None, threading.get_ident()
 
     @property
     def used(self) -> mx.Stream | None:
@@ -285,8 +294,7 @@ def connect(
         launch_directly(os.environ, untouched=nothing_computed())
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
-    if can(backend, "overlap"):  # on a stream of its own, beside what is computed
-        exchange_stream(_device_of(backend)).home = mx.new_stream(mx.default_device())
+    exchange_stream(_device_of(backend)).restart(apart=can(backend, "overlap"))
     communicator = MlxGroup(group, backend)
     _check_first_sum(communicator)
     communicator.exchange.release()  # what was summed is here: whoever is first may choose
