@@ -83,10 +83,12 @@ class World:
         return mx.where(weights > 0, total / mx.where(weights > 0, weights, 1.0), mx.zeros_like(total))
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has come here. Then another thread may exchange, if everything before is computed."""
+        from allhands.distributed.backend import finish_exchanges
         from allhands.distributed.reduce import barrier
 
         barrier(self.communicator)
+        finish_exchanges(self.communicator)
 
 
 def init(size: int | None = None) -> World:

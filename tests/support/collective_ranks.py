@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -239,10 +240,23 @@ def stream_errors(world: MlxGroup) -> Iterator[tuple[str, float]]:
 
     yield "another stream", refused(lambda: MlxGroup(world.group, world.backend, other))
     beside: list[float] = []
-    thread = threading.Thread(target=lambda: beside.append(refused(lambda: world.all_sum(mx.ones((2,))))))
+    everyone = allhands.World(world.rank, size, world.rank, size, world.backend, "", world)
+
+    def elsewhere() -> None:
+        beside.append(refused(lambda: world.all_sum(mx.ones((2,)))))
+        released.acquire()
+        beside.append(error(world.all_sum(mine), mx.full((200_000,), right)))
+        everyone.barrier()
+
+    released = threading.Semaphore(0)
+    thread = threading.Thread(target=elsewhere)
     thread.start()
+    while not beside:
+        time.sleep(0.01)
+    everyone.barrier()
+    released.release()
     thread.join()
-    yield "another thread", beside[0]
+    yield "another thread", max(beside) if len(beside) == 2 else 1.0
     # MLX's default is another stream here, and both sums are there at once.
     first = world.all_sum(mine)
     with mx.stream(other):

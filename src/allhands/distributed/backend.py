@@ -27,7 +27,7 @@ from allhands.kernels import launch_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
-Device = Literal["cpu", "gpu"]
+DeviceKind = Literal["cpu", "gpu"]
 _PERSONS = "a person's"  # back-end of a group that MLX has made for a person: which one is not known
 
 
@@ -80,7 +80,7 @@ class ExchangeStream:
     that is used stays the one, whatever MLX's default is later, until :meth:`release`.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceKind) -> None:
         # Instead of the thread's default.
         self.home: mx.Stream | None = None
         self._device = device
@@ -115,8 +115,8 @@ class ExchangeStream:
             stream = self.home or mx.default_stream(getattr(mx, self._device))
         if self._used is not None and stream != self._used:
             raise TwoStreamsError(
-                f"a collective is to go over {stream}, but this process exchanges over {self._used}",
-                hint="exchange everything in one thread and over one stream: at once, the sums would be wrong",
+                f"a collective over {stream}, while this process exchanges over {self._used}: their bytes would mix",
+                hint="exchange in one thread and over one stream; after world.barrier() it may be another",
             )
         self._used, self._thread = stream, thread
         return stream
@@ -146,7 +146,7 @@ def resolved(stream: Any) -> mx.Stream:
 
 
 @cache
-def exchange_stream(device: Device) -> ExchangeStream:
+def exchange_stream(device: DeviceKind) -> ExchangeStream:
     """The one of this process."""
     return ExchangeStream(device)
 
@@ -202,7 +202,7 @@ class MlxGroup:
         return part
 
 
-def _device_of(backend: str) -> Device:
+def _device_of(backend: str) -> DeviceKind:
     """Where a back-end sends from. A person's own group is NCCL's where MLX would have chosen that."""
     chosen = backend == _PERSONS and mx.cuda.is_available() and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
     return "gpu" if backend == "nccl" or chosen else "cpu"
@@ -224,14 +224,21 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
     return MlxGroup(communicator.group, communicator.backend, stream)
 
 
-def moved_to(communicator: Communicator, stream: Any) -> Communicator:
-    """As :func:`on_stream`, after a wait for all that was handed out: from now on every group exchanges there.
+def finish_exchanges(communicator: Communicator) -> None:
+    """Wait for all that was handed out to be exchanged; then another stream, or thread, may exchange.
 
     The caller has evaluated every collective of before, and calls no function that was compiled with one in it: on the
     stream of before they would meet those of the new one.
     """
-    if stream is not None and isinstance(communicator, MlxGroup):
+    if isinstance(communicator, MlxGroup):
         communicator.exchange.release()
+
+
+def moved_to(communicator: Communicator, stream: Any) -> Communicator:
+    """As :func:`on_stream`, after :func:`finish_exchanges`: from now on every group exchanges there."""
+    if stream is None:
+        return communicator
+    finish_exchanges(communicator)
     return on_stream(communicator, stream)
 
 
