@@ -48,7 +48,7 @@ OUTDATED: dict[str, str] = {
 }
 _SHARDED = (
     "the model is not divided among ranks here, each has all of it: -n or --hosts divides the batch, and "
-    "--shard-optimizer on the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
+    "--strategy zero1 the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
 )
 _EXCHANGE = (
     "gradients are exchanged whole, once a step: larger batches or --grad-accumulation-steps exchange less often, and "

@@ -36,7 +36,7 @@ from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.config import build_config
 from allhands.distributed import shards
 from allhands.distributed.backend import SingleProcess
-from allhands.distributed.reduce import begin_sum, begin_sums, bucket_bytes_for, sum_over_ranks
+from allhands.distributed.reduce import bucket_bytes_for, start_all_reduce, start_sum, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-6
@@ -360,21 +360,21 @@ def test_sums_that_are_begun_are_those_that_are_waited_for(bucket_bytes: int) ->
     stream = mx.new_stream(mx.cpu)
     how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "stream": stream}
     recorder = OtherRank()
-    begin_sums(recorder, _mixed(1), **how)
-    begin_sum(recorder, [2.0, 5.0], stream=stream)
+    start_all_reduce(recorder, _mixed(1), **how)
+    start_sum(recorder, [2.0, 5.0], stream=stream)
     other = OtherRank(recorder.calls)
-    begun = begin_sums(other, _mixed(0), **how)
+    begun = start_all_reduce(other, _mixed(0), **how)
     for total, mine, theirs in zip(begun.arrays, _mixed(0), _mixed(1), strict=True):
         assert (total.dtype, total.shape) == (mine.dtype, mine.shape)
         assert mx.array_equal(total, mine + theirs)
-    assert begin_sum(other, [1.0, 4.0], stream=stream).tolist() == [3.0, 9.0]
+    assert start_sum(other, [1.0, 4.0], stream=stream).tolist() == [3.0, 9.0]
 
 
 def test_what_is_computed_first_travels_first() -> None:
     layers = [mx.full((5,), float(number)) for number in range(4)]
     twin, stream = OtherRank(), mx.new_stream(mx.cpu)
-    begun = begin_sums(twin, layers, bucket_bytes=20, stream=stream)
-    begin_sum(twin, [9.0, 1.0], stream=stream)
+    begun = start_all_reduce(twin, layers, bucket_bytes=20, stream=stream)
+    start_sum(twin, [9.0, 1.0], stream=stream)
     # Ranks meet, by a single number, before each bucket; what is told at the end needs no meeting.
     assert [call.size for call in twin.calls] == [*[1, 5] * 4, 2]
     assert [call[0].item() for call in twin.calls if call.size > 1] == [3.0, 2.0, 1.0, 0.0, 9.0]
@@ -390,8 +390,8 @@ def test_ranks_that_keep_parts_get_theirs_of_the_sums() -> None:
     parts = shards.Shards(recorder, [(size,) for size in sizes])
     assert parts.divided == [True, False, True]
     how: dict[str, Any] = {"bucket_bytes": 1 << 20, "stream": stream, "shards": parts}
-    begin_sums(recorder, theirs, **how)
-    begun = begin_sums(OtherRank(recorder.calls), mine, **how)
+    start_all_reduce(recorder, theirs, **how)
+    begun = start_all_reduce(OtherRank(recorder.calls), mine, **how)
     for i, size in enumerate(sizes):
         total = mine[i] + theirs[i]
         each = -(-size // 128) * 64

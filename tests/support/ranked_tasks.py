@@ -35,8 +35,8 @@ from allhands.errors import DistributedError
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.fused.leaves import Leaves
 from allhands.model.load import load_model
+from allhands.objectives.causal_lm import make_loss
 from allhands.train.datasets import load_data
-from allhands.train.gradient import make_loss
 from allhands.train.recipes import Surroundings, run_finetune
 
 

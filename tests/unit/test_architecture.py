@@ -67,29 +67,29 @@ LAYERS: dict[str, int] = {
     "allhands.reporting": 1,
     "allhands.distributed.mesh": 1,
     "allhands.distributed.capabilities": 1,
+    "allhands.parallel.costs": 1,
+    "allhands.parallel.registry": 1,
     "allhands.trees": 2,
     "allhands.nested": 2,
     "allhands.model": 2,
-    "allhands.train.losses": 2,
     "allhands.distributed": 2,
     "allhands.accelerator": 2,
-    "allhands.train.gradient": 3,
+    "allhands.objectives": 3,
+    "allhands.parallel": 3,
     "allhands.train.optimizers": 3,
+    "allhands.train.graph_update": 3,
+    "allhands.train.strategy_choice": 3,
+    "allhands.train.updater": 3,
     "allhands.train.samples": 3,
     "allhands.model.fresh": 3,
     "allhands.train.step": 3,
     "allhands.train.optim": 3,
-    "allhands.train.runahead": 3,
-    "allhands.train.batch_memory": 3,
     "allhands.train.native_update": 3,
-    "allhands.train.lookups": 3,
     "allhands.train.result": 3,
-    "allhands.train.update": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,
     "allhands.train.expecting": 3,
     "allhands.train.choosing": 3,
-    "allhands.train.dividing": 3,
     "allhands.train.operations": 3,
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,
@@ -311,8 +311,8 @@ def test_only_the_step_divides_gradients_by_token_counts() -> None:
         and isinstance(node.op, ast.Div)
         and any("num_targets" in dotted(part) for part in ast.walk(node.right))
     }
-    # The step (gradients; in a graph train.update does it); loop and evaluator divide sums of losses for people.
-    assert users == {"allhands.train.step", "allhands.train.loop", "allhands.evaluate"}
+    # The updaters (gradients; in a graph train.graph_update does it); loop and evaluator divide sums of losses.
+    assert users == {"allhands.train.updater", "allhands.train.loop", "allhands.evaluate"}
 
 
 def test_nothing_is_pickled() -> None:

@@ -21,7 +21,7 @@ from allhands.distributed.reduce import (
 )
 from allhands.errors import ConfigError
 from allhands.train.optimizers import SGD
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, make_step
 
 
 def rank_arrays(rank: int) -> list[np.ndarray]:
@@ -139,7 +139,7 @@ def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(counts: l
         more = {"model_type": "llama", "vocab_size": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
         model = Model(ModelArgs.from_dict(shape | more))
         mx.eval(model.parameters())
-        step = TrainStep(model, SGD(learning_rate=0.0), communicator, eager=eager, compiled=False)
+        step = make_step(model, SGD(learning_rate=0.0), communicator, StepOptions(cpu_native=eager, compiled=False))
         result = step([batch(count) for count in counts[communicator.rank]])
         return result.num_targets, result.num_tokens, result.grad_norm
 

@@ -26,13 +26,14 @@ from allhands.errors import NumericsError
 from allhands.model.dropout import install_dropout
 from allhands.train.poison import NAMED, Blame, find_culprits
 from allhands.train.result import StepResult
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, make_step
+from allhands.train.updater import Rules
 
 POISON = 200
 FORMS = {
-    "eager": {"eager": True},
-    "lazy": {"eager": False, "compiled": False},
-    "compiled": {"eager": False, "compiled": True},
+    "eager": {"cpu_native": True},
+    "lazy": {"cpu_native": False, "compiled": False},
+    "compiled": {"cpu_native": False, "compiled": True},
 }
 # MLX's random state is one for all threads.
 SEEDING = threading.Lock()
@@ -69,16 +70,11 @@ class Trainer:
         self.model.train()
         self.optimizer = optim.Adam(1e-2)
         self.beats: list[str] = []
-        options.setdefault("eager", False)
+        options.setdefault("cpu_native", False)
         options.setdefault("compiled", False)
-        self.step = TrainStep(
-            self.model,
-            self.optimizer,
-            communicator or SingleProcess(),
-            dropout=install_dropout(self.model, 0),
-            beat=self.beats.append,
-            **options,
-        )
+        dropout_keys, heartbeat = install_dropout(self.model, 0), self.beats.append
+        how = StepOptions(dropout=dropout_keys, heartbeat=heartbeat, **options)
+        self.step = make_step(self.model, self.optimizer, communicator or SingleProcess(), how)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         trees = {"model": self.model.parameters(), "optimizer": self.optimizer.state}
@@ -189,7 +185,7 @@ def test_a_sum_that_no_example_spoils_is_nobodys_fault(path: Path) -> None:
 def test_callbacks_see_the_gradient_that_was_refused(path: Path) -> None:
     seen: list[Any] = []
     windows = tokens({0})
-    trainer = Trainer(path, non_finite="skip", after_backward=seen.append)
+    trainer = Trainer(path, non_finite="skip", rules=Rules(after_backward=seen.append))
     trainer.step([batch(windows, 0, 1)])
     assert len(seen) == 1
     assert any(not mx.isfinite(value).all().item() for _, value in tree_flatten(seen[0]))
@@ -329,9 +325,8 @@ def search(values: dict[int, float], count: int) -> Blame:
         return mx.array(values.get(int(example.examples[0]), 1.0)), {"weight": mx.zeros((2,))}
 
     weights = {"weight": mx.ones((2,))}
-    return find_culprits(
-        gradient, weights, [batch(tokens(set(), count), *range(count))], SingleProcess(), lambda _: None
-    )
+    batches = [batch(tokens(set(), count), *range(count))]
+    return find_culprits(gradient, weights, batches, SingleProcess(), lambda _: None)
 
 
 def test_more_culprits_than_can_be_named_are_counted() -> None:

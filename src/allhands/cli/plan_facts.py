@@ -121,7 +121,7 @@ def facts_of(
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.accelerator import device_memory
-        from allhands.train.runahead import limit_for
+        from allhands.parallel.runahead import limit_for
 
         most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")

@@ -349,6 +349,7 @@ def _ways_of_team(job: Job, team: Sequence[Computer]) -> list[Strategy]:
             quantised=job.quantised,
             together=job.together,
             divides=not job.present_bytes,
+            scatters=job.step.overlapped,
         )
     )
 

@@ -42,10 +42,12 @@ from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
+from allhands.objectives.base import Objective
+from allhands.objectives.causal_lm import CAUSAL_LM
+from allhands.parallel.registry import Wanted
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
 from allhands.train.callbacks import Callback, checked, gradient_hook
-from allhands.train.dividing import divides
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
@@ -55,7 +57,9 @@ from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, 
 from allhands.train.samples import Sampler
 from allhands.train.saving import SaveKind, SavePlan, Saver
 from allhands.train.state import LoopState, restore_optimizer, snapshot
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, TrainStep, make_step
+from allhands.train.strategy_choice import chosen_strategy
+from allhands.train.updater import Rules
 from allhands.trees import number, numbers
 
 __all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
@@ -76,7 +80,12 @@ class FinetuneResult:
     plot: Path | None
 
 
-def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()) -> FinetuneResult:
+def run_finetune(
+    config: TrainConfig,
+    surroundings: Surroundings,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective = CAUSAL_LM,
+) -> FinetuneResult:
     """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
 
     Raises:
@@ -98,7 +107,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs).execute()
+        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
 
 
 def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
@@ -126,6 +135,7 @@ class _Run:
     ready: Prepared
     observer: ProcessSampler
     outputs: Outputs
+    objective: Objective = CAUSAL_LM
 
     @property
     def mesh(self) -> Mesh:
@@ -159,7 +169,7 @@ class _Run:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        self._divides(masters=False)  # raises where it is asked for and cannot be
+        self._strategy(masters=False)  # raises where it is asked for and cannot be
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -209,7 +219,7 @@ class _Run:
             )
             ended = train_loop(parts, state)
         if config.log_level == "verbose":
-            kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
+            kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
@@ -268,36 +278,39 @@ class _Run:
         self.ready.loaded.model.train()
         start = state.iteration
 
-        def beat(phase: str) -> None:
+        def heartbeat(phase: str) -> None:
             # The first update after a start builds what later ones find: kernels and buffers.
             first = state.iteration == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.iteration)
 
-        return TrainStep(
-            self.ready.loaded.model,
-            optimizer,
-            self.ready.communicator,
-            eager=self._eager,
-            shard=self._divides(masters=optimizer.masters),
-            compiled=compiled,
+        rules = Rules(
             max_grad_norm=config.max_grad_norm,
-            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             after_backward=self._after_backward(state),
-            non_finite=config.non_finite,
-            dropout=self.ready.dropout,
-            packed=config.packing,
-            beat=beat,
-            rehearse=lambda point: fire(point, state.iteration, self.mesh.rank),
+            inject_fault=lambda point: fire(point, state.iteration, self.mesh.rank),
         )
+        options = StepOptions(
+            cpu_native=self._cpu_native,
+            compiled=compiled,
+            rules=rules,
+            strategy=self._strategy(masters=optimizer.masters),
+            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
+            dropout=self.ready.dropout,
+            non_finite=config.non_finite,
+            packed=config.packing,
+            objective=self.objective,
+            heartbeat=heartbeat,
+        )
+        return make_step(self.ready.loaded.model, optimizer, self.ready.communicator, options)
 
     @property
-    def _eager(self) -> bool:
+    def _cpu_native(self) -> bool:
         return self.ready.accelerator.eager and self.config.compile != "on"
 
-    def _divides(self, *, masters: bool) -> bool:
-        wanted = gradient_hook(self.callbacks, None) is not None
-        told = {"masters": masters, "eager": self._eager, "wants_gradients": wanted}
-        return divides(self.config, self.ready.communicator, self.ready.loaded.model, **told)
+    def _strategy(self, *, masters: bool) -> str:
+        hooked = gradient_hook(self.callbacks, None) is not None
+        wanted = Wanted(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
+        parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+        return chosen_strategy(*parts, masters=masters)
 
     def _alike(self, sizing: Sizing) -> bool:
         """Whether all ranks cut their shares the same way; asked where that is of use."""
@@ -405,6 +418,7 @@ class _Run:
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             eager=self.ready.accelerator.eager,
+            objective=self.objective,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
         )
@@ -412,7 +426,7 @@ class _Run:
     def _test(self, step: int) -> float:
         evaluator = self._evaluator(self.ready.data.test, self.config.test_batches)
         assert evaluator is not None
-        return evaluator(step)[0]
+        return evaluator(step).loss
 
     def _started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
         config, windows, restored = self.config, self.ready.data.train, self.ready.restored

@@ -17,6 +17,7 @@ from allhands.arrays import hold
 from allhands.checkpoints import Tensor
 from allhands.errors import CheckpointError
 from allhands.model.adapters import trained_weights
+from allhands.objectives.base import Objective
 from allhands.train.result import StepResult
 from allhands.trees import flatten, unflatten
 
@@ -37,6 +38,7 @@ class Window:
     comm_s: float = 0.0
     compute_s: float = 0.0
     grad_norm: float = 0.0
+    further: tuple[float, ...] = ()
 
     def add(self, result: StepResult, time_s: float, wait_s: float) -> None:
         """Count one update; of one that was left out only its time."""
@@ -51,6 +53,14 @@ class Window:
         self.num_targets += result.num_targets
         self.num_tokens += result.num_tokens
         self.grad_norm = result.grad_norm
+        before = self.further or (0.0,) * len(result.further)
+        self.further = tuple(map(sum, zip(before, result.further, strict=True)))
+
+    def metrics(self, objective: Objective) -> dict[str, float]:
+        """What ``objective`` reports of these sums besides the mean loss."""
+        counted = {"loss": self.loss_sum, "targets": self.num_targets, "tokens": self.num_tokens}
+        further = dict(zip(objective.further, self.further, strict=False))
+        return objective.metrics({**counted, **further}) if len(further) == len(objective.further) else {}
 
 
 @dataclass
