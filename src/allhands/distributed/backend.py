@@ -160,6 +160,7 @@ class MlxGroup:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.backend = backend
+        self.scatters = can(backend, "sum_scatter")
         self.exchange = exchange_stream(_device_of(backend))
         self.stream = self.exchange.home if stream is None else stream
         if self.stream is not None:
@@ -254,7 +255,7 @@ def sum_scatter(communicator: Communicator, array: mx.array) -> mx.array:
     """This rank's equal part of the sum over ranks of ``array``, whose first axis the number of ranks divides."""
     if communicator.size > 1 and array.shape[0] % communicator.size:
         raise ValueError(f"{communicator.size} ranks cannot have equal parts of an array of shape {array.shape}")
-    if isinstance(communicator, MlxGroup) and can(communicator.backend, "sum_scatter"):
+    if isinstance(communicator, MlxGroup) and communicator.scatters:
         return communicator.sum_scatter(array)
     each = array.shape[0] // communicator.size
     return communicator.all_sum(array)[communicator.rank * each : (communicator.rank + 1) * each]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import cache
 from itertools import pairwise
 
 from allhands.distributed.mesh import Axis, Mesh
@@ -33,24 +32,16 @@ _SINCE = {("jaccl", "sum_scatter"): (0, 32, 2)}
 
 def can(backend: str, operation: str) -> bool:
     """Whether a back-end of the installed MLX has an operation of :data:`CAPABILITIES`; an unknown one has none."""
-    return operation in _capabilities(backend, version_of("mlx") or "", _in_ring(backend))
+    if backend == "jaccl" and _in_ring():
+        operation = {"send_recv_neighbours": "send_recv", "send_recv": ""}.get(operation, operation)
+    since = _SINCE.get((backend, operation))
+    there = since is None or _release(version_of("mlx") or "") >= (*since, 0)
+    return there and operation in CAPABILITIES.get(backend, ())
 
 
-def _in_ring(backend: str) -> bool:
+def _in_ring() -> bool:
     """Whether JACCL's ranks have cables to their neighbours only: MLX takes the variable for it, whatever it says."""
-    return backend == "jaccl" and ("MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ)
-
-
-@cache
-def _capabilities(backend: str, version: str, in_ring: bool) -> frozenset[str]:
-    found = {
-        operation
-        for operation in CAPABILITIES.get(backend, ())
-        if _release(version) >= (*_SINCE.get((backend, operation), (0, 0, 0)), 0)
-    }
-    if in_ring:
-        found = {"send_recv_neighbours" if operation == "send_recv" else operation for operation in found}
-    return frozenset(found)
+    return "MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -43,7 +43,8 @@ def along(communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | Non
     """The communicator of this rank's group along ``axes``; called by all ranks together, in the same order.
 
     Args:
-        communicator: of all ranks of ``mesh``: it is returned itself where they are one group.
+        communicator: of all ranks of ``mesh``: it is returned itself where they are one group. Or of one process, which
+            tries by itself what a rank would do.
         alike: whether all groups along these axes exchange the same shapes at the same time; see
             :func:`~allhands.distributed.capabilities.require_groups`.
 
@@ -51,7 +52,7 @@ def along(communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | Non
         ConfigError: the back-end has no groups, and the world cannot stand in for them.
     """
     members = mesh.members(*axes)
-    if len(members) == communicator.size:
+    if len(members) == mesh.size or communicator.size == 1:
         return communicator
     if len(members) == 1:
         return SingleProcess()
