@@ -305,6 +305,7 @@ def connect(
     exchange_stream(_device_of(backend)).restart(apart=can(backend, "overlap"))
     communicator = MlxGroup(group, backend)
     _check_first_sum(communicator)
+    _check_first_gathering(communicator)
     communicator.exchange.release()  # what was summed is here: whoever is first may choose
     return communicator
 
@@ -319,6 +320,14 @@ def _check_first_sum(communicator: Communicator) -> None:
     if not mx.array_equal(total, ranks):
         hint = _SAME_NAME if communicator.backend == "mpi" else _HINTS[communicator.backend]
         raise DistributedError(f"the first sum over {communicator.size} processes is wrong", hint=hint)
+
+
+def _check_first_gathering(communicator: Communicator) -> None:
+    """Every rank's own part must be at its place: over a ring of JACCL, MLX has sent a wrong half."""
+    own = mx.arange(communicator.rank * _GATHERED, (communicator.rank + 1) * _GATHERED)
+    if not mx.array_equal(communicator.all_gather(own), mx.arange(communicator.size * _GATHERED)):
+        problem = f"the first gathering over {communicator.size} processes is wrong"
+        raise DistributedError(problem, hint="update MLX on every computer, or use another --backend")
 
 
 def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
@@ -352,6 +361,7 @@ def _initialise(backend: str, size: int) -> Any:
 
 _BUILDS = {"nccl": "MLX for NVIDIA GPUs (pip install 'mlx[cuda13]')", "jaccl": "MLX for macOS"}
 _CHECKED = 256  # numbers a rank
+_GATHERED = 1 << 15
 _SAME_NAME = "give every computer a host name of its own (see `hostname`): Open MPI takes equal names for one computer"
 _HINTS = {
     "ring": "check that every host of the hostfile answers at its address and that the ports are free",
