@@ -57,7 +57,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
 
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed import reduce
-    from allhands.distributed.backend import Alone
+    from allhands.distributed.backend import SingleProcess
     from allhands.train.strategy_choice import worth_dividing
 
     for name, value in asked["set"].items():
@@ -67,7 +67,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     model = build(asked["work"])
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     # The batches stay those of the rank.
-    exchanging = Alone() if asked.get("apart") else communicator
+    exchanging = SingleProcess() if asked.get("apart") else communicator
     auto = "zero1" if worth_dividing(exchanging, trained, False) else "data"
     step = our_step(
         model,

@@ -14,6 +14,7 @@ from allhands.data.loader import Sizing, collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
+from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import count_parts, sum_over_ranks, whole_count
 from allhands.errors import DataError, Interrupted, NumericsError
@@ -21,7 +22,7 @@ from allhands.faults import fire
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
-from allhands.trees import numbers
+from allhands.trees import number, numbers
 
 
 class Evaluation(NamedTuple):
@@ -52,11 +53,14 @@ class Evaluator:
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
+        Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
         ``beat`` is called with "validate" and the number of batches done before each forward pass.
         """
         self._model = model
         self._windows = windows
         self._communicator = communicator
+        # What is added up is of each share once: ranks that compute the same one are in groups of their own.
+        self._shares = along(communicator, mesh, "data", "shard", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._objective = objective
         self._sums = objective.sums(model, cpu_native=eager, with_grad=False)
@@ -67,7 +71,7 @@ class Evaluator:
         # Always the same examples, so that losses of one run, and of several, can be compared.
         self.num_windows = wanted
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
-        share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
+        share = divide(chosen, windows.work, mesh.weights)[mesh.data_rank]
         fitted = sizing if sizing.ladder else sizing.fitted(windows.work)
         # Cut once: for a large set that takes seconds.
         self._parts = list(cut_share(windows, share, fitted))
@@ -101,8 +105,11 @@ class Evaluator:
         self._model.train()
         self._beat("reduce", step)
         mine = [sums[0], *count_parts(counts[0]), *count_parts(counts[1]), float(stop), *sums[1:]]
-        _, totals = sum_over_ranks(self._communicator, [], mine)
+        _, totals = sum_over_ranks(self._shares, [], mine)
         loss_sum, *parts, votes = numbers(totals)[:6]
+        if self._shares is not self._communicator:
+            # A rank that was asked to stop is of one group, and all groups stop.
+            votes = number(self._communicator.all_sum(mx.array([votes])))
         num_targets, num_tokens = whole_count(*parts[:2]), whole_count(*parts[2:])
         if votes:
             raise Interrupted("stopped during the evaluation: there is no result")

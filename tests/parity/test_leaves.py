@@ -16,7 +16,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import install_dropout
 from allhands.model.fused import leaves
@@ -201,7 +201,7 @@ def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: 
         model = trained("lora")
         fuse(model, 40)
         model.train()
-        step = make_step(model, optim.AdamW(1e-2), Alone(), StepOptions(cpu_native=False, compiled=compiled))
+        step = make_step(model, optim.AdamW(1e-2), SingleProcess(), StepOptions(cpu_native=False, compiled=compiled))
         if staged:
             step.passes._to_arrays = BatchMemory()
         batches = [micro_batch(number) for number in range(BATCHES)]

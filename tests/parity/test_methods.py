@@ -27,7 +27,7 @@ from tiny import write_chat_data, write_model
 
 from allhands.config import build_config
 from allhands.data.loader import MicroBatch, pad_targets
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import get_model
 from allhands.model.quantized import prepare_dense
@@ -238,7 +238,7 @@ def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Exa
         step = make_step(
             network,
             optimizer,
-            Alone(),
+            SingleProcess(),
             StepOptions(cpu_native=eager, compiled=compiled, rules=Rules(max_grad_norm=1.0)),
         )
         batches = [_micro_batch(part) for part in (train_chats[:3], train_chats[3:])]

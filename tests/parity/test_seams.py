@@ -20,7 +20,7 @@ from twins import ThreadCommunicator, run_ranks
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.metrics import read_metrics
 from allhands.parallel.costs import DataCosts
 from allhands.parallel.registry import STRATEGIES, Entry, Wanted
@@ -107,7 +107,7 @@ def test_replicas_part_between_rounds_and_are_equal_after_each(local: Any) -> No
     assert [a == b for a, b in zip(mine, other, strict=True)] == [False, True, False, True]
     # Each reports the loss of both, whatever its own updates were.
     assert [result.loss_sum for result in first] == [result.loss_sum for result in second]
-    alone = trained(Alone(), "data", 1, cpu_native=True, optimizer=lambda: SGD(0.1))[1]
+    alone = trained(SingleProcess(), "data", 1, cpu_native=True, optimizer=lambda: SGD(0.1))[1]
     assert alone[0] == mine[0]  # of the first rank's batch alone, divided by its own tokens
 
 
@@ -122,7 +122,9 @@ def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cp
 
     results = run_ranks(2, one)
     model = network()
-    step = make_step(model, KernelAdamW(1e-2, eps=1e-5), Alone(), StepOptions(cpu_native=cpu_native, compiled=False))
+    step = make_step(
+        model, KernelAdamW(1e-2, eps=1e-5), SingleProcess(), StepOptions(cpu_native=cpu_native, compiled=False)
+    )
     whole = [step([micro_batch(10 * number), micro_batch(10 * number + 1)]) for number in range(3)]
     for mine in results:
         for found, expected in zip(mine, whole, strict=True):
@@ -167,8 +169,8 @@ def test_an_objective_of_ones_own_counts_over_ranks_and_micro_batches(cpu_native
         logits = np.array(model(mx.array(batch.inputs))).reshape(-1, VOCABULARY)[batch.positions]
         right += int((logits.argmax(axis=-1) == batch.targets).sum())
     assert right > 0
-    plain = make_step(network(), SGD(0.1), Alone(), StepOptions(cpu_native=cpu_native, compiled=False))(batches)
-    alone = counted(Alone(), batches)
+    plain = make_step(network(), SGD(0.1), SingleProcess(), StepOptions(cpu_native=cpu_native, compiled=False))(batches)
+    alone = counted(SingleProcess(), batches)
     shares = [batches[:1], batches[1:]]
     two: list[Any] = run_ranks(2, lambda communicator: counted(communicator, shares[communicator.rank]))
     for found in (alone, *two):

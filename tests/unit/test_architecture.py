@@ -16,6 +16,7 @@ import pytest
 import allhands
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
+from allhands.distributed.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -65,6 +66,7 @@ LAYERS: dict[str, int] = {
     "allhands.report": 1,
     "allhands.reporting": 1,
     "allhands.distributed.mesh": 1,
+    "allhands.distributed.capabilities": 1,
     "allhands.parallel.costs": 1,
     "allhands.parallel.registry": 1,
     "allhands.trees": 2,
@@ -280,6 +282,17 @@ def test_only_distributed_touches_mlxs_distributed() -> None:
     users |= {m for m in sources() for found in imports(m) if found.target.startswith("mlx.core.distributed")}
     assert users
     assert all(module.startswith("allhands.distributed") for module in users), users
+
+
+def test_every_capability_of_a_backend_is_asked_for_by_name() -> None:
+    """An entry that nobody reads is a promise that nobody keeps; a name that no back-end has is a slip."""
+    asked = {
+        node.args[1].value
+        for _, node in nodes(ast.Call)
+        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "can" and len(node.args) == 2
+        if isinstance(node.args[1], ast.Constant)
+    }
+    assert asked == set().union(*CAPABILITIES.values())
 
 
 def test_only_rendering_touches_chat_templates() -> None:

@@ -18,7 +18,7 @@ from twins import ThreadCommunicator, run_ranks
 from allhands import arrays as arrays_module
 from allhands.arrays import hand_out, hand_out_json, hold, load_arrays, load_tree, tensors_of
 from allhands.checkpoints.tensors import safetensors_pieces
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 
 DTYPES = ["bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "complex64"]
@@ -101,5 +101,5 @@ def test_rank_0_hands_out(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 
 def test_alone_it_is_the_same() -> None:
     mine = every_type()
-    assert same(hand_out(Alone(), mine), mine)
-    assert hand_out_json(Alone(), [1, None]) == [1, None]
+    assert same(hand_out(SingleProcess(), mine), mine)
+    assert hand_out_json(SingleProcess(), [1, None]) == [1, None]

@@ -10,7 +10,7 @@ from twins import ThreadCommunicator, run_ranks
 
 import allhands
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.distributed.reduce import (
     Exchange,
     count_parts,
@@ -112,7 +112,7 @@ def test_counts_are_exact_beyond_what_float32_holds(counts: list[int]) -> None:
 @pytest.mark.parametrize("count", [0, 1, 4095, 4096, 2**24 - 1, 2**24 + 2, 2**30 + 128])
 def test_counts_come_in_any_type(kind: object, count: int) -> None:
     given = mx.array(count, dtype=kind) if isinstance(kind, mx.Dtype) else kind(count)  # type: ignore[operator]
-    _, totals = sum_over_ranks(Alone(), [], count_parts(given))
+    _, totals = sum_over_ranks(SingleProcess(), [], count_parts(given))
     assert whole_count(*(float(value) for value in np.array(totals))) == count
 
 

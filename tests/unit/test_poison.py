@@ -21,7 +21,7 @@ from tiny import write_model
 
 from allhands.data.loader import MicroBatch, collate, pad_targets
 from allhands.data.tokens import TokenSet
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.errors import NumericsError
 from allhands.model.dropout import install_dropout
 from allhands.train.poison import NAMED, Blame, find_culprits
@@ -74,7 +74,7 @@ class Trainer:
         options.setdefault("compiled", False)
         dropout_keys, heartbeat = install_dropout(self.model, 0), self.beats.append
         how = StepOptions(dropout=dropout_keys, heartbeat=heartbeat, **options)
-        self.step = make_step(self.model, self.optimizer, communicator or Alone(), how)
+        self.step = make_step(self.model, self.optimizer, communicator or SingleProcess(), how)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         trees = {"model": self.model.parameters(), "optimizer": self.optimizer.state}
@@ -156,7 +156,7 @@ def test_bad_weights_are_told_without_looking_at_examples(path: Path) -> None:
     assert trainer.beats == ["compute", "reduce"]
 
 
-class Corrupting(Alone):
+class Corrupting(SingleProcess):
     """One process that is told of two, whose sum is spoilt on the way."""
 
     size = 2
@@ -325,7 +325,8 @@ def search(values: dict[int, float], count: int) -> Blame:
         return mx.array(values.get(int(example.examples[0]), 1.0)), {"weight": mx.zeros((2,))}
 
     weights = {"weight": mx.ones((2,))}
-    return find_culprits(gradient, weights, [batch(tokens(set(), count), *range(count))], Alone(), lambda _: None)
+    batches = [batch(tokens(set(), count), *range(count))]
+    return find_culprits(gradient, weights, batches, SingleProcess(), lambda _: None)
 
 
 def test_more_culprits_than_can_be_named_are_counted() -> None:
@@ -346,5 +347,5 @@ def test_a_gradient_is_at_fault_even_if_its_loss_is_not() -> None:
         value = float("nan") if example.examples[0] == 2 else 0.0
         return mx.array(1.0), {"a": mx.zeros((3,)), "b": mx.array([0.0, value])}
 
-    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], Alone(), lambda _: None)
+    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], SingleProcess(), lambda _: None)
     assert found.examples == (2,)

@@ -12,8 +12,8 @@ from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
 from allhands.cli.plan_computers import Asked, computers_of, devices_of, hosts_of, link_between, on_hosts, prices_of
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
-from allhands.cluster.join import check_weights
 from allhands.config import TrainConfig
+from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device

@@ -21,10 +21,11 @@ from allhands.cluster.choose import slower_than_ours
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
-from allhands.cluster.join import check_weights, surroundings_of
+from allhands.cluster.join import surroundings_of
 from allhands.cluster.journal import read_events
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
+from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written

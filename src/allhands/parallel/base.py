@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
+from allhands.distributed.capabilities import can
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
 from allhands.model.fused.leaves import Leaves
@@ -125,7 +126,7 @@ def make_strategy(name: str, exchanging: Exchanging, *, overlap: bool | None = N
         overlap: whether gradients travel while others are computed, where they are graphs; default: with NCCL.
     """
     communicator = exchanging.communicator
-    wanted = communicator.backend == "nccl" if overlap is None else overlap
+    wanted = can(communicator.backend, "overlap") if overlap is None else overlap
     beside = wanted and communicator.size > 1 and not exchanging.cpu_native
     module, _, function = STRATEGIES[name].maker.partition(":")
     return getattr(import_module(module), function)(exchanging, beside)

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, MlxGroup, on_stream
+from allhands.distributed.backend import Communicator, MlxGroup, moved_to
 from allhands.distributed.reduce import (
     Lookups,
     PendingReduce,
@@ -194,7 +194,7 @@ class OverlappedData(DataParallel):
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
         self._stream: Any = own or mx.new_stream(mx.default_device())
-        super().__init__(replace(exchanging, communicator=on_stream(communicator, self._stream)), divides=divides)
+        super().__init__(replace(exchanging, communicator=moved_to(communicator, self._stream)), divides=divides)
         self._apart: TravellingLookups | None = None
         self._cuts = set[int]()
         self._exposed = _Exposed()

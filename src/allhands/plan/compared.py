@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from allhands.distributed.capabilities import can
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.metrics import RunHistory, RunStarted, TrainReport, typical
 from allhands.monitor.samples import Sample
@@ -322,7 +323,7 @@ def _divided_or_not(
     """Of the ways of several ranks those that divide the optimizer's state as the run did, the plain one first."""
     choice = config.get("strategy", plan.options.get("strategy"))
     # As auto decides, for trainings that are large enough.
-    divided = choice == "zero1" or (choice == "auto" and backend == "nccl" and bool(config.get("master_weights")))
+    divided = choice == "zero1" or (choice == "auto" and can(backend, "overlap") and bool(config.get("master_weights")))
     found = [way for way in ways if (SHARD in way.flags or way.name == "optimizer divided") == divided]
     name = "optimizer divided" if divided else "data parallel"
     return found if found and found[0].name == name else []

@@ -24,7 +24,7 @@ from allhands.blame import Circumstances
 from allhands.checkpoints import Checkpoint, run_name
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
@@ -102,7 +102,7 @@ class Surroundings:
     """
 
     mesh: Mesh = field(default_factory=Mesh)
-    connect: Callable[[], Communicator] = Alone
+    connect: Callable[[], Communicator] = SingleProcess
     started: Callable[[], None] = lambda: None
     busy: Callable[[], None] = lambda: None
     beat: Callable[[str, int], None] = lambda phase, step: None

@@ -20,6 +20,7 @@ from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
+from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
@@ -178,7 +179,7 @@ class _Run:
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
+        loader = Loader(windows, order, sizing, self.mesh.data_rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
         sink.emit(self._started(total, state, largest))
@@ -233,9 +234,9 @@ class _Run:
             saver.save(state, kind)
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
-        """What lets the model write, on rank 0."""
+        """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
         config = self.config
-        if not (config.sample_prompts and self.mesh.is_main):
+        if not (config.sample_prompts and self.mesh.data_rank == 0):
             return lambda step: []
         return Sampler(
             model=self.ready.loaded.model,
@@ -319,7 +320,7 @@ class _Run:
     def _alike(self, sizing: Sizing) -> bool:
         """Whether all ranks cut their shares the same way; asked where that is of use."""
         communicator = self.ready.communicator
-        if communicator.backend != "nccl":
+        if not can(communicator.backend, "overlap"):
             return False
         # Float32, which every back-end can gather, is exact to 2**24.
         mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)

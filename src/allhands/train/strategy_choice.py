@@ -6,6 +6,7 @@ import mlx.nn as nn
 
 from allhands.config import TrainConfig
 from allhands.distributed.backend import Communicator
+from allhands.distributed.capabilities import can
 from allhands.errors import ConfigError
 from allhands.model.adapters import trained_weights
 from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, Wanted
@@ -47,4 +48,4 @@ def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> b
     Without copies in float32 an update moves half as many bytes, and what a rank need not do takes no longer than what
     its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).
     """
-    return communicator.size > 1 and communicator.backend == "nccl" and masters and trained >= _WORTH_IT
+    return communicator.size > 1 and can(communicator.backend, "overlap") and masters and trained >= _WORTH_IT
