@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.data.loader import Sizing, collate, cut_share
+from allhands.data.loader import collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
@@ -22,6 +22,7 @@ from allhands.faults import fire
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
+from allhands.sizing import Sizing
 from allhands.trees import number, numbers
 
 

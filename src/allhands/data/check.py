@@ -22,7 +22,6 @@ from allhands.data.duplicates import Overlap
 from allhands.data.explained import openings, pattern_of, special_tokens
 from allhands.data.heard import Unheard
 from allhands.data.lengths import LengthSummary
-from allhands.data.loader import Sizing
 from allhands.data.messages import REASONING_KEYS
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
@@ -31,6 +30,7 @@ from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_templ
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
 from allhands.data.token_roles import own_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
+from allhands.sizing import Sizing
 
 Severity = Literal["ruins", "harms", "note"]
 

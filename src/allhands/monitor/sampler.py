@@ -17,7 +17,8 @@ from typing import Any, Self
 import psutil
 
 from allhands.files import make_directory, private_opener
-from allhands.monitor.process import OwnGpu, ProportionalMemory, Traffic, began_at, mlx_memory, peak_rss_bytes
+from allhands.memory import mlx_memory, peak_rss_bytes
+from allhands.monitor.process import OwnGpu, ProportionalMemory, Traffic, began_at
 from allhands.monitor.samples import Role, Sample, encode_sample
 
 EVERY_VARIABLE = "ALLHANDS_MONITOR_EVERY_S"

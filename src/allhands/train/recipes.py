@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from allhands.checkpoints.place import require_place_of_run
 from allhands.config import TrainConfig
-from allhands.data.loader import Loader, MicroBatch, Sizing
+from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
@@ -48,6 +48,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.registry import Wanted
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
+from allhands.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.datasets import size_notes
 from allhands.train.expecting import expected_bytes, scarce
