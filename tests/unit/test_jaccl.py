@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from allhands.cluster.choose import Facts, HostFacts, table_choice
+from allhands.cluster.candidates import Facts, HostFacts, table_choice
 from allhands.cluster.hosts import Host, hostfile_backend
 from allhands.cluster.membership import HostfileMembers
 from allhands.cluster.processes import Share, start_share

@@ -308,7 +308,8 @@ def _choose_backend(job: Job) -> Backend:
         return job.backend
     if job.hostfile is not None and (asked := hostfile_backend(job.hostfile)):
         return cast(Backend, asked)
-    from allhands.cluster.choose import choose, explain, facts_here, facts_of
+    from allhands.cluster.candidates import facts_here, facts_of
+    from allhands.cluster.choose import choose, explain
 
     facts = facts_here(job.size)
     if job.hostfile is not None:

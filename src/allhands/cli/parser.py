@@ -163,3 +163,14 @@ def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | N
         elif word[:2] in names and not word.startswith("--"):  # -n2
             found.append(word)
     return found if len(found) > 1 else [_flag_of(option)] * 2
+
+
+def with_auto_resume(arguments: list[str]) -> list[str]:
+    """``--resume`` without a value means the latest checkpoint; the parser knows only options with one."""
+    result: list[str] = []
+    for place, word in enumerate(arguments):
+        result.append(word)
+        following = arguments[place + 1 : place + 2]
+        if word in ("--resume", "--resume-from-checkpoint") and (not following or following[0].startswith("-")):
+            result.append("auto")
+    return result

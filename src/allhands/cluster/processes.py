@@ -90,10 +90,6 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
     Raises:
         AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be written.
     """
-    if spec.places:
-        from allhands.cluster.remote import start_remote
-
-        return start_remote(spec, run_dir)
     try:
         kind = _MpirunsChildren if spec.backend == "mpi" else _OwnChildren
         return kind(spec, run_dir, reaper)
