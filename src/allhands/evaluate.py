@@ -26,7 +26,7 @@ from allhands.sizing import Sizing
 from allhands.trees import number, numbers
 
 
-class Evaluation(NamedTuple):
+class MeanLoss(NamedTuple):
     """The mean loss a trained token, the number of those tokens, and the objective's further metrics by name."""
 
     loss: float
@@ -77,7 +77,7 @@ class Evaluator:
         # Cut once: for a large set that takes seconds.
         self._parts = list(cut_share(windows, share, fitted))
 
-    def __call__(self, step: int = 0) -> Evaluation:
+    def __call__(self, step: int = 0) -> MeanLoss:
         """The evaluation after ``step`` batches, the same on every rank.
 
         Raises:
@@ -122,4 +122,4 @@ class Evaluator:
             )
         further = dict(zip(objective.further, numbers(totals)[6:], strict=True))
         counted = {"loss": loss_sum, "targets": num_targets, "tokens": num_tokens}
-        return Evaluation(loss_sum / num_targets, num_targets, objective.metrics({**counted, **further}))
+        return MeanLoss(loss_sum / num_targets, num_targets, objective.metrics({**counted, **further}))

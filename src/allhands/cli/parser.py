@@ -102,7 +102,7 @@ class UnknownCommand(ConfigError):
         self.siblings = siblings
 
 
-class Group(TyperGroup):
+class VerbGroup(TyperGroup):
     """Verbs; instead of one that there is not, it is said what to do."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -120,7 +120,7 @@ class App(typer.Typer):
     """Verbs, each of them a :class:`Command`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=Group, **settings)
+        super().__init__(cls=VerbGroup, **settings)
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any

@@ -37,7 +37,7 @@ print("@" + json.dumps({"system": platform.system(), "gpus": gpus, "mpi": found.
 
 
 @dataclass(frozen=True)
-class HostFacts:
+class HostTraits:
     """What matters of one computer; ``None``: not known.
 
     Attributes:
@@ -65,7 +65,7 @@ class Facts:
         by_agents: whether ranks are started by an agent on each computer, as those of every hostfile are.
     """
 
-    hosts: tuple[HostFacts, ...]
+    hosts: tuple[HostTraits, ...]
     by_agents: bool = False
 
     @property
@@ -182,23 +182,23 @@ def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool =
         return Facts(tuple(pool.map(lambda pair: _fact_of(*pair, ask=ask), [pair for pair in found if pair[1]])))
 
 
-def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostFacts:
+def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
     rdma = len(host.rdma) > 1 and any(device is not None for device in host.rdma)
     if host.ssh is None:
         return _fact_here(host.name, num_ranks, rdma)
     answer = _ask(host) if ask else {}
     mpi = (answer.get("mpi") or "") if answer else None
-    return HostFacts(host.name, num_ranks, answer.get("system"), answer.get("gpus"), mpi, rdma, here=False)
+    return HostTraits(host.name, num_ranks, answer.get("system"), answer.get("gpus"), mpi, rdma, here=False)
 
 
-def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostFacts:
+def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
     # Only now: they need a moment, and the table alone needs neither.
     from allhands.cluster.mpi import find_mpi
     from allhands.gpus import nvidia_gpus
 
     mpi = find_mpi()
     version = ".".join(map(str, mpi.version)) if mpi else ""
-    return HostFacts(name, num_ranks, platform.system(), nvidia_gpus(), version, rdma)
+    return HostTraits(name, num_ranks, platform.system(), nvidia_gpus(), version, rdma)
 
 
 def _ask(host: Host) -> dict[str, Any]:

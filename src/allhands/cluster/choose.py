@@ -48,7 +48,7 @@ _DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Seams:
+class ChoiceSeams:
     """The outside world of :func:`choose`, for tests.
 
     Attributes:
@@ -68,7 +68,7 @@ def choose(
     training_s: float | None = None,
     gradient_bytes: int = GRADIENT_BYTES,
     cores_per_rank: int | None = None,
-    seams: Seams | None = None,
+    seams: ChoiceSeams | None = None,
 ) -> Choice:
     """Return the back-end for a job that leaves it open.
 
@@ -80,7 +80,7 @@ def choose(
         training_s: how long training may take, roughly; ``None``: not known, and nothing is measured.
         gradient_bytes: exchanged in every step.
     """
-    by_table, seams = table_choice(facts), seams or Seams()
+    by_table, seams = table_choice(facts), seams or ChoiceSeams()
     if facts.num_ranks < 2:
         return replace(by_table, backend="ring", reason="one rank has nobody to exchange with")
     rivals = [one.backend for one in by_table.candidates if one.possible and one.backend in _MEASURED]
@@ -99,7 +99,7 @@ def choose(
 
 
 def slower_than_ours(
-    launch: Launch, command: str, facts: Facts | None = None, seams: Seams | None = None
+    launch: Launch, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
     """What to say to somebody whose ranks on one computer ``mlx.launch`` has joined by its ring; ``None``: nothing.
 
@@ -148,7 +148,9 @@ def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measur
     return measure([Host(socket.gethostname(), slots=num_ranks)], backend, options)
 
 
-def _measure_all(rivals: Sequence[str], num_ranks: int, cores_per_rank: int | None, seams: Seams) -> dict[str, Figures]:
+def _measure_all(
+    rivals: Sequence[str], num_ranks: int, cores_per_rank: int | None, seams: ChoiceSeams
+) -> dict[str, Figures]:
     """Figures of those that could be measured, up to the size of a gradient."""
     found: dict[str, Figures] = {}
     for backend in rivals:

@@ -17,7 +17,7 @@ from typing import Any
 
 from allhands.blame import init_command
 from allhands.cluster import ssh
-from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, Link
+from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
 from allhands.cluster.runfiles import tail
 from allhands.errors import AllhandsError, DistributedError, error_named
@@ -89,7 +89,7 @@ class Connection:
         finally:
             for descriptor in (stdin[0], stdout[1]):
                 os.close(descriptor)
-        self._link = Link(stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note)
+        self._link = FrameLink(stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note)
         self._link.send("hello", **hello)
 
     def wait_until_ready(self, deadline: float) -> Frame:

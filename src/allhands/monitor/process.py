@@ -62,7 +62,7 @@ class ProportionalMemory:
         self._bytes = int(getattr(full, self._kind))
 
 
-class Traffic:
+class NetworkTraffic:
     """Bytes that the computer has sent and received since this was made, by interface."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
-from allhands.parallel.registry import Wanted
+from allhands.parallel.registry import TrainingNeeds
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
 from allhands.sizing import Sizing
@@ -314,7 +314,7 @@ class _Run:
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None
-        wanted = Wanted(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
+        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
         parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
         return chosen_strategy(*parts, masters=masters)
 
