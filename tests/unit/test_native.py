@@ -16,12 +16,13 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from substituted import prepare_dense
 
 from allhands.blas import native_library
 from allhands.model import native, native_arrays, native_products
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import Row, caches_for
-from allhands.model.quantized import UnpackedLinear, prepare_dense
+from allhands.model.quantized import UnpackedLinear
 from allhands.native.library import architecture, wanted
 from allhands.train.gradient import make_gradient
 
