@@ -1,26 +1,44 @@
 """``python -m allhands`` is the command ``allhands``."""
 
+import os
 import signal
 import sys
+from collections.abc import Sequence
 
 # Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from allhands.blas import preload_blas  # noqa: E402
 from allhands.cli.main import main  # noqa: E402
-from allhands.import_structures import keep_import_structures  # noqa: E402
+from allhands.kernels import prepare  # noqa: E402
 from allhands.without_torch import leave_torch_out  # noqa: E402
+
+# Verbs that load MLX or transformers in this very process. Training and evaluation do that in their ranks.
+_LOADS = frozenset(
+    (
+        *("bench", "chat", "compare", "data", "demo", "env", "export", "fuse", "generate", "import", "model", "plan"),
+        *("serve", "tokenizer", "upload"),
+    )
+)
 
 
 def run() -> None:
     """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
     signal.signal(signal.SIGINT, _INTERRUPT)
-    if sys.argv[1:2] in (["data"], ["model"], ["cluster"]):
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["data"], ["model"], ["cluster"]):
         # Training has handlers of its own.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if sys.argv[1:2] != ["eval"]:  # lm-evaluation-harness needs it
+    prepare(os.environ)
+    if loads_mlx(arguments):
+        preload_blas()
         leave_torch_out()
-    keep_import_structures()
     main()
+
+
+def loads_mlx(arguments: Sequence[str]) -> bool:
+    """Whether these words make this process load MLX or transformers, for which it must be made ready before."""
+    return bool(_LOADS.intersection(arguments[:1])) and "--help" not in arguments
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands import faults
+from allhands.blas import preload_blas
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import Job, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
@@ -29,6 +30,7 @@ from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written
 from allhands.terminal import progress_console, tell
+from allhands.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -271,6 +273,8 @@ def leave(launch: Launch) -> None:
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
+    preload_blas()
+    leave_torch_out()
     from allhands.train.recipes import run_finetune
 
     # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.

@@ -29,6 +29,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
 from allhands.kernels import launch_directly, launches_directly
+from allhands.kernels import prepare as prepare_kernel_cache
 from allhands.model.adapters import (
     Trainable,
     as_written,
@@ -151,6 +152,7 @@ class Prepared:
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
+    prepare_kernel_cache(os.environ)
     told = config.notes
     if start is not None and not config.train:
         config = as_written(config, start.parent)
