@@ -112,7 +112,8 @@ class Applied:
 
 
 class _BalancedRouters:
-    name, stage = "balanced routers", "made"
+    name = "balanced routers"
+    stage: Stage = "made"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return True if context.router_aux_loss else "not asked for (--router-aux-loss)"
@@ -125,7 +126,8 @@ class _BalancedRouters:
 
 
 class _OrderedEmbeddings:
-    name, stage = "ordered embeddings", "adapted"
+    name = "ordered embeddings"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         if not context.in_passes:
@@ -140,7 +142,8 @@ class _OrderedEmbeddings:
 
 
 class _SampleDropouts:
-    name, stage = "dropout by sample", "adapted"
+    name = "dropout by sample"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return True if context.in_passes else "nothing is trained"
@@ -154,7 +157,8 @@ class _SampleDropouts:
 
 
 class _QuantizedWeights:
-    name, stage = "quantised weights", "adapted"
+    name = "quantised weights"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return "Metal multiplies by codes" if context.kind == "metal" else True
@@ -170,7 +174,8 @@ class _QuantizedWeights:
 
 
 class _Float32:
-    name, stage = "float32", "adapted"
+    name = "float32"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return True if context.kind == "cpu" else "a GPU computes in the weights' own type"
@@ -184,7 +189,8 @@ class _Float32:
 
 
 class _PolynomialSwiglu:
-    name, stage = "vectorised SwiGLU", "adapted"
+    name = "vectorised SwiGLU"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return True if context.kind == "cpu" and sys.platform == "linux" else "for Linux CPUs"
@@ -197,7 +203,8 @@ class _PolynomialSwiglu:
 
 
 class _NativeOperations:
-    name, stage = "native operations", "adapted"
+    name = "native operations"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         if not context.in_passes:
@@ -214,7 +221,8 @@ class _NativeOperations:
 
 
 class _FusedBlocks:
-    name, stage = "fused blocks", "adapted"
+    name = "fused blocks"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         if not context.in_passes:
@@ -229,7 +237,8 @@ class _FusedBlocks:
 
 
 class _DenseProducts:
-    name, stage = "dense products", "adapted"
+    name = "dense products"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         if not context.in_passes:
@@ -244,7 +253,8 @@ class _DenseProducts:
 
 
 class _Recomputation:
-    name, stage = "recomputation", "adapted"
+    name = "recomputation"
+    stage: Stage = "adapted"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return True if context.grad_checkpoint and context.in_passes else "not asked for (--grad-checkpoint)"
@@ -263,7 +273,8 @@ class _Recomputation:
 
 
 class _KeptDenseWeights:
-    name, stage = "kept dense weights", "agreed"
+    name = "kept dense weights"
+    stage: Stage = "agreed"
 
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         return True if context.kind == "cuda" and context.purpose == "train" else "for training on CUDA"
