@@ -77,8 +77,8 @@ def test_every_pass_says_what_it_did_or_why_not(kind: str, purpose: Any) -> None
     for stage in ("made", "adapted", "agreed"):
         for each in apply_passes(adapted(bits=4), context(kind, purpose), stage):
             assert str(each).startswith(f"{each.name}: ")
-            assert (each.changed == 0) == each.words.startswith("no: ")
-            assert len(each.words) > len("no: ")
+            assert (each.changed == 0) == each.words.startswith("not applied (")
+            assert len(each.words) > len("not applied ()")
 
 
 def test_a_graph_is_not_computed_at_once() -> None:

@@ -23,7 +23,7 @@ from allhands.model.choices import KernelSelection, give_selection
 from allhands.model.dropout import SampleDropout, install_dropout
 from allhands.model.embedding import make_deterministic
 from allhands.model.fastmath import use_fast_mlp
-from allhands.model.fused.blocks import fuse, keep_dense
+from allhands.model.fused.blocks import fuse, keep_dense, kept_bytes
 from allhands.model.fused.linear import use_dense
 from allhands.model.quantized import hold_in_float32, replace_quantized
 
@@ -89,8 +89,8 @@ class Pass(Protocol):
         """
         ...
 
-    def explain(self, changed: int, context: PassContext) -> str:
-        """What it has done to so many modules, and why."""
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
+        """What it has done to so many modules of ``model``, and why."""
         ...
 
 
@@ -121,7 +121,7 @@ class _BalancedRouters:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return balance_experts(model, context.router_aux_loss)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} routers learn to keep their experts equally busy (--router-aux-loss)"
 
 
@@ -137,7 +137,7 @@ class _OrderedEmbeddings:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return make_deterministic(model)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} trained embeddings add their rows' gradients in order, so that equal runs end alike"
 
 
@@ -152,7 +152,7 @@ class _SampleDropouts:
         install_dropout(model, context.seed)
         return sum(isinstance(module, SampleDropout) for module in model.modules())
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} layers drop by seed, step and sample, whatever the number of ranks"
 
 
@@ -166,7 +166,7 @@ class _QuantizedWeights:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return replace_quantized(model, context.accelerator, compact=context.in_passes)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         if context.kind == "cuda":
             return f"{changed} quantised layers held dense: this model is small beside the device's memory"
         how = "by a byte a code, dense while they multiply" if context.in_passes else "dense"
@@ -184,7 +184,7 @@ class _Float32:
         hold_in_float32(model)
         return 1
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return "the whole model: a CPU computes no shorter type faster"
 
 
@@ -198,7 +198,7 @@ class _PolynomialSwiglu:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return use_fast_mlp(model, context.selection)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} feed-forward blocks: MLX's exponential is a library call for each number on a CPU"
 
 
@@ -216,7 +216,7 @@ class _NativeOperations:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return native.use_native(model, context.selection)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} norms, attentions, feed-forward blocks and linear layers by compiled code, on all cores"
 
 
@@ -232,7 +232,7 @@ class _FusedBlocks:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return fuse(model, context.longest, context.selection)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} attention and feed-forward blocks as few products and kernels of our own"
 
 
@@ -248,7 +248,7 @@ class _DenseProducts:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return use_dense(model, context.selection)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} quantised layers multiply by codes or dense, as selected for each number of tokens"
 
 
@@ -268,7 +268,7 @@ class _Recomputation:
         checkpoint_layers(layers, at_once=native.is_native(model))
         return len(layers)
 
-    def explain(self, changed: int, context: PassContext) -> str:
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         return f"{changed} blocks compute their activations again in the backward pass (--grad-checkpoint)"
 
 
@@ -282,8 +282,9 @@ class _KeptDenseWeights:
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return keep_dense(model)
 
-    def explain(self, changed: int, context: PassContext) -> str:
-        return f"{changed} products keep dense copies of quantised weights that a step needs twice, as room allows"
+    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
+        kept = kept_bytes(model)
+        return f"{changed} products keep dense copies of quantised weights that a step needs twice, {kept / 1e9:.1f} GB"
 
 
 # The order, and why each stands where it does.
@@ -326,6 +327,8 @@ def apply_passes(model: nn.Module, context: PassContext, stage: Stage = "adapted
 def _applied(each: Pass, model: nn.Module, context: PassContext) -> Applied:
     found = each.applies(model, context)
     if found is not True:
-        return Applied(each.name, 0, f"no: {found}")
+        return Applied(each.name, 0, f"not applied ({found})")
     changed = each.apply(model, context)
-    return Applied(each.name, changed, each.explain(changed, context) if changed else "no: nothing of the kind here")
+    if not changed:
+        return Applied(each.name, 0, "not applied (this model has nothing of the kind)")
+    return Applied(each.name, changed, each.explain(model, changed, context))
