@@ -11,13 +11,13 @@ from tiny import write_chat_data, write_model
 
 from allhands.config import TrainConfig, build_config
 from allhands.model import native
-from allhands.model.choices import Measured, Problem
+from allhands.model.choices import FormTimes, SizedOperation
 from allhands.train import choosing
 from allhands.train.recipes import Surroundings, run_finetune
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 TIMES = {"native": 3.0, "plain": 1.0}
-TABLE = [Measured(Problem("rms_norm", "float32", (32,), 64), "cpu", TIMES, TIMES, dict.fromkeys(TIMES, 0.0))]
+TABLE = [FormTimes(SizedOperation("rms_norm", "float32", (32,), 64), "cpu", TIMES, TIMES, dict.fromkeys(TIMES, 0.0))]
 
 
 def config(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
@@ -49,7 +49,7 @@ def test_a_table_is_gone_by_from_the_start_of_a_run_or_not_at_all(
         return real(x, *rest, **named)
 
     monkeypatch.setattr(native, "rms_norm", counted)
-    table: list[Measured] = []
+    table: list[FormTimes] = []
     monkeypatch.setattr(choosing, "load_table", lambda _facts: (table, None))
 
     def run(name: str, **changes: Any) -> int:

@@ -26,10 +26,10 @@ from allhands.model.choices import (
     BY_RULE,
     FORMS,
     Choices,
+    FormTimes,
     KernelSelection,
     Kind,
-    Measured,
-    Problem,
+    SizedOperation,
     parse_wishes,
     tolerance,
 )
@@ -42,7 +42,7 @@ from allhands.train.losses import eager_linear_cross_entropy
 
 KINDS: tuple[Kind, ...] = ("cpu", "metal", "cuda")
 EVERY = [(name, kind) for name in FORMS for kind in KINDS if kind in FORMS[name]]
-NORM = Problem("rms_norm", "float32", (64,), 512)
+NORM = SizedOperation("rms_norm", "float32", (64,), 512)
 SIZES = operations.ModelSizes(64, 96, 4, 2, 16, 257, 4, 32, "float32")
 
 
@@ -51,9 +51,9 @@ def cpu(**changes: Any) -> Accelerator:
     return Accelerator(**facts | changes)
 
 
-def measured(problem: Problem = NORM, *, native_ms: float, plain_ms: float, off: float = 0.0) -> Measured:
+def measured(problem: SizedOperation = NORM, *, native_ms: float, plain_ms: float, off: float = 0.0) -> FormTimes:
     times = {"native": native_ms, "plain": plain_ms}
-    return Measured(problem, "cpu", times, times, {"native": off, "plain": 0.0})
+    return FormTimes(problem, "cpu", times, times, {"native": off, "plain": 0.0})
 
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
@@ -81,11 +81,11 @@ def test_few_tokens_are_multiplied_by_the_quantised_weight_itself() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
 def test_no_wish_and_no_table_gives_what_the_device_does_not_have(name: str, kind: Kind) -> None:
-    problem = Problem(name, "float32", (8,), 512)
+    problem = SizedOperation(name, "float32", (8,), 512)
     foreign = {form for forms in FORMS[name].values() for each in forms for form in (each,)} - set(FORMS[name][kind])
     for form in (*foreign, "unheard-of"):
         times = {form: 1.0, "plain": 2.0}
-        choices = Choices([Measured(problem, kind, times, times, dict.fromkeys(times, 0.0))], {name: form})
+        choices = Choices([FormTimes(problem, kind, times, times, dict.fromkeys(times, 0.0))], {name: form})
         assert choices.select(name, kind, mx.float32, 512, (8,)) in FORMS[name][kind]
 
 
@@ -356,8 +356,8 @@ def test_a_file_that_cannot_be_used_is_said_and_left_alone(how: str) -> None:
 def test_impossible_times_and_unknown_forms_are_left_out() -> None:
     facts = measurements.device_facts(cpu())
     times = {"native": -1.0, "plain": 2.0, "magic": 0.1}
-    odd = Measured(NORM, "cpu", times, times, dict.fromkeys(times, 0.0))
-    measurements.save_table(facts, [odd, Measured(replace(NORM, name="gone"), "cpu", {}, {}, {})])
+    odd = FormTimes(NORM, "cpu", times, times, dict.fromkeys(times, 0.0))
+    measurements.save_table(facts, [odd, FormTimes(replace(NORM, name="gone"), "cpu", {}, {}, {})])
     (found,) = measurements.load_table(facts)[0]
     assert found.best == "plain"
 
@@ -365,7 +365,7 @@ def test_impossible_times_and_unknown_forms_are_left_out() -> None:
 # --- several ranks, and resuming ---------------------------------------------------------------------
 
 
-def settlement(*rows: Measured, wishes: str = "", **facts: Any) -> Settlement:
+def settlement(*rows: FormTimes, wishes: str = "", **facts: Any) -> Settlement:
     return Settlement({"kind": "cpu", **facts}, wishes, Choices(rows, parse_wishes(wishes, "cpu"), "Xeon"))
 
 
@@ -447,7 +447,7 @@ def test_the_command_measures_tells_and_keeps(table: Path, capsys: pytest.Captur
     assert "16 x 576" in out
     assert str(file) in out.replace("\n", "")
     (row,) = own_choices(cpu(cores=found["device"]["cores"]), {}).choices.measured
-    assert row.problem == Problem("rms_norm", "float32", (576,), 16)
+    assert row.problem == SizedOperation("rms_norm", "float32", (576,), 16)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from allhands.model.choices import KernelSelection
 from allhands.model.dropout import dropout_keys_of
 from allhands.model.passes import apply_passes
 from allhands.train import gradient_cost
-from allhands.train.gradient_check import GradientCheck, Verdict
+from allhands.train.gradient_check import GradientCheck, GradientVerdict
 from allhands.train.preparing import pass_context
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4}
@@ -66,7 +66,7 @@ def build(kind: str, **more: Any) -> Any:
     return model
 
 
-def checked(model: Any, longest: int = 90, **settings: Any) -> Verdict:
+def checked(model: Any, longest: int = 90, **settings: Any) -> GradientVerdict:
     config = TrainConfig.model_validate({"train": True, **settings})
     accelerator = detect()
     make_trainable(model, config)

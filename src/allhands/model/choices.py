@@ -69,7 +69,7 @@ def tolerance(name: str, dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SizedOperation:
     """An operation at one size.
 
     Attributes:
@@ -95,7 +95,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FormTimes:
     """What was found for a problem on a kind of device.
 
     Attributes:
@@ -104,7 +104,7 @@ class Measured:
         difference: largest difference of each form from the reference, as a share of the largest value.
     """
 
-    problem: Problem
+    problem: SizedOperation
     kind: Kind
     ms: Mapping[str, float]
     least_ms: Mapping[str, float]
@@ -155,32 +155,32 @@ class Choices:
         missing: forms that other devices of this kind have, but this process does not.
     """
 
-    measured: Sequence[Measured] = ()
+    measured: Sequence[FormTimes] = ()
     wished: Mapping[str, str] = field(default_factory=dict[str, str])
     device: str = ""
     missing: frozenset[str] = frozenset()
-    _selected: dict[tuple[Problem, Kind], str] = field(
-        default_factory=dict[tuple["Problem", "Kind"], str], init=False, repr=False, compare=False
+    _selected: dict[tuple[SizedOperation, Kind], str] = field(
+        default_factory=dict[tuple["SizedOperation", "Kind"], str], init=False, repr=False, compare=False
     )
 
     def select(self, name: str, kind: Kind, dtype: mx.Dtype, tokens: int, shape: tuple[int, ...]) -> str:
         """The form in which to compute an operation, one of :func:`forms`; see :meth:`decide`."""
         if not self.measured and not self.wished:
             return forms(name, kind, tokens)[0]
-        problem = Problem(name, type_name(dtype), shape, tokens)
+        problem = SizedOperation(name, type_name(dtype), shape, tokens)
         found = self._selected.get((problem, kind))
         if found is None:
             found = self._selected[problem, kind] = self.decide(problem, kind)[0]
         return found
 
-    def nearest(self, problem: Problem, kind: Kind) -> Measured | None:
+    def nearest(self, problem: SizedOperation, kind: Kind) -> FormTimes | None:
         """The measurement that speaks for ``problem``."""
         alike = replace(problem, tokens=0)
         same = [e for e in self.measured if e.kind == kind and replace(e.problem, tokens=0) == alike]
         found = min(same, key=lambda e: (abs(e.problem.size - problem.size), e.problem.size), default=None)
         return found if found and abs(found.problem.size - problem.size) <= _REACH else None
 
-    def decide(self, problem: Problem, kind: Kind) -> tuple[str, str]:
+    def decide(self, problem: SizedOperation, kind: Kind) -> tuple[str, str]:
         """The form to compute ``problem`` in on a kind of device on which it is a choice, and why."""
         known = [each for each in forms(problem.name, kind, problem.tokens) if each not in self.missing]
         for wish in (self.wished.get(problem.name), self.wished.get("")):

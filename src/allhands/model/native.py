@@ -18,7 +18,7 @@ import numpy as np
 from allhands.blas import native_library
 from allhands.model import known, native_arrays, native_experts, native_products
 from allhands.model.choices import BY_RULE, PLAIN, SELECTION, Selector, give_selection, selection_of
-from allhands.model.documents import Row
+from allhands.model.documents import DocumentRow
 from allhands.model.fastmath import FastMlp, gated, swiglu_form, with_vjp
 from allhands.model.instances import give_form, mix_in
 from allhands.model.native_arrays import (
@@ -250,7 +250,7 @@ class NativeAttention:
     """A known attention block with :func:`attention`."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        row = cache if isinstance(cache, Row) and not cache.windowed else None
+        row = cache if isinstance(cache, DocumentRow) and not cache.windowed else None
         causal = cache is None and isinstance(mask, str) and mask == "causal"
         if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]

@@ -12,7 +12,7 @@ from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ModelError
-from allhands.model.choices import Choices, Problem
+from allhands.model.choices import Choices, SizedOperation
 from allhands.model.split import split
 from allhands.train.operations import problems, sizes_of
 
@@ -56,7 +56,7 @@ def kernel_choices(choices: Choices, model: Mapping[str, Any], accelerator: Acce
     return [_kernel(problem, *choices.decide(problem, accelerator.kind)) for problem in found]
 
 
-def _kernel(problem: Problem, form: str, reason: str) -> str:
+def _kernel(problem: SizedOperation, form: str, reason: str) -> str:
     sizes = "" if reason.startswith("measured") else f" at {problem}"
     return f"chosen: {problem.name}{sizes}: {form} ({reason})"
 

@@ -21,8 +21,8 @@ from allhands.model.choices import (
     Choices,
     KernelSelection,
     Kind,
-    Problem,
     Selector,
+    SizedOperation,
     forms,
     give_selection,
 )
@@ -103,13 +103,13 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
     raise ModelError(f"its config.json does not have {name}", where="--model", hint=hint)
 
 
-def problems(sizes: ModelSizes, kind: Kind, tokens: Sequence[int]) -> list[Problem]:
+def problems(sizes: ModelSizes, kind: Kind, tokens: Sequence[int]) -> list[SizedOperation]:
     """The operations of a model that are a choice on a kind of device, at its sizes."""
-    made: list[Problem] = []
+    made: list[SizedOperation] = []
 
     def add(name: str, shape: tuple[int, ...], counts: Sequence[int]) -> None:
         if kind in FORMS[name]:
-            made.extend(Problem(name, sizes.dtype, shape, count) for count in dict.fromkeys(counts))
+            made.extend(SizedOperation(name, sizes.dtype, shape, count) for count in dict.fromkeys(counts))
 
     heads = (sizes.heads, sizes.kv_heads, sizes.head_width)
     add("rms_norm", (sizes.hidden,), tokens)
@@ -135,7 +135,7 @@ def _weights(sizes: ModelSizes, kind: Kind) -> list[tuple[int, int]]:
     return list(dict.fromkeys(rows))
 
 
-def operation(problem: Problem, kind: Kind) -> dict[str, Form]:
+def operation(problem: SizedOperation, kind: Kind) -> dict[str, Form]:
     """Each form of ``problem`` that this device can compute, on the same numbers."""
     mx.random.seed(0)
     dtype = _DTYPES[problem.dtype]
@@ -160,17 +160,17 @@ def _listed(outputs: Any) -> list[mx.array]:
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _under(problem: Problem, kind: Kind, form: Callable[[Choices], list[mx.array]]) -> dict[str, Form]:
+def _under(problem: SizedOperation, kind: Kind, form: Callable[[Choices], list[mx.array]]) -> dict[str, Form]:
     """``form`` with each choice made for it: it asks for one itself, as in training."""
     return {name: partial(form, _only(problem, name)) for name in FORMS[problem.name][kind]}
 
 
-def _only(problem: Problem, form: str) -> Choices:
+def _only(problem: SizedOperation, form: str) -> Choices:
     """One operation in one form, all others by rule."""
     return Choices(wished={problem.name: form})
 
 
-def _norm(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _norm(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     x, c = (_random(problem.tokens, *problem.shape, dtype=dtype) for _ in range(2))
     weight = 1 + _random(*problem.shape, dtype=dtype, scale=0.1)
     if kind == "cuda":
@@ -186,7 +186,7 @@ def _norm(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return made
 
 
-def _swiglu(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _swiglu(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     features = problem.shape[0]
     c = _random(problem.tokens, features, dtype=dtype)
     if kind == "cuda":
@@ -202,7 +202,7 @@ def _swiglu(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return made
 
 
-def _rope(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _rope(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     heads, kv_heads, width = problem.shape
     x = _random(1, problem.tokens, heads + 2 * kv_heads, width, dtype=dtype)
     cs = [_random(1, count, problem.tokens, width, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
@@ -220,7 +220,7 @@ def _turns(length: int, width: int) -> tuple[Any, Any]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _attention(problem: Problem, dtype: mx.Dtype, _: Kind) -> dict[str, Form]:
+def _attention(problem: SizedOperation, dtype: mx.Dtype, _: Kind) -> dict[str, Form]:
     heads, kv_heads, width = problem.shape
     length, scale = problem.tokens, problem.shape[2] ** -0.5
     inputs = [_random(1, length, count * width, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
@@ -238,7 +238,7 @@ def _attention(problem: Problem, dtype: mx.Dtype, _: Kind) -> dict[str, Form]:
     return made
 
 
-def _linear(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _linear(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     x, c = (_random(problem.tokens, width, dtype=dtype) for width in problem.shape[1::-1])
     layer, selection = _quantised(problem, dtype), KernelSelection()
 
@@ -258,7 +258,7 @@ def _linear(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return made
 
 
-def _adapted(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _adapted(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     """As trained: a layer and its adapter, with the gradients of both factors."""
     out, width = problem.shape[:2]
     x, c = (_random(problem.tokens, features, dtype=dtype) for features in (width, out))
@@ -280,7 +280,7 @@ def _adapted(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return both if native.available() else {PLAIN: both[PLAIN]}
 
 
-def _quantised(problem: Problem, dtype: mx.Dtype) -> nn.Sequential:
+def _quantised(problem: SizedOperation, dtype: mx.Dtype) -> nn.Sequential:
     out, width, bits, group = problem.shape
     layer = nn.QuantizedLinear(width, out, bias=False, group_size=group, bits=bits)
     weight = _random(out, width, dtype=dtype, scale=width**-0.5)
@@ -289,12 +289,12 @@ def _quantised(problem: Problem, dtype: mx.Dtype) -> nn.Sequential:
     return nn.Sequential(layer)
 
 
-def _dequantize(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _dequantize(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     (layer,) = _quantised(problem, dtype).layers
     return _under(problem, kind, lambda choices: [linear.dequantized(layer, choices)])
 
 
-def _loss(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _loss(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     vocabulary, width = problem.shape if len(problem.shape) == 2 else (*problem.shape, 1024)
     rows = problem.tokens or 1024
     hidden, weight = _random(rows, width, dtype=dtype), _random(vocabulary, width, dtype=dtype, scale=width**-0.5)
@@ -317,7 +317,7 @@ def _loss(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return _under(problem, kind, both)
 
 
-def _adam(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _adam(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     weight, gradient = (_random(problem.tokens, dtype=dtype, scale=0.02) for _ in range(2))
 
     def updates(choices: Choices) -> Form:
@@ -336,7 +336,7 @@ def _adam(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return {name: updates(_only(problem, name)) for name in FORMS["adamw"][kind]}
 
 
-_MAKERS: Mapping[str, Callable[[Problem, mx.Dtype, Kind], dict[str, Form]]] = {
+_MAKERS: Mapping[str, Callable[[SizedOperation, mx.Dtype, Kind], dict[str, Form]]] = {
     "rms_norm": _norm,
     "swiglu": _swiglu,
     "rope": _rope,

@@ -17,7 +17,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from allhands.accelerator import device_memory
 from allhands.model import known
 from allhands.model.choices import BY_RULE, SELECTION, Selector, selection_of
-from allhands.model.documents import Row
+from allhands.model.documents import DocumentRow
 from allhands.model.embedding import RowsEmbedding
 from allhands.model.fused import ops
 from allhands.model.fused.linear import (
@@ -152,7 +152,7 @@ class _FusedAttention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         group: Group = self._group
         batch, length, _ = x.shape
-        if not group.usable or not (cache is None or isinstance(cache, Row)) or length > self._turns.shape[0]:
+        if not group.usable or not (cache is None or isinstance(cache, DocumentRow)) or length > self._turns.shape[0]:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads
