@@ -1,6 +1,5 @@
 """``python -m allhands`` is the command ``allhands``."""
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from allhands.blas import preload_blas  # noqa: E402
 from allhands.cli.main import main  # noqa: E402
-from allhands.kernels import prepare  # noqa: E402
+from allhands.kernels import prepare_process  # noqa: E402
 from allhands.without_torch import leave_torch_out  # noqa: E402
 
 # Verbs that load MLX or transformers in this very process. Training and evaluation do that in their ranks.
@@ -29,7 +28,7 @@ def run() -> None:
     if arguments[:1] in (["data"], ["model"], ["cluster"]):
         # Training has handlers of its own.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    prepare(os.environ)
+    prepare_process()
     if loads_mlx(arguments):
         preload_blas()
         leave_torch_out()

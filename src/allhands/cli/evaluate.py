@@ -172,13 +172,14 @@ def _check_adapter(config: EvalConfig) -> None:
 
 
 def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:
-    from allhands.cli.train import share_cores
+    from allhands.cli.train import collector_paused, share_cores
     from allhands.cluster.join import surroundings_of
 
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()
-    from allhands.train.evaluating import run_evaluation
+    with collector_paused():
+        from allhands.train.evaluating import run_evaluation
 
     console = progress_console(highlight=False) if launch.rank == 0 else None
     surroundings = replace(surroundings_of(worker, launch, config), console=console, cores_per_rank=cores)

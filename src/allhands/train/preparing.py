@@ -28,8 +28,7 @@ from allhands.distributed.backend import Alone, Communicator
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
-from allhands.kernels import launch_directly, launches_directly
-from allhands.kernels import prepare as prepare_kernel_cache
+from allhands.kernels import launch_directly, launches_directly, prepare_process
 from allhands.model.adapters import (
     Trainable,
     as_written,
@@ -152,7 +151,7 @@ class Prepared:
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
-    prepare_kernel_cache(os.environ)
+    prepare_process()
     told = config.notes
     if start is not None and not config.train:
         config = as_written(config, start.parent)
