@@ -256,7 +256,7 @@ class _Elsewhere:
 
 
 def _outcome(ranks: _Elsewhere, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    monkeypatch.setattr(processes, "start", lambda *_: ranks)
+    monkeypatch.setattr("allhands.cluster.attempt.start_remote", lambda *_: ranks)
     places = (Place("gpu0", 1), Place("gpu1", 1))
     spec = LaunchSpec(["train"], 2, "ring", directory, places=places)
     return Attempt(spec, directory / "1", deque(), lambda event: None).run()

@@ -21,6 +21,7 @@ from mlx_lm.models import qwen2_moe
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from plain_loop import adapted_model
+from substituted import prepare_dense
 from tiny import write_model
 
 from allhands.data.loader import Loader, MicroBatch, collate
@@ -30,7 +31,6 @@ from allhands.errors import ConfigError
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
-from allhands.model.quantized import prepare_dense
 from allhands.objectives.causal_lm import batch_arrays, make_loss
 from allhands.parallel.gradient import make_gradient
 from allhands.sizing import Sizing

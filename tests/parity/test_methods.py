@@ -23,6 +23,7 @@ from mlx_lm.utils import load_model as mlx_lm_load
 from plain_loop import Example, adapted_model, chats, full_model, numpy_loss, train_plainly
 from ranked_tasks import finetune
 from runs import Run, distance, read_run, read_weights
+from substituted import prepare_dense
 from tiny import write_chat_data, write_model
 
 from allhands.config import build_config
@@ -30,7 +31,6 @@ from allhands.data.loader import MicroBatch, pad_targets
 from allhands.distributed.backend import SingleProcess
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import get_model
-from allhands.model.quantized import prepare_dense
 from allhands.parallel.gradient import make_gradient
 from allhands.train.step import StepOptions, make_step
 from allhands.train.updater import Rules

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,10 +41,7 @@ LAYERS: dict[str, int] = {
     "allhands.files": 0,
     "allhands.staging": 0,
     "allhands.without_torch": 0,
-    "allhands.importing": 0,
     "allhands.threads": 0,
-    "allhands.import_structures": 0,
-    "allhands.kept_structures": 0,
     "allhands.formatting": 0,
     "allhands.gpus": 0,
     "allhands.http_guard": 0,
@@ -437,3 +438,67 @@ def test_every_error_class_has_its_own_documented_exit_code() -> None:
     assert len(set(codes.values())) == len(codes), codes
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert all(f"| {code} |" in page for code in codes.values())
+
+
+def _modules_of(tree: ast.Module) -> set[str]:
+    """The names that stand for modules in a file: of ``import a.b as c``, ``import a``, and ``from a import b``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.asname or each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {e.asname or e.name for e in node.names if _is_module(f"{node.module}.{e.name}")}
+    return names
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to or deletes; of ``setattr`` and ``delattr`` the object, as if of an attribute."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        yield from node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        yield ast.Attribute(node.args[0], "", ast.Store())
+
+
+def _patches(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = _modules_of(tree)
+    targets = [target for node in ast.walk(tree) for target in _changed(node) if isinstance(target, ast.Attribute)]
+    # What a module is told that is meant for it: the hook for exceptions, as its documentation says.
+    return [
+        f"{path.name}:{target.value.lineno}: {ast.unparse(target)}"
+        for target in targets
+        if isinstance(target.value, ast.Name) and target.value.id in modules and target.attr != "excepthook"
+    ]
+
+
+def test_nothing_is_set_on_a_module_and_no_import_is_hooked() -> None:
+    for path in (SOURCE / "allhands").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"meta_path|path_hooks", text), path
+        assert _patches(path) == []
+
+
+def test_one_module_changes_the_class_of_instances() -> None:
+    found = {path.name for path in SOURCE.rglob("*.py") if "__class__ =" in path.read_text(encoding="utf-8")}
+    assert found == {"instances.py"}
+
+
+@pytest.mark.parametrize("program", ["train.py", "allhands"])
+def test_importing_allhands_changes_no_variable(program: str) -> None:
+    code = (
+        f"import os, sys\nsys.argv = [{program!r}]\nbefore, hooks = dict(os.environ), list(sys.meta_path)\n"
+        "import allhands, allhands.cli.main\nassert dict(os.environ) == before and sys.meta_path == hooks"
+    )
+    # What the directory of the tests has set would hide it.
+    environ = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "TMP", "TEMP", "TEMPDIR")}
+    subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)

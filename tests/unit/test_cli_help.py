@@ -104,8 +104,7 @@ def loaded_by(*arguments: str) -> set[str]:
 # What the parser itself needs; anything else would be waited for by everybody at every command.
 PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
 OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels", ".versions"}
-# What has a say in how other libraries are imported, later.
-OWN |= {".__main__", ".cli.parser", ".import_structures", ".importing", ".paths", ".terminal", ".without_torch"}
+OWN |= {".__main__", ".cli.parser", ".paths", ".terminal", ".without_torch"}
 # What options are made from.
 OPTIONS = {".cli.option_groups", ".cli.options", ".config", ".config_errors", ".config_values"}
 

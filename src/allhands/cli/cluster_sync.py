@@ -16,6 +16,7 @@ import typer
 from allhands.errors import ConfigError, DataError
 from allhands.formatting import format_duration, format_size
 from allhands.terminal import progress_console
+from allhands.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -153,6 +154,7 @@ def _model_path(source: str) -> str:
     """A directory as it is named; anything else as the place in the cache where it is found by its name."""
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
+    leave_torch_out()
     from allhands.cli.notices import say
     from allhands.model.sources import resolve
 

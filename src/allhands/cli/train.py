@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands import faults
+from allhands.blas import preload_blas
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import TrainingJob, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
@@ -30,6 +32,7 @@ from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written
 from allhands.terminal import print_line, progress_console, tell, tell_lost_words
+from allhands.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -255,6 +258,18 @@ def work(config: TrainConfig, launch: Launch) -> int:
     return 0
 
 
+@contextmanager
+def collector_paused() -> Generator[None, None, None]:
+    """For imports: none of the many objects that they make goes, and looking for that takes a tenth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        # Nor will they later: collections need not look at them again.
+        gc.freeze()
+        gc.enable()
+
+
 def leave(launch: Launch) -> None:
     """End an error-free rank without a clean-up that can hang when ranks end apart.
 
@@ -274,7 +289,10 @@ def leave(launch: Launch) -> None:
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
-    from allhands.train.recipes import run_finetune
+    preload_blas()
+    with collector_paused():
+        leave_torch_out()
+        from allhands.train.recipes import run_finetune
 
     # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.
     tagged = TAG_VARIABLE in os.environ

@@ -27,6 +27,7 @@ from allhands.cluster.patience import Patience
 from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
+from allhands.kernels import prepare_process
 from allhands.staging import Scratch
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def join_here() -> Communicator:
         DistributedError: as there.
     """
     launch = launch_here()
+    prepare_process()
     take_device(launch)
     communicator = join_group(launch, _JOIN_TIMEOUT_S)
     from allhands.accelerator import slow_products

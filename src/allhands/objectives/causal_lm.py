@@ -108,7 +108,8 @@ def _split_loss(
 ) -> mx.array:
     rows = _rows(parts, inputs, positions, targets, documents)
     weight = parts.head_weight().astype(rows.dtype)
-    return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
+    trained, selection = parts.head_is_trained, parts.selection
+    return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
 
 
 def _eager_loss(
@@ -116,7 +117,9 @@ def _eager_loss(
 ) -> mx.array:
     rows = _rows(parts, inputs, positions, targets, documents)
     weight = parts.head_weight().astype(rows.dtype)
-    return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
+    return eager_linear_cross_entropy(
+        rows, weight, targets, train_weight=False, with_grad=False, selection=parts.selection
+    )[0]
 
 
 def _eager_gradient(
@@ -147,7 +150,9 @@ def _eager_gradient(
     (rows,), grads = mx.vjp(body, list(values), [grad_rows])
     model.update(unflatten(list(zip(names, values, strict=True))))
     mx.eval(rows)
-    loss, grad, grad_weight = eager_linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained)
+    loss, grad, grad_weight = eager_linear_cross_entropy(
+        rows, weight, targets, train_weight=parts.head_is_trained, selection=parts.selection
+    )
     np.asarray(grad_rows)[...] = np.asarray(grad)
     result = dict(zip(names, grads, strict=True))
     if grad_weight is not None:
@@ -169,7 +174,8 @@ def _gradient_at_once(
         # In which a CPU computes anyway; NumPy knows no other.
         rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
         weight = parts.head_weight().astype(mx.float32)
-        return eager_loss(rows, weight, targets, values=head, train_weight=parts.head_is_trained)
+        trained, selection = parts.head_is_trained, parts.selection
+        return eager_loss(rows, weight, targets, values=head, train_weight=trained, selection=selection)
 
     try:
         (total,), grads = mx.vjp(loss, values, [mx.ones(())])

@@ -29,7 +29,6 @@ from allhands.errors import ModelError, StorageError
 from allhands.files import make_directory, write_whole
 from allhands.model import moments
 from allhands.model.adapters import ADAPTER_LEAVES
-from allhands.model.choices import Choices, settle, settled
 from allhands.model.dropout import DropoutKeys
 from allhands.model.load import LoadedModel
 from allhands.parallel.gradient import make_gradient
@@ -272,20 +271,13 @@ class GradientCheck:
             value, gradient = nn.value_and_grad(model, loss)(model)
             return _passed(value / row.trained, gradient)
 
-    def compare(
-        self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None
-    ) -> GradientVerdict:
-        """Ours, by the model with its forms in place and by the choices of ``kernels``, beside mlx_lm's.
+    def compare(self, model: nn.Module, *, eager: bool, dropout: DropoutKeys | None) -> GradientVerdict:
+        """Ours, by the model with its passes applied and by what selects its kernels, beside mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
         """
-        before = settled()
-        settle(kernels)
-        try:
-            compared = [self._decided(model, each, eager, dropout) for each in self._rows]
-        finally:
-            settle(before)
+        compared = [self._decided(model, each, eager, dropout) for each in self._rows]
         self._rows.clear()
         # What a step will need is told from what the process holds before.
         mx.clear_cache()
@@ -434,8 +426,8 @@ def remember(path: Path, verdict: GradientVerdict) -> None:
 class StartCheck:
     """The check of a training before its first step: made once for each kind of step, and remembered."""
 
-    def __init__(self, check: GradientCheck, memory: Path, kernels: Choices, *, eager: bool, name: str) -> None:
-        self._check, self._memory, self._kernels = check, memory, kernels
+    def __init__(self, check: GradientCheck, memory: Path, *, eager: bool, name: str) -> None:
+        self._check, self._memory = check, memory
         self._eager, self._name = eager, name
 
     @classmethod
@@ -462,7 +454,7 @@ class StartCheck:
             loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
         )
         eager = accelerator.eager and config.compile != "on"
-        return cls(check, memory, kernels.choices, eager=eager, name=str(loaded.path))
+        return cls(check, memory, eager=eager, name=str(loaded.path))
 
     def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:
         """Compare with ours; returns what a person should know.
@@ -470,7 +462,7 @@ class StartCheck:
         Raises:
             ModelError: they differ, or ours cannot be computed.
         """
-        verdict = self._check.compare(model, kernels=self._kernels, eager=self._eager, dropout=dropout)
+        verdict = self._check.compare(model, eager=self._eager, dropout=dropout)
         verdict.raise_if_wrong(self._name)
         if verdict.is_complete:
             remember(self._memory, verdict)

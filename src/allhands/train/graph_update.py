@@ -17,7 +17,7 @@ from mlx.utils import tree_map
 
 from allhands.distributed.backend import Communicator
 from allhands.distributed.shards import Shards
-from allhands.model.choices import PLAIN, chosen
+from allhands.model.choices import PLAIN, Selector, selection_of
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
 from allhands.parallel.norms import sum_of_squares
@@ -50,6 +50,7 @@ class GraphUpdate:
             travelling: whether ranks add gradients up while others are computed.
         """
         self._model = model
+        self._selection = selection_of(model)
         self._optimizer = optimizer
         self._max_norm = max_norm
         initialise(optimizer, model)
@@ -71,7 +72,8 @@ class GraphUpdate:
 
     def _by_kernels(self, weights: Any) -> bool:
         """Whether ``weights`` are updated by kernels of our own."""
-        return isinstance(self._optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN
+        fits = isinstance(self._optimizer, KernelAdam) and kernels.available()
+        return fits and _adam_form(weights, self._selection) != PLAIN
 
     @property
     def leaves(self) -> Leaves | None:
@@ -216,9 +218,9 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
 
 
-def _adam_form(weights: Any) -> str:
+def _adam_form(weights: Any, selection: Selector) -> str:
     arrays = [array for _, array in flatten(weights)]
-    return chosen("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
+    return selection.select("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
 
 
 class _Joined:

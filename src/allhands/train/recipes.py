@@ -349,6 +349,7 @@ class _Run:
         ready = self.ready
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
         kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
