@@ -26,37 +26,13 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 
 # The longest prefix that fits counts. Imports point to the same layer or further down.
+_LOWEST = """
+errors aliases yaml_files optimizer_arguments config config_errors config_values paths
+pretrain_config eval_config blas files staging without_torch threads formatting gpus http_guard
+faults memory sizing versions callers ports strict_json names terminal blame kernels native
+"""
 LAYERS: dict[str, int] = {
-    "allhands.errors": 0,
-    "allhands.aliases": 0,
-    "allhands.yaml_files": 0,
-    "allhands.optimizer_arguments": 0,
-    "allhands.config": 0,
-    "allhands.config_errors": 0,
-    "allhands.config_values": 0,
-    "allhands.paths": 0,
-    "allhands.pretrain_config": 0,
-    "allhands.eval_config": 0,
-    "allhands.blas": 0,
-    "allhands.files": 0,
-    "allhands.staging": 0,
-    "allhands.without_torch": 0,
-    "allhands.threads": 0,
-    "allhands.formatting": 0,
-    "allhands.gpus": 0,
-    "allhands.http_guard": 0,
-    "allhands.faults": 0,
-    "allhands.memory": 0,
-    "allhands.sizing": 0,
-    "allhands.versions": 0,
-    "allhands.callers": 0,
-    "allhands.ports": 0,
-    "allhands.strict_json": 0,
-    "allhands.names": 0,
-    "allhands.terminal": 0,
-    "allhands.blame": 0,
-    "allhands.kernels": 0,
-    "allhands.native": 0,
+    **{f"allhands.{name}": 0 for name in _LOWEST.split()},
     "allhands.checkpoints": 1,
     "allhands.arrays": 2,
     "allhands.data": 1,
