@@ -26,7 +26,7 @@ from allhands.cli.launch import LaunchOptions, _job, resolved
 from allhands.cli.main import main
 from allhands.cluster.journal import read_events
 from allhands.errors import ConfigError
-from allhands.train.resume import FIXED, TOLD
+from allhands.checkpoints.settings import FIXED, TOLD
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "supervised_training.py"
 PLACE = "    stop = allhands.progress(step)\n"

@@ -26,7 +26,7 @@ from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted
 from allhands.metrics import read_metrics
 from allhands.train.callbacks import Callback
 from allhands.train.recipes import Surroundings, run_finetune
-from allhands.train.resume import FIXED, FREE, TOLD
+from allhands.checkpoints.settings import FIXED, FREE, TOLD
 from allhands.train.step import TrainStep
 
 # Eleven examples in batches of four: three batches an epoch, the last of them small.

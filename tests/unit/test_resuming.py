@@ -15,7 +15,7 @@ from allhands.checkpoints import reading as checkpoint_reading
 from allhands.cli.train import train
 from allhands.config import build_config
 from allhands.errors import CheckpointError
-from allhands.train.restore import find_checkpoint, tell_kept_aside
+from allhands.checkpoints.resuming import find_checkpoint, tell_kept_aside
 
 SHORT, ALTERED = "bytes instead of", "SHA-256 sum is wrong"
 

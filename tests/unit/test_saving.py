@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from allhands.checkpoints import Tensor, checkpoint_path, open_checkpoint
+from allhands.checkpoints.format import WEIGHTS_FILE
 from allhands.errors import StorageError
 from allhands.metrics import SavedReport
-from allhands.train.saving import SaveKind, SavePlan, Saver
-from allhands.train.state import WEIGHTS_FILE, LoopState
+from allhands.checkpoints.saving import SaveKind, SavePlan, Saver
+from allhands.train.state import LoopState
 
 
 class JustDone(Future[SavedReport]):

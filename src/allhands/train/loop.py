@@ -14,6 +14,8 @@ from typing import Literal
 import mlx.core as mx
 
 from allhands.accelerator import Accelerator, peak_memory_bytes
+from allhands.checkpoints.copies import NUMBERS, Copies
+from allhands.checkpoints.saving import CopyError, SaveKind
 from allhands.config import TrainConfig
 from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
@@ -27,9 +29,7 @@ from allhands.model.load import MODEL
 from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
-from allhands.train.copies import NUMBERS, Copies
 from allhands.train.result import StepResult
-from allhands.train.saving import CopyError, SaveKind
 from allhands.train.state import LoopState, Window
 from allhands.train.step import TrainStep
 from allhands.trees import number, numbers

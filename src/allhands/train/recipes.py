@@ -8,13 +8,20 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import psutil
 
+from allhands.checkpoints.arrays import snapshot
+from allhands.checkpoints.format import Groups, num_bytes_of
+from allhands.checkpoints.parts import Parts
 from allhands.checkpoints.place import require_place_of_run
+from allhands.checkpoints.resuming import restore_optimizer
+from allhands.checkpoints.saving import SaveKind, SavePlan, Saver, checkpoint_of
+from allhands.checkpoints.tensors import Tensor
 from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
@@ -52,10 +59,13 @@ from allhands.train.optim import has_schedule, make_optimizer, num_batches
 from allhands.train.outputs import Outputs, copies_of
 from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
 from allhands.train.samples import Sampler
-from allhands.train.saving import SaveKind, SavePlan, Saver
-from allhands.train.state import LoopState, restore_optimizer, snapshot
+from allhands.train.sharded_state import load_optimizer, sharded_state
+from allhands.train.state import LoopState
 from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
+
+_Save = Callable[[LoopState, SaveKind], None]
+_Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 
 __all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
 
@@ -169,6 +179,7 @@ class _Run:
         loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
+        self._restore_rest(optimizer, step)
         sink.emit(self._started(total, state, largest))
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
@@ -184,7 +195,7 @@ class _Run:
             self.surroundings.waits(state.iteration, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
-        with closing(step), prefetched as prefetcher, self._saver(optimizer, step) as saver:
+        with closing(step), prefetched as prefetcher, self._saver(optimizer, step) as (save, saved):
             parts = LoopParts(
                 config=config,
                 order=order,
@@ -195,8 +206,8 @@ class _Run:
                 accelerator=self.ready.accelerator,
                 sink=sink,
                 callbacks=self.callbacks,
-                save=partial(self._save, step, saver),
-                saved=saver.saved if saver else lambda wait: list[SavedReport | Warned | AllhandsError](),
+                save=save,
+                saved=saved,
                 beat=self.surroundings.beat,
                 stop_requested=self.surroundings.stop_requested,
                 regroup_requested=self.surroundings.regroup_requested,
@@ -211,11 +222,6 @@ class _Run:
             kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
-
-    def _save(self, step: TrainStep, saver: Saver | None, state: LoopState, kind: SaveKind) -> None:
-        step.gather(keep=saver is not None)
-        if saver is not None:
-            saver.save(state, kind)
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
         """What lets the model write, on rank 0."""
@@ -255,11 +261,22 @@ class _Run:
         if restored is None:
             return optimizer, LoopState()
         state = LoopState.from_json(restored.state)
-        restore_optimizer(optimizer, restored.optimizer, None if has_schedule(config) else config.learning_rate)
-        # The arrays have their places now: nothing is held twice.
+        if not self._divides(masters=optimizer.masters):
+            restore_optimizer(optimizer, restored, self.surroundings.busy)
+        return optimizer, state
+
+    def _restore_rest(self, optimizer: Any, step: TrainStep) -> None:
+        """What of a checkpoint's state can be restored only where ranks have divided it among them."""
+        config, restored = self.config, self.ready.restored
+        if restored is None:
+            return
+        if self._divides(masters=optimizer.masters):
+            load_optimizer(optimizer, step.graph, restored, self.surroundings.busy)
+        if not has_schedule(config):  # which computes it from the step
+            optimizer.learning_rate = config.learning_rate
+        # The arrays have their places now: nothing is read again.
         restored.weights.clear()
         restored.optimizer.clear()
-        return optimizer, state
 
     def _step(self, optimizer: Any, state: LoopState, compiled: bool) -> TrainStep:
         config = self.config
@@ -334,13 +351,49 @@ class _Run:
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
     @contextmanager
-    def _saver(self, optimizer: Any, step: TrainStep) -> Generator[Saver | None, None, None]:
-        """Who writes on this rank, if it keeps files."""
-        if not self.ready.keeps_files:
-            yield None
-            return
+    def _saver(self, optimizer: Any, step: TrainStep) -> Generator[tuple[_Save, _Saved], None, None]:
+        """What saves on this rank: everything if it keeps files, else what only it holds."""
+        config, ready, keeps = self.config, self.ready, self.ready.keeps_files
+
+        def groups() -> Groups:
+            return sharded_state(ready.loaded.model, optimizer, step.graph)
+
+        def waits() -> bool:
+            # What is held of a step stays in memory beside what the next ones make of it.
+            room = psutil.virtual_memory().available
+            return ready.accelerator.eager and room < self.mesh.local_size * num_bytes_of(groups())
+
+        parts = Parts.agreed(
+            ready.communicator,
+            self.directory,
+            groups,
+            keeps,
+            spare_bytes=lambda: step.spare_bytes,
+            waits=waits,
+            busy=self.surroundings.busy,
+        )
+
+        def hold() -> Callable[[], dict[str, list[Tensor]]]:
+            return snapshot(groups() if parts is None else parts.ownership.common(groups()), step.spare_bytes)
+
+        def offer(state: LoopState, kind: SaveKind) -> None:
+            target = checkpoint_of(self.directory, state.iteration, kind, config.keep_last)
+            if parts is not None and target is not None:
+                parts.begin(target)
+
+        with ExitStack() as stack:
+            if parts is not None:
+                stack.callback(parts.close)
+            if not keeps:
+                yield offer, lambda wait: []
+                return
+            saver = Saver(self._save_plan(waits), hold, self._described, parts)
+            stack.callback(saver.close)
+            yield saver.save, saver.saved
+
+    def _save_plan(self, waits: Callable[[], bool]) -> SavePlan:
         config, ready = self.config, self.ready
-        plan = SavePlan(
+        return SavePlan(
             directory=self.directory,
             run_id=ready.run_id,
             busy=self.surroundings.busy,
@@ -354,12 +407,8 @@ class _Run:
             constants=cache(self._constants),
             model=self._model_files(),
             room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
+            waits=waits,
         )
-        saver = Saver(plan, lambda: snapshot(ready.loaded.model, optimizer, step.spare_bytes), self._described)
-        try:
-            yield saver
-        finally:
-            saver.close()
 
     def _described(self, state: LoopState) -> dict[str, Any]:
         """Where the run stands, as JSON values."""

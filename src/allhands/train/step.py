@@ -154,6 +154,11 @@ class TrainStep:
         """What this rank keeps and updates, if not everything."""
         return None if self._graph is None else self._graph.shards
 
+    @property
+    def graph(self) -> GraphUpdate | None:
+        """What updates in the graph, if something does."""
+        return self._graph
+
     def close(self) -> None:
         """Give MLX its own limit of memory back."""
         if self._ahead is not None:

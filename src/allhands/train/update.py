@@ -159,6 +159,16 @@ class GraphUpdate:
         self._optimizer.state = state
         return norm
 
+    def flat_state(self) -> dict[str, Any]:
+        """The optimizer's state as it is kept beside :attr:`leaves`, with a chunk's number in place of names."""
+        assert self._joined is not None
+        return self._joined.state()
+
+    def put_flat_state(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`flat_state`."""
+        assert self._joined is not None
+        self._joined.put(self._joined.weights(), state)
+
     def gather(self, communicator: Communicator, *, keep: bool) -> None:
         """Put the optimizer's state together, so that it can be read; called by every rank.
 

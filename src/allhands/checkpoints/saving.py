@@ -10,11 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from allhands.checkpoints import BEST, Checkpoint, Tensor, checkpoint_path, open_checkpoint, prune, write_checkpoint
-from allhands.checkpoints.reading import sum_of
-from allhands.checkpoints.tensors import safetensors_pieces
+from allhands.checkpoints.format import WEIGHTS_FILE
+from allhands.checkpoints.layout import BEST, checkpoint_path
+from allhands.checkpoints.parts import Delivery, Parts
+from allhands.checkpoints.pruning import prune
+from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
+from allhands.checkpoints.tensors import Tensor, safetensors_pieces
+from allhands.checkpoints.writing import drafting
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
@@ -23,12 +27,19 @@ from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config, save_template
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
-from allhands.train.state import WEIGHTS_FILE, LoopState
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
 SaveKind = Literal["last", "best", "suspect", "same"]
 _Tensors = Callable[[], dict[str, list[Tensor]]]
+P = TypeVar("P", bound="Progress")
+
+
+class Progress(Protocol):
+    """Where a run stands, as far as saving goes by it."""
+
+    iteration: int
+    best_iteration: int | None
 
 
 class CopyError(StorageError):
@@ -50,6 +61,7 @@ class SavePlan:
         model: makes the weights a model of their own, which is then written in place of an adapter.
         busy: called as the writing gets on.
         room: makes way for the run's files; called before something is written, until it has once succeeded.
+        waits: whether there is no room for what is held while training goes on: then it goes on when all is written.
     """
 
     directory: Path
@@ -64,6 +76,7 @@ class SavePlan:
     model: ModelFiles | None = None
     busy: Callable[[], None] = lambda: None
     room: Callable[[], object] = lambda: None
+    waits: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -73,10 +86,19 @@ class _Request:
     best_iteration: int | None
     state: dict[str, Any]
     tensors: _Tensors
+    delivery: Delivery | None
     pause_s: float
+    waits: bool
 
 
-class Saver:
+def checkpoint_of(directory: Path, iteration: int, kind: SaveKind, keep_last: int) -> Path | None:
+    """Where a save of this kind writes a checkpoint, if it does."""
+    if kind == "best":
+        return directory / BEST
+    return checkpoint_path(directory, iteration) if keep_last and kind != "suspect" else None
+
+
+class Saver(Generic[P]):
     """Writes in a thread of its own, one request after the other.
 
     Args:
@@ -84,34 +106,42 @@ class Saver:
         hold: keeps the arrays as they are while training goes on; called again in the writing thread, what it gives are
             those to write, by file.
         describe: the state of the run as JSON values.
+        parts: of other arrays, which ranks have divided among them: then all ranks save together.
     """
 
     def __init__(
         self,
         plan: SavePlan,
         hold: Callable[[], _Tensors],
-        describe: Callable[[LoopState], dict[str, Any]],
+        describe: Callable[[P], dict[str, Any]],
+        parts: Parts | None = None,
     ) -> None:
         self._plan = plan
         self._hold = hold
         self._describe = describe
+        self._parts = parts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-save")
         self._pending: list[tuple[int, Future[SavedReport | None]]] = []
         self._troubles: deque[Warned] = deque()
         self._has_room = False
         self._held: tuple[int, weakref.ref[_Tensors]] | None = None
 
-    def save(self, state: LoopState, kind: SaveKind) -> None:
+    def save(self, state: P, kind: SaveKind) -> None:
         """Begin to write what the run is now.
 
         What an earlier batch left to write is waited for: two versions of all weights are enough in memory.
         """
-        begun = time.perf_counter()
+        begun, plan = time.perf_counter(), self._plan
         wait([future for iteration, future in self._pending if iteration < state.iteration])
-        tensors, described = self._tensors(state.iteration), self._describe(state)
+        target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
+        delivery = None if self._parts is None or target is None else self._parts.begin(target)
+        tensors, described, waits = self._tensors(state.iteration), self._describe(state), plan.waits()
         pause_s = time.perf_counter() - begun
-        request = _Request(kind, state.iteration, state.best_iteration, described, tensors, pause_s)
-        self._pending.append((state.iteration, self._thread.submit(self._write, request)))
+        facts = (kind, state.iteration, state.best_iteration, described, tensors)
+        future = self._thread.submit(self._write, _Request(*facts, delivery, pause_s, waits))
+        self._pending.append((state.iteration, future))
+        if waits:
+            wait([future])
 
     def _tensors(self, iteration: int) -> _Tensors:
         """Those of a batch, once for everything that is still to be written of them."""
@@ -140,11 +170,23 @@ class Saver:
 
     def close(self) -> None:
         """Wait for what is being written."""
+        if self._parts is not None:
+            self._parts.ends()
         self._thread.shutdown()
 
     def _write(self, request: _Request) -> SavedReport | None:
         """The report of what was written, if anything had to be."""
         begun = time.perf_counter()
+        try:
+            path = self._written(request)
+        finally:
+            if request.delivery is not None:
+                request.delivery.stack.close()
+        took_s = time.perf_counter() - begun
+        pause_s = request.pause_s + (took_s if request.waits else 0.0)
+        return None if path is None else SavedReport(request.iteration, str(path), pause_s, took_s)
+
+    def _written(self, request: _Request) -> Path | None:
         try:
             if not self._has_room:
                 self._plan.room()
@@ -152,10 +194,9 @@ class Saver:
             there = self._there(request) if request.kind == "same" else frozenset[Path]()
             if there == self._wanted(request):
                 return None
-            path = self._write_best(request) if request.kind == "best" else self._write_last(request, there)
+            return self._write_best(request) if request.kind == "best" else self._write_last(request, there)
         except OSError as error:
             raise storage_error_of(error, self._plan.directory) from error
-        return SavedReport(request.iteration, str(path), request.pause_s, time.perf_counter() - begun)
 
     def _numbered(self, request: _Request) -> Path:
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
@@ -270,15 +311,17 @@ class Saver:
         texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
         if self._plan.chat_template is not None and self._plan.model is None:
             texts[TEMPLATE_FILE] = self._plan.chat_template
-        return write_checkpoint(
-            target,
-            step=request.iteration,
-            run_id=self._plan.run_id,
-            state={**request.state, **self._plan.constants()},
-            tensors=request.tensors(),
-            texts=texts,
-            progress=self._plan.busy,
-        )
+        delivery, busy = request.delivery, self._plan.busy
+        with drafting(target) if delivery is None else delivery.opened() as draft:
+            return draft.publish(
+                step=request.iteration,
+                run_id=self._plan.run_id,
+                state={**request.state, **self._plan.constants()},
+                tensors=request.tensors(),
+                texts=texts,
+                progress=busy,
+                parts=tuple if delivery is None else lambda: delivery.collect(busy),
+            )
 
 
 def _write_tensors(path: Path, tensors: list[Tensor]) -> None:
