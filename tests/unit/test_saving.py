@@ -12,9 +12,9 @@ import pytest
 
 from allhands.checkpoints import Tensor, checkpoint_path, open_checkpoint
 from allhands.checkpoints.format import WEIGHTS_FILE
+from allhands.checkpoints.saving import SaveKind, SavePlan, Saver
 from allhands.errors import StorageError
 from allhands.metrics import SavedReport
-from allhands.checkpoints.saving import SaveKind, SavePlan, Saver
 from allhands.train.state import LoopState
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from allhands.checkpoints.format import (
     ITEM_BYTES,
+    Flat,
     Groups,
     OwnedSlice,
     Region,
@@ -45,6 +47,7 @@ _CODES: dict[mx.Dtype, str] = {
     mx.complex64: "C64",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_PIECE_BYTES = 4 << 20
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
@@ -168,14 +171,26 @@ class SharedArray:
     numbers: StoredNumbers | None
 
     def read(self, region: Region | None = None) -> mx.array:
-        own = None if self.numbers is None else self.numbers.words()
-        whole = np.empty(self.shape, dtype=f"u{ITEM_BYTES[self.dtype]}") if own is None else own
-        flat, filled = whole.reshape(-1).view(np.uint8), 0
-        for piece in hand_out_bytes(self.communicator, [] if own is None else [flat.data], flat.size):
-            if own is None:
-                flat[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return _array(cut(whole, region), self.dtype)
+        wanted = everything(self.shape) if region is None else region
+        flat, word = wanted.flat(self.shape), ITEM_BYTES[self.dtype]
+        # A range is taken out of what passes by; for another box the whole array has to be there.
+        taken = Flat(0, math.prod(self.shape)) if flat is None else flat
+        result, at = np.empty(taken.size * word, dtype=np.uint8), -taken.start * word
+        for piece in hand_out_bytes(self.communicator, self._pieces(), math.prod(self.shape) * word):
+            begin, end = max(at, 0), min(at + len(piece), len(result))
+            if begin < end:
+                result[begin:end] = piece[begin - at : end - at]
+            at += len(piece)
+        words = result.view(f"u{word}")
+        return _array(words.reshape(wanted.shape) if flat else cut(words.reshape(self.shape), wanted), self.dtype)
+
+    def _pieces(self) -> Iterator[memoryview]:
+        if self.numbers is None:
+            return
+        step = _PIECE_BYTES // ITEM_BYTES[self.dtype] if self.numbers.in_ranges else self.numbers.size
+        for start in range(0, self.numbers.size, step):
+            words = self.numbers.words(Flat(start, min(start + step, self.numbers.size)))
+            yield words.view(np.uint8).data
 
 
 def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:

@@ -41,6 +41,17 @@ class Box:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def flat(self, whole: Shape) -> Flat | None:
+        """The same numbers of an array of the shape ``whole`` as a range, if they follow each other there."""
+        # Of the first axis with several numbers a part, of those behind it everything.
+        first = next((axis for axis, n in enumerate(self.shape) if n != 1), len(whole))
+        if any(n != most for n, most in zip(self.shape[first + 1 :], whole[first + 1 :], strict=True)):
+            return None
+        start = 0
+        for at, most in zip(self.start, whole, strict=True):
+            start = start * most + at
+        return Flat(start, start + self.size)
+
     def fits(self, whole: Shape) -> bool:
         """Whether it lies in an array of the shape ``whole``."""
         if not len(self.start) == len(self.shape) == len(whole):
@@ -66,6 +77,10 @@ class Flat:
     @property
     def shape(self) -> Shape:
         return (self.size,)
+
+    def flat(self, whole: Shape) -> Flat:
+        """Itself, as :meth:`Box.flat`."""
+        return self
 
     def fits(self, whole: Shape) -> bool:
         """Whether it lies in an array of the shape ``whole``."""

@@ -28,11 +28,12 @@ class StoredNumbers:
     Attributes:
         shape: of the whole array.
         dtype: code of safetensors.
+        size: how many numbers it has.
     """
 
     def __init__(self, stored: StoredArray, files: Mapping[str, _MappedFile]) -> None:
-        self.shape, self.dtype = stored.shape, stored.dtype
-        self._slices = [(each.region, each.key, files[each.file]) for each in stored.slices]
+        self.shape, self.dtype, self.size = stored.shape, stored.dtype, stored.size
+        self._slices = [(each.region, each.key, files[each.file]) for each in stored.slices if each.region.size]
         self._word = np.dtype(f"u{ITEM_BYTES[stored.dtype]}")
 
     def words(self, region: Region | None = None) -> Words:
@@ -43,26 +44,38 @@ class StoredNumbers:
         """
         wanted = everything(self.shape) if region is None else region
         assert wanted.fits(self.shape), (wanted, self.shape)
-        if not wanted.size:
-            return np.empty(wanted.shape, dtype=self._word)
-        kinds = {type(each) for each, _, _ in self._slices if each.size}
-        if kinds <= {type(wanted)}:
-            return self._assembled(wanted)
-        # Ranges of boxes, or boxes of ranges: both are simple in the whole array, and in nothing smaller.
-        whole: Region = everything(self.shape)
-        if kinds == {Flat}:
-            whole = Flat(0, int(np.prod(self.shape)))
-        return cut(self._assembled(whole).reshape(self.shape), wanted)
-
-    def _assembled(self, wanted: Region) -> Words:
         result = np.empty(wanted.shape, dtype=self._word)
-        for region, key, file in self._slices:
-            if type(region) is not type(wanted):
-                cut(result.reshape(self.shape), region)[...] = file.words(key, region.shape, self._word)
-            elif (both := _shared(region, wanted)) is not None:
-                result[_within(both, wanted)] = file.words(key, region.shape, self._word)[_within(both, region)]
-            file.release()
+        flat = wanted.flat(self.shape)
+        if not wanted.size:
+            return result
+        if flat is not None and self.in_ranges:
+            self._fill(result.reshape(-1), flat)
+        elif isinstance(wanted, Box) and all(isinstance(each, Box) for each, _, _ in self._slices):
+            self._fill(result, wanted)
+        else:
+            # Ranges of boxes, or boxes of ranges: both are simple in the whole array, and in nothing smaller.
+            del result
+            whole = np.empty(self.shape, dtype=self._word)
+            for each, key, file in self._slices:
+                cut(whole, each)[...] = file.words(key, each.shape, self._word)
+                file.release()
+            return cut(whole, wanted)
         return result
+
+    @property
+    def in_ranges(self) -> bool:
+        """Whether numbers that follow each other do so in the files, too, slice by slice."""
+        return all(each.flat(self.shape) is not None for each, _, _ in self._slices)
+
+    def _fill(self, result: Words, wanted: Region) -> None:
+        """Copy what slices have of a region of their kind."""
+        for each, key, file in self._slices:
+            region = each.flat(self.shape) if isinstance(wanted, Flat) else each
+            assert region is not None
+            if (both := _shared(region, wanted)) is not None:
+                source = file.words(key, region.shape, self._word)
+                result[_within(both, wanted)] = source[_within(both, region)]
+                file.release()
 
 
 def cut(whole: Words, region: Region | None) -> Words:

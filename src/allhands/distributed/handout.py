@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from allhands.distributed.backend import Communicator
 
 # Bytes a collective: large enough for speed, small beside any model.
-_PIECE_BYTES = 32 << 20
+_PIECE_BYTES = 4 << 20
 
 Bytes = bytes | bytearray | memoryview
 
