@@ -20,7 +20,7 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.checkpoints import Checkpoint, Tensor, open_checkpoint, parts, write_checkpoint
 from allhands.checkpoints.arrays import local_arrays, owned, snapshot
 from allhands.checkpoints.format import Box, Flat, Groups, Region
-from allhands.checkpoints.parts import Parts
+from allhands.checkpoints.parts import PartExchange
 from allhands.checkpoints.slices import stored_numbers
 from allhands.checkpoints.writing import drafting
 from allhands.errors import StorageError
@@ -66,13 +66,15 @@ def written(path: Path, array: Any, regions: list[Region]) -> Checkpoint:
         return draft.publish(1, "run", {}, {first: made[first]}, parts=lambda: more)
 
 
-def part_of(directory: Path, file: str, tensors: list[Tensor], shape: tuple[int, ...], region: Region) -> parts.Part:
+def part_of(
+    directory: Path, file: str, tensors: list[Tensor], shape: tuple[int, ...], region: Region
+) -> parts.WrittenPart:
     from allhands.checkpoints.format import StoredArray, StoredSlice
     from allhands.checkpoints.tensors import safetensors_pieces
     from allhands.checkpoints.writing import write_file
 
     stored = write_file(directory / file, safetensors_pieces(tensors), lambda: None)
-    return parts.Part({file: stored}, [StoredArray("state.w", shape, "F32", (StoredSlice(file, "w", region),))])
+    return parts.WrittenPart({file: stored}, [StoredArray("state.w", shape, "F32", (StoredSlice(file, "w", region),))])
 
 
 WANTED: list[Region] = [
@@ -196,7 +198,7 @@ def save(size: int, way: str, directories: list[Path]) -> list[Any]:
         def mine() -> Groups:
             return groups(rank, size, way)
 
-        exchange = Parts.agreed(communicator, directory, mine, keeps)
+        exchange = PartExchange.agreed(communicator, directory, mine, keeps)
         target = directory / "checkpoints" / "step-0000001"
         if exchange is None:
             if rank:
@@ -247,7 +249,7 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = Parts.agreed(communicator, directory, lambda: groups(rank, 2, "flat"), rank == 0)
+        exchange = PartExchange.agreed(communicator, directory, lambda: groups(rank, 2, "flat"), rank == 0)
         assert exchange is not None
         try:
             delivery = exchange.begin(directory / "checkpoints" / "step-0000001")
@@ -276,11 +278,11 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_AT_THE_END_S", 0.2)
-    monkeypatch.setattr(parts.Parts, "_write", lambda self, directory, tensors: None)
+    monkeypatch.setattr(parts.PartExchange, "_write", lambda self, directory, tensors: None)
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = Parts.agreed(communicator, tmp_path, lambda: groups(rank, 2, "flat"), rank == 0)
+        exchange = PartExchange.agreed(communicator, tmp_path, lambda: groups(rank, 2, "flat"), rank == 0)
         assert exchange is not None
         delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
         exchange.close()
@@ -306,7 +308,7 @@ from twins import run_ranks
 from allhands.checkpoints import open_checkpoint, write_checkpoint
 from allhands.checkpoints.arrays import local_arrays, owned, shared_arrays, snapshot
 from allhands.checkpoints.format import Flat
-from allhands.checkpoints.parts import Parts
+from allhands.checkpoints.parts import PartExchange
 
 way, directory = sys.argv[1], Path(sys.argv[3])
 EACH, COUNT, RANKS = 16 << 20, 6, 2  # arrays of 64 MiB
@@ -331,7 +333,7 @@ def slice_of(n, rank):
 def save(communicator):
     rank = communicator.rank
     own = directory if way == "shared" or rank == 0 else directory / str(rank)
-    exchange = Parts.agreed(communicator, own, lambda: state(rank), rank == 0)
+    exchange = PartExchange.agreed(communicator, own, lambda: state(rank), rank == 0)
     delivery = exchange.begin(target)
     if delivery is not None:
         with delivery.opened() as draft:

@@ -5,7 +5,7 @@ SHA-256 sum of each, and a sum of itself. A run keeps them as ``RUN/checkpoints/
 """
 
 from allhands.checkpoints.finding import (
-    Found,
+    FoundCheckpoint,
     damage,
     find,
     find_latest,
@@ -40,7 +40,7 @@ __all__ = [
     "RUN_NAME",
     "STATE",
     "Checkpoint",
-    "Found",
+    "FoundCheckpoint",
     "StoredFile",
     "Tensor",
     "best_in",

@@ -27,7 +27,7 @@ _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and p
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """What lies at a place where a checkpoint should.
 
     Attributes:
@@ -41,7 +41,7 @@ class Found:
     error: CheckpointError | None
 
 
-def survey(run_dir: Path, *, verify: bool = True) -> list[Found]:
+def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
     """Everything in a run directory that is, or should be, a checkpoint, the last step first.
 
     Args:
@@ -65,24 +65,24 @@ def _set_aside(run_dir: Path) -> list[Path]:
     ]
 
 
-def _rank(found: Found) -> tuple[int, bool, float]:
+def _rank(found: FoundCheckpoint) -> tuple[int, bool, float]:
     """The later step counts more; of copies, the one among the checkpoints."""
     if (it := found.checkpoint) is None:
         return (-1, False, 0.0)
     return (it.step, is_step_name(it.path.name), it.time)
 
 
-def look(path: Path, *, verify: bool) -> Found | None:
+def look(path: Path, *, verify: bool) -> FoundCheckpoint | None:
     """What is at ``path``: ``None`` if it is removed meanwhile, what replaces it if it is replaced meanwhile."""
     while (before := _identity(path)) is not None:
         found = None
         try:
             found = described(path)
             check_sizes(found)
-            return Found(path, with_state(found, verify=True) if verify else found, None)
+            return FoundCheckpoint(path, with_state(found, verify=True) if verify else found, None)
         except CheckpointError as error:
             if _identity(path) == before:
-                return Found(path, found, error)
+                return FoundCheckpoint(path, found, error)
     return None
 
 
@@ -128,7 +128,7 @@ def latest(
     return None
 
 
-def _may_be_of(run_id: str, found: Found) -> bool:
+def _may_be_of(run_id: str, found: FoundCheckpoint) -> bool:
     return found.checkpoint is None or found.checkpoint.run_id == run_id
 
 
@@ -145,7 +145,7 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
     return max((it.step for it in whole if it is not None and run_id in (None, it.run_id)), default=None)
 
 
-def look_at(place: Path, *, verify: bool = True) -> list[Found]:
+def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
     """What :func:`survey` finds in a run directory, or the one checkpoint that ``place`` is.
 
     Raises:

@@ -242,7 +242,7 @@ def dumped(values: Any) -> bytes:
 
 def manifest_text(body: Mapping[str, Any]) -> bytes:
     """The manifest of ``body``: an array a line, and with a sum of its own."""
-    return _lines(body | {"sha256": hashlib.sha256(_lines(body)).hexdigest()})
+    return _lines({**body, "sha256": hashlib.sha256(_lines(body)).hexdigest()})
 
 
 def _lines(body: Mapping[str, Any]) -> bytes:

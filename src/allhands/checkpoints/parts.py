@@ -34,7 +34,7 @@ from allhands.checkpoints.format import (
 )
 from allhands.checkpoints.resuming import sees_main
 from allhands.checkpoints.tensors import Tensor, safetensors_pieces, safetensors_size
-from allhands.checkpoints.writing import Draft, Part, drafting, write_file
+from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting, write_file
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import gather_bytes, gather_json, hand_out_json
 from allhands.errors import AllhandsError, StorageError
@@ -112,12 +112,12 @@ class Delivery:
     """A checkpoint in the making, into which ranks put their parts; closed if it is not published."""
 
     stack: ExitStack
-    draft: Draft | None
+    draft: CheckpointDraft | None
     problem: AllhandsError | None
-    collect: Callable[[Callable[[], None]], list[Part]] = lambda progress: []
+    collect: Callable[[Callable[[], None]], list[WrittenPart]] = lambda progress: []
 
     @contextmanager
-    def opened(self) -> Generator[Draft]:
+    def opened(self) -> Generator[CheckpointDraft]:
         """The draft, gone at the end unless it was published.
 
         Raises:
@@ -131,7 +131,7 @@ class Delivery:
 
 
 @dataclass
-class Parts:
+class PartExchange:
     """This rank's side of the exchange: every checkpoint is begun on all ranks together.
 
     Attributes:
@@ -157,7 +157,7 @@ class Parts:
     @classmethod
     def agreed(
         cls, communicator: Communicator, directory: Path, groups: Callable[[], Groups], keeps: bool, **more: Any
-    ) -> Parts | None:
+    ) -> PartExchange | None:
         """``None`` if all ranks hold the same; called on all ranks together."""
         if communicator.size == 1 or (ownership := Ownership.agreed(communicator, groups())) is None:
             return None
@@ -229,11 +229,11 @@ class Parts:
             draft.write_text(json.dumps(said), encoding="utf-8")
             os.replace(draft, note)
 
-    def _collected(self, directory: Path, progress: Callable[[], None]) -> list[Part]:
+    def _collected(self, directory: Path, progress: Callable[[], None]) -> list[WrittenPart]:
         """What all ranks have written, once they have."""
         return [self._part(directory, rank, progress) for rank in range(self.communicator.size)]
 
-    def _part(self, directory: Path, rank: int, progress: Callable[[], None]) -> Part:
+    def _part(self, directory: Path, rank: int, progress: Callable[[], None]) -> WrittenPart:
         note, seen, since = _note_of(directory, rank), -1, time.monotonic()
         while not note.exists():
             progress()
@@ -252,7 +252,7 @@ class Parts:
             message, hint = said["problem"]
             raise StorageError(message, where=str(directory), hint=hint)
         files = {name: StoredFile(**facts) for name, facts in said["files"].items()}
-        return Part(files, self.ownership.by_rank[rank])
+        return WrittenPart(files, self.ownership.by_rank[rank])
 
     # --- to other computers ---
 
@@ -261,14 +261,16 @@ class Parts:
         tensors = self._tensors()
         mine = {name: safetensors_size(of_file) for name, of_file in tensors.items()}
         sizes: list[dict[str, int]] = gather_json(self.communicator, mine)
-        parts: list[Part] = [Part({}, arrays) for arrays in self.ownership.by_rank]
+        parts = [WrittenPart({}, arrays) for arrays in self.ownership.by_rank]
         for index in range(max(map(len, sizes))):
             names = [sorted(files)[index] if index < len(files) else None for files in sizes]
             lengths = [0 if name is None else files[name] for name, files in zip(names, sizes, strict=True)]
             own = names[self.communicator.rank]
             pieces = safetensors_pieces(tensors[own]) if own is not None else iter(())
             found = self._received(delivery, names, gather_bytes(self.communicator, pieces, lengths))
-            parts = [Part({**part.files, **files}, part.arrays) for part, files in zip(parts, found, strict=True)]
+            parts = [
+                WrittenPart({**part.files, **files}, part.arrays) for part, files in zip(parts, found, strict=True)
+            ]
         if delivery is not None:
             delivery.collect = lambda progress: parts
         return delivery

@@ -174,11 +174,12 @@ def receive(
     everywhere = numbers(communicator.all_sum(mx.array([float(own is not None)])))[0] == communicator.size
     if everywhere:
         assert own is not None
-        state, arrays = own.state, [local_arrays(own, file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE)]
+        state: Any = own.state
+        weights, optimizer = (local_arrays(own, file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
     else:
         state = hand_out_json(communicator, None if checkpoint is None else dict(checkpoint.state))
-        arrays = [shared_arrays(communicator, checkpoint, file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE)]
-    return Restored(dict(state), *arrays, told["path"], told["run_id"], told["own"])
+        weights, optimizer = (shared_arrays(communicator, checkpoint, f) for f in (WEIGHTS_FILE, OPTIMIZER_FILE))
+    return Restored(dict(state), weights, optimizer, told["path"], told["run_id"], told["own"])
 
 
 def restore_weights(model: nn.Module, restored: Restored, progress: Callable[[], None] = lambda: None) -> None:

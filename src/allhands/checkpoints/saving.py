@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from allhands.checkpoints.format import WEIGHTS_FILE
 from allhands.checkpoints.layout import BEST, checkpoint_path
-from allhands.checkpoints.parts import Delivery, Parts
+from allhands.checkpoints.parts import Delivery, PartExchange
 from allhands.checkpoints.pruning import prune
 from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
 from allhands.checkpoints.tensors import Tensor, safetensors_pieces
@@ -114,7 +114,7 @@ class Saver(Generic[P]):
         plan: SavePlan,
         hold: Callable[[], _Tensors],
         describe: Callable[[P], dict[str, Any]],
-        parts: Parts | None = None,
+        parts: PartExchange | None = None,
     ) -> None:
         self._plan = plan
         self._hold = hold

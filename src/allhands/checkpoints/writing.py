@@ -37,15 +37,15 @@ _OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What another writer has put into the directory of a :class:`Draft`, for its own slices of arrays."""
+class WrittenPart:
+    """What another writer has put into the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
 
-    files: Mapping[str, StoredFile]
+    files: dict[str, StoredFile]
     arrays: Sequence[StoredArray]
 
 
 @dataclass(frozen=True)
-class Draft:
+class CheckpointDraft:
     """A checkpoint in the making: a directory beside ``target`` that others may put files into, too."""
 
     target: Path
@@ -59,7 +59,7 @@ class Draft:
         tensors: Mapping[str, Sequence[Tensor]],
         texts: Mapping[str, str] | None = None,
         progress: Callable[[], None] = lambda: None,
-        parts: Callable[[], Iterable[Part]] = tuple,
+        parts: Callable[[], Iterable[WrittenPart]] = tuple,
     ) -> Checkpoint:
         """Write the rest, the manifest last, and put it in its place; see :func:`write_checkpoint`.
 
@@ -88,7 +88,7 @@ class Draft:
 
 
 @contextmanager
-def drafting(target: Path) -> Generator[Draft]:
+def drafting(target: Path) -> Generator[CheckpointDraft]:
     """A checkpoint in the making, gone at the end unless it was published. What killed writers left is removed.
 
     Raises:
@@ -98,7 +98,7 @@ def drafting(target: Path) -> Generator[Draft]:
         _make_parent(target)
         sweep(target.parent)
         with staging(target, private=True) as staged:
-            yield Draft(target, staged)
+            yield CheckpointDraft(target, staged)
     except (OSError, StorageError) as error:
         with suppress(OSError):
             sweep(target.parent)

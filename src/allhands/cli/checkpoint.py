@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from allhands.checkpoints import Checkpoint, Found
+    from allhands.checkpoints import Checkpoint, FoundCheckpoint
 
 _WIDTH = 80
 _ID_DIGITS = 8
@@ -108,7 +108,7 @@ def _place(path: Path) -> Path:
     raise CheckpointError(what, where=str(path), hint=_WHAT_TO_GIVE)
 
 
-def _survey(place: Path, *, verify: bool) -> list[Found]:
+def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
     from allhands.checkpoints import look_at
 
     if not (found := look_at(place, verify=verify)):
@@ -116,7 +116,7 @@ def _survey(place: Path, *, verify: bool) -> list[Found]:
     return found
 
 
-def _is_one(found: list[Found], place: Path) -> bool:
+def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
     """Whether it is a checkpoint that was asked for, not a run with some."""
     return [look.path for look in found] == [place]
 
@@ -151,11 +151,11 @@ def _plain_table(*headers: str) -> Table:
 # --- list and verify ---------------------------------------------------------------------------------
 
 
-def _first_whole(found: Iterable[Found]) -> Found | None:
+def _first_whole(found: Iterable[FoundCheckpoint]) -> FoundCheckpoint | None:
     return next((look for look in found if look.error is None), None)
 
 
-def _table(found: list[Found], good: str, *, of_run: bool) -> Table:
+def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
     from allhands.checkpoints import damage
 
     table = _plain_table("step", "when", "size", "run", "state")
@@ -171,7 +171,7 @@ def _table(found: list[Found], good: str, *, of_run: bool) -> Table:
     return table
 
 
-def _named(look: Found) -> list[str]:
+def _named(look: FoundCheckpoint) -> list[str]:
     """What its directory's name says beyond the step."""
     from allhands.checkpoints import checkpoint_path
 

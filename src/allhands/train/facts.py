@@ -28,7 +28,7 @@ _IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RankFacts:
     """What one rank has loaded, to be compared with the others'.
 
     Attributes:

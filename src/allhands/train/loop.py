@@ -30,7 +30,7 @@ from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
 from allhands.train.result import StepResult
-from allhands.train.state import LoopState, Window
+from allhands.train.state import LoopState, ReportWindow
 from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
 
@@ -287,7 +287,7 @@ def _limit_cache(threshold: int) -> None:
 
 def _report(parts: LoopParts, state: LoopState, started: float, told: Sequence[float]) -> None:
     """A report; ``told`` has what the ranks tell each other for it, if the step has exchanged that."""
-    window, state.window = state.window, Window()
+    window, state.window = state.window, ReportWindow()
     if not told:
         parts.beat("reduce", state.iteration)
         told = numbers(parts.communicator.all_gather(mx.array(_told(parts), dtype=mx.float32)))

@@ -66,7 +66,7 @@ from allhands.model.quantized import prepare_quantized
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
-from allhands.train.facts import RunFacts
+from allhands.train.facts import RankFacts
 from allhands.train.gradient_check import StartCheck
 from allhands.train.unlearned import unlearned
 from allhands.versions import versions_of
@@ -209,7 +209,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
-    data = _agreed(communicator, surroundings, RunFacts(config, loaded, data, start), made_data)
+    data = _agreed(communicator, surroundings, RankFacts(config, loaded, data, start), made_data)
     kernels = agreed(kernels, communicator)
     settle(kernels.choices)
     notes += kernels.notes
@@ -229,7 +229,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
 
 
 def _agreed(
-    communicator: Communicator, surroundings: Surroundings, facts: RunFacts, made_data: Callable[..., Datasets]
+    communicator: Communicator, surroundings: Surroundings, facts: RankFacts, made_data: Callable[..., Datasets]
 ) -> Datasets:
     """The data, with rank 0's date, once all ranks have stated the same.
 

@@ -17,7 +17,7 @@ import psutil
 
 from allhands.checkpoints.arrays import snapshot
 from allhands.checkpoints.format import Groups, num_bytes_of
-from allhands.checkpoints.parts import Parts
+from allhands.checkpoints.parts import PartExchange
 from allhands.checkpoints.place import require_place_of_run
 from allhands.checkpoints.resuming import restore_optimizer
 from allhands.checkpoints.saving import SaveKind, SavePlan, Saver, checkpoint_of
@@ -257,7 +257,7 @@ class _Run:
         config, restored = self.config, self.ready.restored
         trained = trained_weights(self.ready.loaded.model)
         half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
-        optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
+        optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
         if restored is None:
             return optimizer, LoopState()
         state = LoopState.from_json(restored.state)
@@ -359,11 +359,11 @@ class _Run:
             return sharded_state(ready.loaded.model, optimizer, step.graph)
 
         def waits() -> bool:
-            # What is held of a step stays in memory beside what the next ones make of it.
-            room = psutil.virtual_memory().available
-            return ready.accelerator.eager and room < self.mesh.local_size * num_bytes_of(groups())
+            # What is held of a step, if not on a GPU, stays in memory beside what the next ones make of it.
+            size, room = num_bytes_of(groups()), psutil.virtual_memory().available
+            return 2 * size >= step.spare_bytes and room < self.mesh.local_size * size
 
-        parts = Parts.agreed(
+        parts = PartExchange.agreed(
             ready.communicator,
             self.directory,
             groups,

@@ -12,7 +12,7 @@ from allhands.train.result import StepResult
 
 
 @dataclass
-class Window:
+class ReportWindow:
     """Sums since the last report."""
 
     loss_sum: float = 0.0
@@ -60,7 +60,7 @@ class LoopState:
     stale_validations: int = 0
     validation_due: bool = True
     skipped_in_row: int = 0
-    window: Window = field(default_factory=Window)
+    window: ReportWindow = field(default_factory=ReportWindow)
     before_s: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
@@ -87,7 +87,7 @@ class LoopState:
                 stale_validations=values["stale_validations"],
                 validation_due=values["validation_due"],
                 skipped_in_row=values["skipped_in_row"],
-                window=Window(**values["window"]),
+                window=ReportWindow(**values["window"]),
                 before_s=values.get("elapsed_s", 0.0),  # earlier versions did not write it
             )
         except (KeyError, TypeError) as error:
