@@ -18,7 +18,7 @@ from allhands.checkpoints.parts import Delivery, PartExchange
 from allhands.checkpoints.pruning import prune
 from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
 from allhands.checkpoints.tensors import Tensor, safetensors_pieces
-from allhands.checkpoints.writing import drafting
+from allhands.checkpoints.writing import write_checkpoint
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
@@ -312,16 +312,18 @@ class Saver(Generic[P]):
         if self._plan.chat_template is not None and self._plan.model is None:
             texts[TEMPLATE_FILE] = self._plan.chat_template
         delivery, busy = request.delivery, self._plan.busy
-        with drafting(target) if delivery is None else delivery.opened() as draft:
-            return draft.publish(
-                step=request.iteration,
-                run_id=self._plan.run_id,
-                state={**request.state, **self._plan.constants()},
-                tensors=request.tensors(),
-                texts=texts,
-                progress=busy,
-                parts=tuple if delivery is None else lambda: delivery.collect(busy),
-            )
+        contents: dict[str, Any] = {
+            "step": request.iteration,
+            "run_id": self._plan.run_id,
+            "state": {**request.state, **self._plan.constants()},
+            "tensors": request.tensors(),
+            "texts": texts,
+            "progress": busy,
+        }
+        if delivery is None:
+            return write_checkpoint(target, **contents)
+        with delivery.opened() as draft:
+            return draft.publish(**contents, parts=lambda: delivery.collect(busy))
 
 
 def _write_tensors(path: Path, tensors: list[Tensor]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from allhands.checkpoints import Checkpoint, FoundCheckpoint
+    from allhands.checkpoints.format import StoredArray
 
 _WIDTH = 80
 _ID_DIGITS = 8
@@ -75,7 +76,7 @@ def verify_checkpoints(path: Looked = Path("adapters")) -> None:
 
 
 def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: progress, settings, files and tensors."""
+    """Show what a checkpoint holds: progress, settings, files and arrays."""
     from allhands.checkpoints import find
 
     place = _place(path)
@@ -84,12 +85,11 @@ def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = Fal
     except CheckpointError as error:
         error.where = (error.where or "").removeprefix("--resume ")
         raise
-    tensors = {name: _tensors(checkpoint.path / name) for name in checkpoint.files if name.endswith(".safetensors")}
     if as_json:
-        files = {name: asdict(file) | {"tensors": tensors.get(name)} for name, file in checkpoint.files.items()}
-        typer.echo(json.dumps(asdict(checkpoint) | {"path": str(checkpoint.path), "files": files}, indent=1))
+        facts = {"path": str(checkpoint.path), "arrays": [array.to_json() for array in checkpoint.arrays]}
+        typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
         return
-    _show(checkpoint, tensors)
+    _show(checkpoint)
 
 
 def _place(path: Path) -> Path:
@@ -191,21 +191,7 @@ def _when(seconds: float) -> str:
 # --- inspect -----------------------------------------------------------------------------------------
 
 
-def _tensors(file: Path) -> dict[str, dict[str, Any]]:
-    """Type and shape of each tensor, from the file's header alone."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: {"dtype": part.get_dtype(), "shape": part.get_shape()} for name, part in slices.items()}
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"it is not a safetensors file: {error}", where=str(file), hint="give another checkpoint"
-        ) from None
-
-
-def _show(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+def _show(checkpoint: Checkpoint) -> None:
     console = _console()
     _print_path(console, checkpoint.path)
     facts = _plain_table()
@@ -219,13 +205,17 @@ def _show(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, Mapping[str
         for name, value in changed.items():
             settings.add_row(f"  {_printable(name)}", _printable(json.dumps(value)))
         console.print(settings)
-    console.print("\nfiles, and their tensors (* stands for any number)")
+    console.print("\nfiles")
     for name, file in checkpoint.files.items():
         console.print(
             f"  {_printable(name)}  {format_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}", soft_wrap=True
         )
-        if tensors.get(name):
-            console.print(_tensor_table(tensors[name]))
+    groups: dict[str, list[StoredArray]] = {}
+    for array in checkpoint.arrays:
+        groups.setdefault(array.name.partition(".")[0], []).append(array)
+    for group, arrays in groups.items():
+        console.print(f"\narrays of {_printable(group)} (* stands for any number)")
+        console.print(_array_table(arrays))
 
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
@@ -287,13 +277,13 @@ def _changed_settings(config: Any) -> dict[str, Any]:
     return {name: value for name, value in sorted(settings.items()) if name not in defaults or value != defaults[name]}
 
 
-def _tensor_table(tensors: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Tensors of the same kind in different layers on one line."""
+def _array_table(arrays: Iterable[StoredArray]) -> Table:
+    """Arrays of the same kind in different layers on one line."""
     kinds = Counter(
-        (re.sub(r"\d+", "*", name), str(facts["dtype"]), "x".join(map(str, facts["shape"])) or "one number")
-        for name, facts in tensors.items()
+        (re.sub(r"\d+", "*", it.name.partition(".")[2]), it.dtype, "x".join(map(str, it.shape)) or "one number")
+        for it in arrays
     )
     table = _plain_table()
     for (name, dtype, shape), count in sorted(kinds.items()):
-        table.add_row(f"    {_printable(name)}", f"{count} of {dtype}", shape)
+        table.add_row(f"  {_printable(name)}", f"{count} of {dtype}", shape)
     return table

@@ -18,8 +18,8 @@ from allhands.train.update import GraphUpdate
 
 def sharded_state(model: nn.Module, optimizer: optim.Optimizer, graph: GraphUpdate | None) -> dict[str, ShardedState]:
     """The state of training on this rank, by the file that is called after the group of arrays."""
-    whole = graph is None or graph.shards is None
-    state = owned_tree(optimizer.state) if whole else dict(_divided(graph))
+    divided = graph if graph is not None and graph.shards is not None else None
+    state = owned_tree(optimizer.state) if divided is None else dict(_divided(divided))
     return {WEIGHTS_FILE: owned_tree(model.trainable_parameters()), OPTIMIZER_FILE: state}
 
 
