@@ -20,7 +20,15 @@ from allhands.checkpoints.layout import (
     leftovers,
     listed,
 )
-from allhands.checkpoints.reading import Checkpoint, check_sizes, described, open_checkpoint, sum_of, with_state
+from allhands.checkpoints.reading import (
+    Checkpoint,
+    OtherFormatError,
+    check_sizes,
+    described,
+    open_checkpoint,
+    sum_of,
+    with_state,
+)
 from allhands.errors import CheckpointError
 
 _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
@@ -186,7 +194,8 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
     if (found := latest(path, verify=verify, rejected=rejected)) is not None:
         return found
     if rejected:
-        raise _lost(path, f"no checkpoint in it is whole: {_told(rejected)}", _from_weights(path) or _advice(run_dir))
+        hint = _of_other_version(rejected) or _from_weights(path) or _advice(run_dir)
+        raise _lost(path, f"no checkpoint in it is whole: {_told(rejected)}", hint)
     if weights := [file for file in listed(path) if file.suffix == ".safetensors"]:
         raise _lost(path, "it holds weights, but no checkpoint", f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}")
     raise _lost(path, "it holds no checkpoint", _advice(run_dir))
@@ -213,7 +222,7 @@ def find_latest(
     kept = kept_aside(run_dir)
     advice = [f"go on from another one with --resume PATH{f' (there is {kept[0]})' if kept else ''}"]
     advice += ["leave --resume out to begin anew: the damaged ones are set aside then, not removed"]
-    advice += [text] if (text := _from_weights(run_dir)) else []
+    advice += [text] if (text := _of_other_version(errors) or _from_weights(run_dir)) else []
     what = f"none of the checkpoints in {run_dir} is whole: {_told(errors)}"
     raise CheckpointError(what, where="--resume auto", hint="; or ".join(advice))
 
@@ -243,6 +252,11 @@ def _aside(run_dir: Path) -> list[Path]:
     """What earlier runs left here, the latest first."""
     found = [path for path in listed(run_dir) if path.name.startswith(f"{CHECKPOINTS}.") and path.is_dir()]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _of_other_version(errors: Iterable[CheckpointError]) -> str | None:
+    """What to do with the first checkpoint of another version."""
+    return next((error.hint for error in errors if isinstance(error, OtherFormatError)), None)
 
 
 def _from_weights(place: Path) -> str | None:

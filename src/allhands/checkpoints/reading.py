@@ -14,6 +14,11 @@ from allhands.checkpoints.format import FORMAT, WEIGHTS_FILE, StoredArray, Store
 from allhands.checkpoints.layout import MANIFEST, STATE, is_plain, run_of
 from allhands.errors import CheckpointError
 
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint of another version of allhands."""
+
+
 _ALTERED = "its SHA-256 sum is wrong: it was altered after it had been written"
 
 
@@ -162,8 +167,8 @@ def _of_another_version(file: Path, said: object) -> CheckpointError:
     hint = "go on from it with the version that wrote it"
     if (weights := file.parent / WEIGHTS_FILE).is_file():
         hint += f"; or begin a new run from its weights: --resume-adapter-file {weights}"
-    what = f"the checkpoint is of {when} version of allhands: its format is {said}, this version reads {FORMAT}"
-    return CheckpointError(what, where=str(file), hint=hint)
+    what = f"it was written by {when} version of allhands: its format is {said}, this version reads {FORMAT}"
+    return OtherFormatError(what, where=str(file), hint=hint)
 
 
 def damaged(file: Path, what: str) -> CheckpointError:

@@ -157,11 +157,13 @@ def _first_whole(found: Iterable[FoundCheckpoint]) -> FoundCheckpoint | None:
 
 def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
     from allhands.checkpoints import damage
+    from allhands.checkpoints.reading import OtherFormatError
 
     table = _plain_table("step", "when", "size", "run", "state")
     first = _first_whole(found) if of_run else None
     for look in found:
-        words = [f"damaged: {_printable(damage(look.error))}" if look.error else good]
+        kind = "not readable here" if isinstance(look.error, OtherFormatError) else "damaged"
+        words = [f"{kind}: {_printable(damage(look.error))}" if look.error else good]
         words += ["latest"] if look is first else []
         words += _named(look)
         row = ["?"] * 4
