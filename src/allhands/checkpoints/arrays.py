@@ -80,10 +80,11 @@ def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
             one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
             use, and the next step would wait until they are back.
     """
-    arrays = {name: each.get() for name, each in state.items()}
+    arrays = {name: _words(each.get()) for name, each in state.items()}
+    data: dict[str, Any]
     if on_device:
         # The bits in memory of their own: integers, to which nothing is added.
-        arrays = {name: _words(array) + mx.array(0, _WORDS[array.dtype.size]) for name, array in arrays.items()}
+        arrays = {name: array + mx.array(0, array.dtype) for name, array in arrays.items()}
         mx.async_eval(list(arrays.values()))
         data = {name: _later(array) for name, array in arrays.items()}
     else:
@@ -115,7 +116,7 @@ def _later(array: mx.array) -> Callable[[], memoryview]:
 
 def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
     """The bytes where MLX has them; of an array that lies in another order there a copy, made when it is written."""
-    plain = np.asarray(_words(array))
+    plain = np.asarray(array)
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
 
 

@@ -60,24 +60,28 @@ class Ownership:
     @classmethod
     def agreed(cls, communicator: Communicator, groups: Groups) -> Ownership | None:
         """Of what the ranks hold; ``None`` if all hold the same. Called on all ranks together."""
-        mine = [
-            StoredArray(array_name(file, key), each.shape, each.dtype, (StoredSlice(file, key, each.region),)).to_json()
-            for file, state in groups.items()
-            for key, each in state.items()
-        ]
-        digest = np.frombuffer(hashlib.sha256(json.dumps(mine).encode()).digest(), dtype=np.int32)
+        mine = sorted(
+            (
+                StoredArray(array_name(file, key), each.shape, each.dtype, (StoredSlice(file, key, each.region),))
+                for file, state in groups.items()
+                for key, each in state.items()
+            ),
+            key=lambda array: array.name,
+        )
+        told = json.dumps([[each.to_json() for each in array.slices] for array in mine])
+        digest = np.frombuffer(hashlib.sha256(told.encode()).digest(), dtype=np.int32)
         digests = np.asarray(communicator.all_gather(mx.array(digest)[None])).reshape(communicator.size, -1)
         if (digests == digests[0]).all():
             return None
-        everyone = [list(map(StoredArray.from_json, held)) for held in gather_json(communicator, mine)]
-        holders: dict[StoredArray, list[int]] = {}
-        for rank, arrays in enumerate(everyone):
-            for array in arrays:
-                holders.setdefault(array, []).append(rank)
+        everyone = gather_json(communicator, [array.to_json() for array in mine])
+        holders: dict[tuple[StoredSlice, ...], list[tuple[int, StoredArray]]] = {}
+        for rank, held in enumerate(everyone):
+            for array in map(StoredArray.from_json, held):
+                holders.setdefault(array.slices, []).append((rank, array))
         owned: list[list[StoredArray]] = [[] for _ in everyone]
-        for array, ranks in holders.items():
-            if len(ranks) < communicator.size:
-                owned[ranks[0]].append(_in_file_of(array, ranks[0]))
+        for (rank, array), *others in holders.values():
+            if len(others) + 1 < communicator.size:
+                owned[rank].append(_in_file_of(array, rank))
         return cls(tuple(map(tuple, owned)), communicator.rank)
 
     def mine(self, groups: Groups) -> dict[str, ShardedState]:
@@ -176,7 +180,7 @@ class PartExchange:
 
     def close(self) -> None:
         """Wait for what this rank writes."""
-        self._ending.set()
+        self.ends()
         self._thread.shutdown()
 
     def ends(self) -> None:
