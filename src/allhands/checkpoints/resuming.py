@@ -19,7 +19,7 @@ from allhands.checkpoints.arrays import StoredArrayReader, local_arrays, require
 from allhands.checkpoints.finding import find, find_latest, kept_aside, latest, survey
 from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name, run_of
-from allhands.checkpoints.reading import Checkpoint, open_checkpoint
+from allhands.checkpoints.reading import Checkpoint, OtherFormatError, open_checkpoint
 from allhands.checkpoints.writing import sweep
 from allhands.config import TrainConfig
 from allhands.data.dates import DATE_KEY
@@ -78,13 +78,17 @@ def find_checkpoint(
     if found is None and config.resume is not None:
         found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
     errors = {one.where: one for one in rejected}.values()
-    notes = [f"a damaged checkpoint is left out: {one.where}: {one.message}" for one in errors]
+    notes = [f"a {_kind(one)} checkpoint is left out: {one.where}: {one.message}" for one in errors]
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
         notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
     elif found is None and config.resume == AUTO and attempt == 1:
         notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins")
     return found, notes
+
+
+def _kind(error: CheckpointError) -> str:
+    return "foreign" if isinstance(error, OtherFormatError) else "damaged"
 
 
 def seen_date(config: TrainConfig, directory: Path, run_id: str, attempt: int) -> datetime | None:
