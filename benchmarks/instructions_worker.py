@@ -89,10 +89,10 @@ def trained_steps(_scratch: Path) -> Work:
 
     from allhands.config import build_config
     from allhands.data.loader import MicroBatch
-    from allhands.distributed.backend import Alone
+    from allhands.distributed.backend import SingleProcess
     from allhands.model.adapters import make_trainable
     from allhands.train.optimizers import KernelAdamW
-    from allhands.train.step import TrainStep
+    from allhands.train.step import StepOptions, make_step
 
     mx.set_default_device(mx.cpu)
     mx.random.seed(0)
@@ -107,7 +107,7 @@ def trained_steps(_scratch: Path) -> Work:
     places = np.arange(rows * length, dtype=np.int32)
     targets = ids[:, 1:].reshape(-1)
     batch = MicroBatch(ids[:, :-1], places, targets, rows * length, np.arange(rows, dtype=np.int32))
-    step = TrainStep(model, KernelAdamW(learning_rate=1e-5), Alone(), eager=True)
+    step = make_step(model, KernelAdamW(learning_rate=1e-5), SingleProcess(), StepOptions(cpu_native=True))
 
     def work() -> None:
         for _ in range(4):

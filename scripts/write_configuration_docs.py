@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from allhands.config import ALIASES, ELSEWHERE, TrainConfig
+from allhands.aliases import ALIASES, ELSEWHERE, for_key
+from allhands.config import TrainConfig
 from allhands.errors import AllhandsError
 from allhands.pretrain_config import PretrainConfig
 
@@ -70,7 +71,7 @@ def page() -> str:
     known = set(rows)
     others = [line for name, field in PretrainConfig.model_fields.items() if (line := row(name, field)) not in known]
     aliases = "".join(f"| `{alias}` | `{target}` |\n" for alias, target in sorted(ALIASES.items()))
-    elsewhere = "".join(f"| `{name}` | {hint} |\n" for name, hint in sorted(ELSEWHERE.items()))
+    elsewhere = "".join(f"| `{name}` | {for_key(hint)} |\n" for name, hint in sorted(ELSEWHERE.items()))
     codes = "".join(
         f"| {kind.exit_code} | {(kind.__doc__ or '').splitlines()[0]} |\n"
         for kind in sorted(kinds(AllhandsError), key=lambda kind: kind.exit_code)

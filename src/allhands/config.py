@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -24,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from allhands.aliases import ALIASES, ELSEWHERE, take_outdated
+from allhands.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
 from allhands.config_errors import canonical_key, explained, place_in_yaml
 from allhands.config_values import LocalPath, expanded_in, parse_json, parse_size
 from allhands.errors import ConfigError
@@ -270,9 +271,10 @@ class TrainConfig(_Strict):
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
     )
-    shard_optimizer: Literal["auto", "on", "off"] = Field(
+    strategy: Literal["auto", "data", "zero1"] = Field(
         "auto",
-        description="Each rank keeps and updates a part of the optimizer's state; auto: NCCL and float32 copies.",
+        description="How ranks divide the work: data (each updates everything) or zero1 (each keeps and updates a "
+        "part of the optimizer's state); auto: zero1 with NCCL and float32 copies, else data.",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
@@ -286,7 +288,11 @@ class TrainConfig(_Strict):
     hang_timeout_s: float | None = Field(
         None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
     )
-    stop_grace_s: float = Field(60.0, gt=0, description="Seconds to save and end in after Ctrl-C or SIGTERM.")
+    stop_grace_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds to save in after a stop and the running step.",
+    )
     tag_output: bool | None = Field(
         None,
         description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
@@ -393,6 +399,13 @@ class TrainConfig(_Strict):
         """What was given and has no effect, as in mlx_lm, for people."""
         return self._notes
 
+    def batches(self, per_epoch: int) -> int:
+        """Of the whole training, where an epoch has so many."""
+        if self.iters is None and self.epochs:
+            # A part of a batch counts whole, but not what multiplication rounds up.
+            return math.ceil(round(self.epochs * per_epoch, 6))
+        return self.iters or 1000
+
     def noted(self, notes: tuple[str, ...]) -> Self:
         """The same with these notes."""
         found = self.model_copy()
@@ -453,7 +466,7 @@ def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainCo
         key = canonical_key(raw)
         where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
         if key in ELSEWHERE:
-            raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=ELSEWHERE[key])
+            raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=for_key(ELSEWHERE[key]))
         if key not in kind.model_fields:
             known = [*kind.model_fields, *ALIASES]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

@@ -14,8 +14,9 @@ from mlx_lm.utils import common_prefix_len
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import OPTION
 from allhands.errors import ModelError
-from allhands.generate import Sampling
+from allhands.generate import PromptTooLong, Sampling, room_for_answer
 from allhands.model.load import LoadedModel, require_in_vocabulary
+from allhands.model.tokenizer import positions_of
 
 # mlx_lm annotates it as something else than it returns: the number of tokens that are gone.
 _trim = cast("Callable[[list[Any], int], int]", trim_prompt_cache)
@@ -71,11 +72,13 @@ class Conversation:
 
         Raises:
             DataError: the template rejects the conversation, which stays as it was.
+            PromptTooLong: the conversation has as many tokens as the model has positions; it stays, too.
             ModelError: the tokenizer belongs to another model.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = self._template.prompt_tokens(messages)
         require_in_vocabulary(self._loaded, max(tokens, default=0))
+        max_tokens = self._room(len(tokens))
         self.messages = messages
         new = self._rest(tokens)
         self.computed_tokens = len(new)
@@ -85,7 +88,7 @@ class Conversation:
                 self._model,
                 self._loaded.tokenizer,
                 new,
-                max_tokens=self._max_tokens,
+                max_tokens=max_tokens,
                 sampler=self._sampler,
                 prompt_cache=self._cache,
             ):
@@ -101,6 +104,15 @@ class Conversation:
             else:
                 # Stopped anywhere: some layers may hold a token more than others.
                 self._forget()
+
+    def _room(self, count: int) -> int:
+        """Tokens that an answer may have after ``count`` of the conversation."""
+        try:
+            return room_for_answer(count, positions_of(self._loaded.config), self._max_tokens, "the conversation")
+        except PromptTooLong as error:
+            error.where = None
+            error.hint = "say less" + "; /reset forgets what was said before" * (len(self.messages) > len(self._first))
+            raise
 
     def _rest(self, tokens: list[int]) -> list[int]:
         """The tokens that the cache does not hold yet; it holds exactly the others then."""

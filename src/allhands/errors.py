@@ -32,7 +32,7 @@ class AllhandsError(Exception):
 
 
 class ConfigError(AllhandsError):
-    """A flag, YAML key or combination of them that cannot work."""
+    """A flag, YAML key or combination of them that cannot work, or an output whose place is taken."""
 
     exit_code = 2
 

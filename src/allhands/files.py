@@ -23,6 +23,8 @@ _LOOK_BYTES = 8192
 # Directories that a supervisor keeps for its ranks: marks of claim_mark, separated by spaces.
 CLAIMED = "ALLHANDS_CLAIMED"
 _PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
+# Something else stands where it should be written.
+_TAKEN = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
@@ -37,6 +39,12 @@ _REMEDY = {
 }
 
 
+class TakenError(StorageError):
+    """The place of an output is taken: by what is not ours, or by an earlier result that may not be replaced."""
+
+    exit_code = ConfigError.exit_code
+
+
 class ClaimedError(StorageError):
     """Another run is writing into the directory."""
 
@@ -46,7 +54,8 @@ def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error)
     hint = _REMEDY.get(number or 0, "check the free space and the rights of the directory")
-    return StorageError(f"cannot be written: {reason}", where=str(path), hint=hint)
+    kind = TakenError if number in _TAKEN else StorageError
+    return kind(f"cannot be written: {reason}", where=str(path), hint=hint)
 
 
 def storage_error_of(error: OSError, otherwise: Path | str) -> StorageError:
@@ -228,7 +237,7 @@ def require_writable(path: Path) -> None:
         raise storage_error(path, error) from None
 
 
-def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool) -> None:
+def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool, option: str = "--out") -> None:
     """Refuse to write over a file of somebody else's, unless asked to.
 
     Args:
@@ -239,7 +248,7 @@ def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool) 
         ConfigError: there is a directory, or another file.
     """
     if path.is_dir():
-        raise ConfigError("there is a directory of that name", where=str(path), hint="choose another file: --out")
+        raise ConfigError("there is a directory of that name", where=str(path), hint=f"choose another file: {option}")
     if force or not path.exists():
         return
     try:
@@ -249,10 +258,10 @@ def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool) 
             content += stream.read()
     except OSError as error:
         raise ConfigError(
-            f"a file is there that cannot be read: {error.strerror}", where=str(path), hint="choose another: --out"
+            f"a file is there that cannot be read: {error.strerror}", where=str(path), hint=f"choose another: {option}"
         ) from None
     if not any(mark in content for mark in marks):
-        hint = "choose another file with --out, or add --force to replace it"
+        hint = f"choose another file with {option}, or add --force to replace it"
         raise ConfigError(f"a file is there already that is no {kind}", where=str(path), hint=hint)
 
 

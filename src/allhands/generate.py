@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +16,12 @@ from allhands.accelerator import detect, peak_memory_bytes
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import ChatChoice
 from allhands.data.token_roles import stop_at_answers
-from allhands.errors import ConfigError, ModelError
-from allhands.files import of_peft
+from allhands.errors import ConfigError
+from allhands.model.adapter_files import check_adapter
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.quantized import prepare_quantized
+from allhands.model.tokenizer import positions_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+
+
+class PromptTooLong(ConfigError):
+    """A prompt that leaves no position for an answer."""
 
 
 @dataclass(frozen=True)
@@ -77,50 +81,6 @@ def load_for_generation(
     return loaded
 
 
-def check_adapter(adapter_path: Path) -> None:
-    """Look at an adapter before a model is loaded for it.
-
-    Raises:
-        ModelError: one of its two files is missing or cannot be read.
-    """
-    config, weights = adapter_path / "adapter_config.json", adapter_path / "adapters.safetensors"
-    for file in (config, weights):
-        if not file.is_file():
-            there = "" if adapter_path.is_dir() else "; there is no such directory"
-            if adapter_path.is_file():
-                there = "; this is a file, not a directory"
-            hint = of_peft(adapter_path) or "give the directory that allhands train wrote (--adapter-path there)"
-            raise ModelError(f"{file.name} is missing{there}", where=str(adapter_path), hint=hint)
-    try:
-        described: Any = json.loads(config.read_text(encoding="utf-8"))
-        mx.load(str(weights))
-    except (ValueError, RuntimeError, OSError) as error:
-        file = weights if isinstance(error, RuntimeError) else config
-        raise ModelError(
-            f"the file is torn: {error}", where=str(file), hint="train again, or take a numbered file of the same run"
-        ) from None
-    if wrong := _wrong_in(described):
-        hint = "take the file from the run that the adapter came from"
-        raise ModelError(f"this does not describe an adapter: {wrong}", where=str(config), hint=hint)
-
-
-def _wrong_in(described: Any) -> str | None:
-    """What keeps mlx_lm from putting on an adapter that is described like this."""
-    if not isinstance(described, dict):
-        return "it is not an object"
-    content = cast("dict[str, Any]", described)
-    if content.get("fine_tune_type", "lora") == "full":
-        return None
-    settings = content.get("lora_parameters")
-    if not isinstance(settings, dict):
-        return "there are no lora_parameters"
-    found = {**content, **cast("dict[str, Any]", settings)}
-    for name, kinds in (("num_layers", int), ("rank", int), ("scale", int | float)):
-        if not isinstance(found.get(name), kinds):
-            return f"{name} is not a number" if name in found else f"{name} is missing"
-    return None
-
-
 def put_on(model: Any, adapter_path: Path) -> None:
     """Give ``model`` the adapter's layers and weights.
 
@@ -149,6 +109,27 @@ def prompt_tokens(
     return tokens
 
 
+def room_for_answer(count: int, positions: int | None, wanted: int, what: str = "the prompt") -> int:
+    """Up to how many of the ``wanted`` tokens an answer to a prompt of ``count`` tokens may have.
+
+    Args:
+        positions: of the model, see :func:`positions_of`; ``None`` if there is no bound.
+        what: the prompt, in the message.
+
+    Raises:
+        PromptTooLong: not even one.
+    """
+    if positions is None:
+        return wanted
+    if count >= positions:
+        raise PromptTooLong(
+            f"{what} has {count} tokens; prompt and answer together may have {positions}, the positions of this model",
+            where="--prompt",
+            hint="shorten it, or choose a model with more positions",
+        )
+    return min(wanted, positions - count)
+
+
 def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, use_template: bool) -> list[int]:
     tokenizer: Any = loaded.tokenizer
     if use_template and has_chat_template(tokenizer):
@@ -167,7 +148,12 @@ def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, 
 def stream_answer(
     loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
 ) -> Iterator[tuple[str, Speed]]:
-    """Pieces of the answer as they come, each with the speed so far."""
+    """Pieces of the answer as they come, each with the speed so far.
+
+    Raises:
+        PromptTooLong: for this model.
+    """
+    max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
     mx.random.seed(sampling.seed)
     accelerator = detect()
     sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
@@ -188,14 +174,21 @@ def stream_answer(
 def answer_all(
     loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
 ) -> tuple[list[str], Speed]:
-    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds."""
+    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds.
+
+    Raises:
+        PromptTooLong: one of them, for this model.
+    """
     batch = [prompt_tokens(loaded, prompt) for prompt in prompts]
+    most = positions_of(loaded.config)
+    shown = [f"the prompt {prompt[:40]!r}" for prompt in prompts]
+    room = [room_for_answer(len(tokens), most, max_tokens, what) for tokens, what in zip(batch, shown, strict=True)]
     with wired_limit(cast("Any", loaded.model), cast("Any", [generation_stream])):
         response = batch_generate(
             cast("Any", loaded.model),
             cast("Any", loaded.tokenizer),
             batch,
-            max_tokens=max_tokens,
+            max_tokens=room,
             completion_batch_size=batch_size,
             prefill_batch_size=batch_size,
         )

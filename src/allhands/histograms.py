@@ -23,9 +23,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from allhands.data.lengths import LengthSummary, Unit, percent
-from allhands.files import make_directory, write_whole
+from allhands.files import make_directory
 from allhands.formatting import format_count
-from allhands.pictures import DASHED, GREY, STYLE, picture_suffix
+from allhands.pictures import DASHED, GREY, STYLE, picture_suffix, write_picture
 
 Lengths = NDArray[np.int64]
 
@@ -82,7 +82,7 @@ def draw_lengths(
         FigureCanvasAgg(figure)
         _draw(figure, values, _scale(values, limit, unit), title or f"Length of the examples in {unit}")
         make_directory(path.parent)
-        write_whole(path, lambda part: figure.savefig(part, format=suffix.removeprefix(".")))
+        write_picture(figure, path, suffix)
     return path
 
 

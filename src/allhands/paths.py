@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from allhands.errors import ConfigError
 
@@ -50,6 +52,31 @@ def expanded(text: str | os.PathLike[str]) -> str:
             return text
         raise ValueError(f"there is no user {first[1:]!r} here, whose home directory {first} would be")
     return HomePath(home + text[len(first) :], text)
+
+
+def near_paths(path: str | os.PathLike[str]) -> list[str]:
+    """Up to three paths that exist and are spelled almost like ``path``, which does not, the likeliest first."""
+    written = Path(path)
+    found = [Path(written.anchor)]
+    for part in written.parts[1:] if written.anchor else written.parts:
+        found = [inner for place in found for inner in _like(place, part)][:3]
+    return [] if os.path.lexists(path) else [str(one) for one in found]
+
+
+def _like(place: Path, name: str) -> list[Path]:
+    if os.path.lexists(place / name):
+        return [place / name]
+    try:
+        there = {other.lower(): other for other in os.listdir(place)}
+    except OSError:
+        return []
+    return [place / there[near] for near in difflib.get_close_matches(name.lower(), there, n=3)]
+
+
+def meant(path: str | os.PathLike[str], hint: str) -> str:
+    """``hint`` about a path that must exist; if there is only one that is spelled almost like it, that one first."""
+    near = near_paths(path)
+    return f"did you mean {' or '.join(near)}; or {hint}" if near else hint
 
 
 def require_words(text: str) -> None:

@@ -24,10 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.errors import DataError
-from allhands.files import make_directory, write_whole
+from allhands.files import make_directory
 from allhands.formatting import format_bytes, format_duration, format_memory, format_rate
 from allhands.metrics import RunHistory, TrainReport, ValidReport, typical
-from allhands.pictures import DASHED, GREY, MARKERS, RUNS, STYLE, picture_suffix
+from allhands.pictures import DASHED, GREY, MARKERS, RUNS, STYLE, picture_suffix, write_picture
 
 Floats = NDArray[np.float64]
 
@@ -97,7 +97,7 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
         FigureCanvasAgg(figure)
         _draw(figure, curves, title or "Training and validation loss")
         make_directory(out.parent, private=private)
-        write_whole(out, lambda draft: figure.savefig(draft, format=suffix.removeprefix(".")), private=private)
+        write_picture(figure, out, suffix, private=private)
     return out
 
 
@@ -393,10 +393,8 @@ def _steps(run: RunHistory) -> str:
 
 
 def _total_s(run: RunHistory) -> float:
-    """The whole time of an ended run, else the time up to its last report."""
-    if run.ended:
-        return run.ended.total_time_s
-    return max((report.elapsed_s for report in (*run.train[-1:], *run.valid[-1:])), default=np.nan)
+    """The time of all starts, up to the last report where it has not ended."""
+    return np.nan if run.trained_s is None else run.trained_s
 
 
 def _last_loss(run: RunHistory) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _OURS = "ALLHANDS_RANK"
 _RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
 _GAPS = re.compile(r" +")
+_TRAILING = re.compile(r"[ \t]+(?=\r?\n)")
 _GAP = re.compile(r" {2,}")
 # No break between a number and its unit or the word that it belongs to: "182 MB", "19.9 %", "step 60", "12 of 16 GB".
 _HELD = re.compile(r"(?<=\d) (?=(?:[A-Za-z]{1,3}|%|tokens?|steps?|samples?|examples?|ranks?|cores?)(?:[^A-Za-z]|$))")
@@ -58,7 +60,7 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
     """A console of rich's on standard output, or ``stream``; it writes no order of a terminal where there is no screen.
 
     ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
-    that happens to be a terminal: 80 in a file, unless ``COLUMNS`` says otherwise.
+    that happens to be a terminal: of tables 80 in a file, where text is broken only if ``COLUMNS`` says at what width.
     """
     stream = sys.stdout if stream is None else stream
     if environ.get("NO_COLOR"):
@@ -67,7 +69,22 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
         options["force_terminal"] = False
     if not is_read_live(stream, environ) and not environ.get("COLUMNS"):
         options["width"] = options.get("width") or _WIDTH_OF_FILES
-    return _careful_console()(file=stream, **options)
+    file: Any = stream if is_read_live(stream, environ) else _Trimmed(stream)
+    return _careful_console()(file=file, **options)
+
+
+class _Trimmed:
+    """A file without blanks at the ends of lines, with which tables and broken text are filled up."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        self._file.write(_TRAILING.sub("", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 @cache
@@ -79,8 +96,10 @@ def _careful_console() -> type[Console]:
         def print(self, *objects: Any, **how: Any) -> None:
             text = objects[0] if len(objects) == 1 else None
             if isinstance(text, str) and not how.get("soft_wrap") and (how.get("markup") is False or "[" not in text):
-                shown = row_width(self)
-                objects = (fitted(text, self.width) if shown else broken(text, self.width),)
+                if row_width(self):
+                    objects = (fitted(text, self.width),)
+                elif os.environ.get("COLUMNS"):
+                    objects = (broken(text, self.width),)
                 how["soft_wrap"] = True
             super().print(*objects, **how)
 
@@ -197,3 +216,55 @@ def fitted_to(file: int, text: str) -> str:
         return fitted(text, os.get_terminal_size(file).columns or sys.maxsize)
     except OSError:  # no terminal
         return text
+
+
+class _Spoken(io.FileIO):
+    """A file descriptor for words on which nothing depends: those that cannot be written are lost without an error.
+
+    ``lost`` is the first error of them.
+    """
+
+    lost: OSError | None = None
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.lost = self.lost or error
+            return len(data)
+
+
+def open_closed_streams() -> None:
+    """Open what this process was started without (``>&-``), so that no file of ours gets its number and our words."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def stream_of(number: int, stream: TextIO | None) -> TextIO:
+    """``stream``, or a new one on the file descriptor ``number`` where Python found that closed."""
+    return open(number, "w", encoding="utf-8", closefd=False) if stream is None else stream
+
+
+def keep_going(stream: TextIO) -> TextIO:
+    """``stream`` as one into which writing never fails, for a command whose result is not its words."""
+    stream.flush()
+    raw = _Spoken(stream.fileno(), "w", closefd=False)
+    lines = stream.isatty() or bool(getattr(stream, "line_buffering", False))
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
+    )
+
+
+def tell_lost_words() -> None:
+    """Say on standard error that words to a stream of :func:`keep_going` were lost, and that nothing else is amiss."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(raw, _Spoken):
+        return
+    sys.stdout.flush()
+    # Of a reader that has gone (a pager, head) nobody need be told.
+    if raw.lost is not None and not isinstance(raw.lost, BrokenPipeError):
+        reason = raw.lost.strerror or raw.lost
+        tell(f"allhands: note: standard output cannot be written ({reason}): words were lost, nothing else was")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from allhands.errors import ConfigError
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     import yaml
@@ -25,7 +26,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason, hint = "it is not UTF-8 text", "save it as UTF-8, as editors offer it when a file is saved"
         if isinstance(error, OSError):
-            reason, hint = str(error.strerror), "check the path after --config"
+            reason, hint = str(error.strerror), meant(path, "check the path after --config")
         raise ConfigError(f"the configuration file cannot be read: {reason}", where=str(path), hint=hint) from None
     try:
         content = yaml.load(text, _yaml_loader())

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 
 ALLHANDS = [sys.executable, "-m", "allhands"]
 
@@ -83,3 +84,29 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path: Path, tiny_model
     assert done.returncode == 3
     assert "does not exist" in done.stderr
     assert "huggingface" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate", "fuse", "plan"])
+def test_ctrl_c_says_what_is_true_of_the_verb(tmp_path: Path, verb: str) -> None:
+    """None of them trains, so none of them stops before a step."""
+    model, data = tiny.write_model(tmp_path / "model", layers=24, hidden=256), tmp_path / "data"
+    tiny.write_chat_data(data, test=4000)
+    adapter = tiny.write_adapter(model, tmp_path / "adapter")
+    words = {
+        "eval": ["--data", str(data)],
+        "generate": ["--prompt", "-", "--max-tokens", "100000"],
+        "fuse": ["--adapter-path", str(adapter), "--save-path", "out"],
+        "plan": ["--data", str(data)],
+    }
+    command = [*ALLHANDS, verb, "--model", str(model), *words[verb]]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "step" not in err
+    assert err.rstrip().endswith(("result", "complete", "written", "kept")), err
+    assert not (tmp_path / "out").exists()

@@ -135,7 +135,8 @@ def test_a_second_ctrl_c_ends_a_long_step_at_once(runs: Runs, tmp_path: Path) ->
     job.signal(signal.SIGINT, pause_s=0)
     assert job.finish() == 130
     assert time.monotonic() - began < 2
-    assert "stopping after this step; press Ctrl-C again" in job.out
+    assert "stopping after this step" in job.out
+    assert "press Ctrl-C again" in job.out
     assert "what was not saved is lost" in job.err
 
 

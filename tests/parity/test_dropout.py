@@ -31,7 +31,8 @@ from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
 from allhands.model.quantized import prepare_dense
-from allhands.train.gradient import batch_arrays, make_gradient, make_loss
+from allhands.objectives.causal_lm import batch_arrays, make_loss
+from allhands.parallel.gradient import make_gradient
 
 Grads = dict[str, np.ndarray[Any, Any]]
 BATCH = 8

@@ -207,7 +207,7 @@ def test_a_description_that_is_none_is_found_before_a_model_is_loaded(
     base: Path, tmp_path: Path, described: str, said: str
 ) -> None:
     from allhands.errors import ModelError
-    from allhands.generate import check_adapter
+    from allhands.model.adapter_files import check_adapter
 
     adapter = write_adapter(base, tmp_path / "run")
     check_adapter(adapter)

@@ -245,7 +245,7 @@ def test_parts_of_an_optimizer_are_written_as_one(
         "lr_schedule": None,
         "warmup_steps": 1,
         "compile": "on",
-        "shard_optimizer": "on",
+        "strategy": "zero1",
     }
     flags |= {"optimizer_config": {"adamw": {"eps": 1e-6}}}
     whole = train(flags, adapter_path=str(tmp_path / "whole"))

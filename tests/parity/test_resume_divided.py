@@ -26,8 +26,8 @@ from allhands.distributed.mesh import Mesh
 from allhands.train.recipes import Surroundings, run_finetune
 
 HALF, WHOLE = 4, 8
-# Ranks, and whether they divide the optimizer among them.
-WAYS = ((1, "off"), (2, "off"), (2, "on"), (3, "off"), (3, "on"))
+# Ranks, and their strategy.
+WAYS = ((1, "data"), (2, "data"), (2, "zero1"), (3, "data"), (3, "zero1"))
 Way = tuple[int, str]
 
 
@@ -39,7 +39,7 @@ def divide_small_arrays_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(flags: dict[str, Any], way: Way, directory: Path, *, shared: bool, **more: Any) -> Path:
     """One start on ranks that are threads, in one directory or each in its own."""
     size, divides = way
-    config = build_config({**flags, "adapter_path": str(directory), "shard_optimizer": divides, **more})
+    config = build_config({**flags, "adapter_path": str(directory), "strategy": divides, **more})
 
     def work(communicator: Any) -> Path:
         rank = communicator.rank
@@ -87,7 +87,7 @@ def undisturbed(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
 def pairs() -> list[Any]:
     """All of them; every day each way once as the saving one and once as the resumed one, and with itself."""
     daily = {(way, way) for way in WAYS} | set(zip(WAYS, WAYS[1:] + WAYS[:1], strict=True))
-    daily |= {((3, "on"), (2, "on")), ((2, "on"), (3, "on"))}
+    daily |= {((3, "zero1"), (2, "zero1")), ((2, "zero1"), (3, "zero1"))}
     return [
         pytest.param(one, other, marks=[] if (one, other) in daily else pytest.mark.long, id=f"{one}-{other}")
         for one, other in product(WAYS, WAYS)
@@ -104,7 +104,7 @@ def test_saved_in_one_way_and_resumed_in_another(
         WEIGHTS_FILE,
         OPTIMIZER_FILE,
     }
-    assert len(of_ranks) == (saved[0] if saved[1] == "on" else 0)
+    assert len(of_ranks) == (saved[0] if saved[1] == "zero1" else 0)
     # Some in one directory, as those who saved, others each in its own.
     shared = saved[0] % 2 == 0
     run = train(flags, resumed, tmp_path / "run", shared=shared, resume=str(half))

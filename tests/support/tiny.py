@@ -77,6 +77,14 @@ def write_model(
     return directory
 
 
+def with_positions(model: Path, count: int) -> Path:
+    """``model`` with a bound of so many tokens, in its configuration and in its tokenizer's."""
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        content = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**content, key: count}))
+    return model
+
+
 def write_adapter(base: Path, directory: Path, kind: str = "lora") -> Path:
     """A random adapter on two blocks, or random weights for the last one (``full``), for the model in ``base``."""
     model: Any = load(str(base))[0]

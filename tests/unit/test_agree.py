@@ -10,7 +10,7 @@ import pytest
 from twins import ThreadCommunicator, errors_of, run_ranks
 
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.errors import DistributedError
 
 FACTS: dict[str, Any] = {
@@ -44,7 +44,7 @@ def test_equal_facts_pass_with_one_small_exchange(ranks: int) -> None:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    agree(Alone(), FACTS)
+    agree(SingleProcess(), FACTS)
 
 
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {

@@ -19,7 +19,7 @@ from allhands.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from allhands.checkpoints.arrays import held, local_arrays, owned_tree, shared_arrays, tensors_of
 from allhands.checkpoints.format import Box, Flat
 from allhands.distributed import handout
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.distributed.handout import gather_json, hand_out_json
 
 DTYPES = ["bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
@@ -120,6 +120,6 @@ def test_everybody_says_something(piece: int, monkeypatch: pytest.MonkeyPatch) -
 
 def test_alone_it_is_the_same(tmp_path: Path) -> None:
     mine = every_type()
-    stored = shared_arrays(Alone(), written(tmp_path, tensors_of(mine)), "tree.safetensors")
+    stored = shared_arrays(SingleProcess(), written(tmp_path, tensors_of(mine)), "tree.safetensors")
     assert same({name: each.read() for name, each in stored.items()}, mine)
-    assert hand_out_json(Alone(), [1, None]) == [1, None]
+    assert hand_out_json(SingleProcess(), [1, None]) == [1, None]

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from command_line import call_allhands
-from tiny import write_model
+from tiny import with_positions, write_model
 
 from allhands.conversation import Conversation
 from allhands.errors import ModelError
-from allhands.generate import Sampling, load_for_generation
+from allhands.generate import PromptTooLong, Sampling, load_for_generation
 
 COMMAND = [sys.executable, "-m", "allhands", "chat"]
 
@@ -78,6 +78,24 @@ def test_sampling_follows_the_seed(tiny_model: Path) -> None:
 
     assert answer(3) == answer(3)
     assert len({answer(seed) for seed in range(4)}) > 1
+
+
+def test_a_conversation_beyond_the_models_positions_is_refused_and_kept(tmp_path: Path) -> None:
+    """It has 200, and a letter is a token; another line, or a new conversation, may do."""
+    loaded = load_for_generation(str(with_positions(write_model(tmp_path / "model"), 200)), None)
+    conversation = Conversation(loaded, Sampling(), max_tokens=10**6)
+    with pytest.raises(PromptTooLong) as caught:
+        "".join(conversation.ask("x" * 200))
+    assert caught.value.exit_code == 2
+    assert "/reset" not in str(caught.value), "there is nothing to forget"
+    assert conversation.messages == []
+    assert "".join(conversation.ask("Hi"))
+    before = list(conversation.messages)
+    with pytest.raises(PromptTooLong, match="/reset"):
+        "".join(conversation.ask("x" * 150))
+    assert conversation.messages == before
+    conversation.reset()
+    assert "".join(conversation.ask("x" * 150))
 
 
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:

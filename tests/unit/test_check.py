@@ -375,14 +375,15 @@ def styled(output: str, style: str) -> list[str]:
 
 
 def test_a_clean_set_ends_well_on_80_columns(tmp_path: Path, tiny_model: Path) -> None:
-    folder = write(tmp_path / "data", CLEAN, VALID)
-    code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--strict")
+    rows = [row(f"{QUESTIONS[n % 6]} {n}", f"{ANSWERS[n % 6]} {n}") for n in range(34)]
+    folder = write(tmp_path / "data", rows[:24], rows[24:])
+    code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--epochs", 3, "--strict")
     assert code == 0, out
-    assert out.splitlines()[0] == "train: 6 examples (chat 6)"
+    assert out.splitlines()[0] == "train: 24 examples (chat 24)"
     assert "nothing to object to" in out
     assert max(len(line) for line in out.splitlines()) <= 80
-    total = sum(OVERHEAD + len(m["messages"][0]["content"]) + len(m["messages"][1]["content"]) for m in CLEAN)
-    assert re.search(rf"^  tokens .* {total}$", out, re.MULTILINE)
+    total = sum(OVERHEAD + len(m["messages"][0]["content"]) + len(m["messages"][1]["content"]) for m in rows[:24])
+    assert re.search(rf"^  tokens .* {total:,}$", out, re.MULTILINE)
 
 
 def test_without_colours_the_trained_text_stands_in_signs(tmp_path: Path, tiny_model: Path) -> None:
@@ -428,12 +429,12 @@ def test_a_long_stretch_is_shortened_in_its_middle() -> None:
 def test_bad_rows_are_named_and_the_rest_goes_on(tmp_path: Path, tiny_model: Path) -> None:
     rows = [*CLEAN, "not json", {"messages": 1}, {"prompt": "a", "completion": " "}, {"chosen": "a", "rejected": "b"}]
     folder = write(tmp_path / "data", rows, VALID)
-    code, out = run(folder, "--model", tiny_model, "--mask-prompt")
+    code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--epochs", 3)
     assert code == 0
     assert "train: 6 examples" in out
     for line in (7, 8, 9, 10):
         assert f"train.jsonl:{line}\n" in out
-    assert out.count("what to do: ") == 4
+    assert out.count("what to do: ") == 4 + 1, "of each, and of the validation set of two"
     assert max(len(line) for line in out.splitlines()) <= 80
     assert run(folder, "--model", tiny_model, "--mask-prompt", "--strict")[0] == 3
     # A note or a warning is no reason.
@@ -451,7 +452,8 @@ def test_json_has_numbers_findings_and_what_is_shown(tmp_path: Path, tiny_model:
     assert set(train) == {"trained_share", *SplitReport.__dataclass_fields__}
     assert (train["examples"], train["bad_rows"], train["shapes"]) == (6, 1, {"chat": 6})
     assert train["padding"]["batches_per_epoch"] == 2
-    (finding,) = found["findings"]
+    assert [one["code"] for one in found["findings"]] == ["bad-rows", "few-validation", "many-epochs"]
+    finding = found["findings"][0]
     assert set(finding) == {"message", "remedy", *Finding.__dataclass_fields__}
     assert (finding["code"], finding["severity"], finding["places"]) == ("bad-rows", "ruins", ["train.jsonl:7"])
     assert found["ruined"] is True

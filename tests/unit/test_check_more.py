@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import ZEPHYR, tiny
 from test_check import CLEAN, VALID, chat, chats, look, row, run, write
+from tiny import run_allhands, with_positions, write_model
 
 from allhands.cli.check import spread_table
 from allhands.cli.findings import counted, message_of, remedy_of
@@ -184,3 +185,62 @@ def test_much_that_is_held_out_is_said(tmp_path: Path, tiny_model: Path, train: 
     notes = " ".join(load_data(config).notes)
     assert ("never trained on" in notes) == told
     assert ("half of all examples" in notes) == (train == valid)
+
+
+# --- sizes --------------------------------------------------------------------------------------------
+
+
+def codes(folder: Path, model: Path, *options: str) -> set[str]:
+    _, out = run(folder, "--model", model, "--mask-prompt", "--json", *options)
+    return {finding["code"] for finding in json.loads(out)["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "told"),
+    [
+        (36, (), True),  # 1,000 batches of 4: 111 times
+        (36, ("--epochs", "3"), False),
+        (36, ("--iters", "90"), False),
+        (36, ("--iters", "200"), True),
+        (300, (), False),
+    ],
+)
+def test_epochs_without_end_are_said(
+    tmp_path: Path, tiny_model: Path, train: int, options: tuple[str, ...], told: bool
+) -> None:
+    rows = [row(f"Why {n}?", f"So it is, matey {n}.") for n in range(train + 20)]
+    folder = write(tmp_path / "data", rows[:train], rows[train:])
+    assert ("many-epochs" in codes(folder, tiny_model, *options)) == told
+
+
+@pytest.mark.parametrize(("valid", "told"), [(2, True), (9, True), (10, False), (20, False), (0, False)])
+def test_a_validation_set_of_a_few_rows_is_said(tmp_path: Path, tiny_model: Path, valid: int, told: bool) -> None:
+    rows = [row(f"Why {n}?", f"So it is, matey {n}.") for n in range(100 + valid)]
+    folder = write(tmp_path / "data", rows[:100], rows[100:]) if valid else write(tmp_path / "data", rows)
+    assert ("few-validation" in codes(folder, tiny_model)) == told
+    config = build_config({"train": True, "model": str(tiny_model), "data": str(folder)})
+    assert any("say" in note and note.startswith("valid: ") for note in load_data(config).notes) == told
+
+
+def test_rows_beyond_the_models_positions_are_said(tmp_path: Path) -> None:
+    model = with_positions(write_model(tmp_path / "model"), 60)
+    rows = [row("Why?", "x" * 100)] + [row(f"Why {n}?", "So.") for n in range(11)]
+    folder = write(tmp_path / "data", rows, rows)
+    assert "beyond-positions" in codes(folder, model)
+    assert "beyond-positions" not in codes(folder, model, "--max-seq-length", "60")
+    assert "beyond-positions" not in codes(folder, with_positions(model, 600))
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_training_says_so_at_its_start(tmp_path: Path, healthy: bool) -> None:
+    model = with_positions(write_model(tmp_path / "model"), 600 if healthy else 60)
+    rows = [row(f"Why {n}?", "x" * 100) for n in range(24)]
+    folder = write(tmp_path / "data", rows[:12], rows[12 if healthy else 22 :])
+    done = run_allhands(
+        *("train", "--train", "--model", model, "--data", folder, "--adapter-path", tmp_path / "run"),
+        *("--batch-size", "12", "--iters", "3" if healthy else "20", "--val-batches", "1", "--num-layers", "1"),
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert [words in said for words in ("by heart", "says little", "positions")] == [not healthy] * 3
+    assert "sequence length" not in said

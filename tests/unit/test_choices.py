@@ -26,10 +26,10 @@ from allhands.model.choices import FORMS, Choices, Kind, Measured, Problem, chos
 from allhands.model.fused import linear
 from allhands.model.fused.blocks import fuse
 from allhands.model.quantized import prepare_dense, prepare_quantized
+from allhands.objectives.cross_entropy import eager_linear_cross_entropy
 from allhands.train import measuring, operations
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.explain import kernel_choices
-from allhands.train.losses import eager_linear_cross_entropy
 
 KINDS: tuple[Kind, ...] = ("cpu", "metal", "cuda")
 EVERY = [(name, kind) for name in FORMS for kind in KINDS if kind in FORMS[name]]

@@ -12,9 +12,10 @@ import pytest
 from command_line import parse, verbs
 from tiny import run_allhands
 
+from allhands.aliases import ALIASES, COMMANDS, ELSEWHERE, OF_VERBS, for_flag
 from allhands.cli.main import main, make_app
 from allhands.cli.option_groups import GROUPS
-from allhands.config import ALIASES, ELSEWHERE, TrainConfig
+from allhands.config import TrainConfig
 from allhands.pretrain_config import PretrainConfig
 
 # Of two seconds on a busy machine most is Python's own start; importing MLX alone would add more than that.
@@ -104,7 +105,7 @@ def loaded_by(*arguments: str) -> set[str]:
 PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
 OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels", ".versions"}
 # What has a say in how other libraries are imported, later.
-OWN |= {".__main__", ".cli.parser", ".import_structures", ".importing", ".paths", ".without_torch"}
+OWN |= {".__main__", ".cli.parser", ".import_structures", ".importing", ".paths", ".terminal", ".without_torch"}
 # What options are made from.
 OPTIONS = {".cli.option_groups", ".cli.options", ".config", ".config_errors", ".config_values"}
 
@@ -119,7 +120,7 @@ def test_the_overview_imports_the_parser_and_nothing_else(arguments: tuple[str, 
 @pytest.mark.parametrize("arguments", [("plot", "--help"), ("model", "get", "--help"), ("trian",), ("version",)])
 def test_a_verb_imports_nothing_for_the_others(arguments: tuple[str, ...]) -> None:
     found = {name for name in loaded_by(*arguments) if name.startswith("allhands")}
-    assert found == {f"allhands{name}" for name in OWN}
+    assert found - {"allhands.terminal"} == {f"allhands{name}" for name in OWN}, "besides what shows an error"
 
 
 def test_options_are_all_that_the_help_of_training_loads() -> None:
@@ -176,7 +177,7 @@ def test_what_cannot_be_parsed_is_code_2_without_traceback(
 ) -> None:
     code, out, err = run_main(capsys, *arguments)
     assert code == 2
-    assert "Error" in err
+    assert "error" in err.lower()
     assert "Traceback" not in out + err
 
 
@@ -214,7 +215,81 @@ def test_flags_of_other_trainers_are_explained(name: str, capsys: pytest.Capture
     code, _, err = run_main(capsys, "train", flag, "8")
     assert code == 2
     assert flag in err
-    assert ELSEWHERE[name] in err
+    assert for_flag(ELSEWHERE[name]) in err
+    named = set(re.findall(r"\w+_\w+", err)) & set(TrainConfig.model_fields)
+    assert not named, "keys, where a flag was typed"
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag", "ours"),
+    [
+        ("model get", "-q", "--quantize"),
+        ("model get", "--q-bits", "--quantize"),
+        ("model get", "--q-group-size", "--group-size"),
+        ("model get", "-d", "--dequantize"),
+        ("model get", "--mlx-path", "--out"),
+        ("model get", "--upload-repo", "upload"),
+        ("upload", "--upload-repo", "--to"),
+        ("fuse", "--mlx-path", "--save-path"),
+        ("train", "--q-bits", "--quantize"),
+        ("generate", "--lora-r", "allhands train"),
+    ],
+)
+def test_flags_of_mlx_lm_name_what_the_verb_has(
+    verb: str, flag: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run_main(capsys, *verb.split(), flag, "4")
+    assert code == 2
+    assert ours in err
+
+
+def test_what_is_done_instead_of_a_flag_is_an_option_of_that_verb() -> None:
+    known = {name: {flag for option in command.params for flag in option.opts} for name, command in verbs()}
+    for verb, hints in OF_VERBS.items():
+        for flag, hint in hints.items():
+            assert f"--{flag.replace('_', '-')}" not in known[verb], (verb, flag)
+            own = set(re.findall(r"--[a-z-]+", for_flag(hint).partition("allhands")[0]))
+            assert own <= known[verb], (verb, flag)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *(("lora", "train"), ("finetune", "train"), ("fine_tune", "train"), ("mlx_lm.lora", "train")),
+        *(("convert", "model get"), ("quantise", "model get"), ("download", "model get"), ("get", "model get")),
+        *(("merge", "fuse"), ("evaluate", "eval"), ("perplexity", "eval"), ("test", "eval"), ("inference", "generate")),
+        *(("server", "serve"), ("push", "upload"), ("prepare", "data prepare"), ("check", "data check")),
+        *(("trian", "train"), ("finetun", "train"), ("data prepar", "data prepare"), ("data convert", "data prepare")),
+        *(("model quantize", "model get"), ("model download", "model get"), ("cluster chekc", "cluster check")),
+    ],
+)
+def test_an_unknown_verb_names_ours(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, *typed.split())
+    assert code == 2
+    assert f"allhands {meant}" in err
+    assert typed.split()[-1] in err
+
+
+@pytest.mark.parametrize("typed", ["dpo", "awq", "mlx_lm.gptq", "zzz", "model zzz"])
+def test_what_there_is_not_names_no_other_verb_as_the_same(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, *typed.split())
+    assert code == 2
+    assert "did you mean" not in err
+
+
+def test_commands_in_hints_about_commands_are_taken_by_the_parser() -> None:
+    known = {name for name, _ in verbs()}
+    assert not set(COMMANDS) & known
+    for hint in COMMANDS.values():
+        for command in re.findall(r"`allhands ([^`]+)`", hint):
+            if command != "--help":
+                parse(command.split())
+
+
+def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["-h"], ["train", "-h"], ["data", "check", "-h"]):
+        code, out, _ = run_main(capsys, *arguments)
+        assert (code, out.startswith("Usage: allhands")) == (0, True)
 
 
 @pytest.mark.parametrize("alias", sorted(alias for alias in ALIASES if len(alias) > 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import call_allhands
 
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.errors import DataError
@@ -39,3 +41,22 @@ def test_a_question_and_its_answer_by_their_usual_names(row: dict[str, Any]) -> 
 def test_what_stands_beside_a_question_is_not_passed_over(more: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no known shape"):
         parse({"question": "q", "answer": "a", **more})
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ("What is tea?,A drink of leaves.", "prompt,completion"),
+        ("A drink of leaves that is hot", "text"),
+        ("topic,reply_text", ""),
+        ("Full Name,Date of birth", ""),
+    ],
+)
+def test_a_table_without_a_header_is_told_which_one_to_write(tmp_path: Path, first: str, told: str) -> None:
+    """And one whose columns only have other names is told how to name them."""
+    (tmp_path / "rows.csv").write_text(f"{first}\n{','.join('xy'[: first.count(',') + 1])}\n")
+    done = call_allhands("data", "prepare", "rows.csv", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 3
+    assert ("a line above it" in done.stderr) == bool(told)
+    assert f"above it, {told} (" in done.stderr or not told
+    assert ("--column" in done.stderr) == (not told)

@@ -17,7 +17,7 @@ from command_line import call_allhands
 from dashboards import Dashboard, dashboard
 from written_runs import HOSTILE, write_run, write_samples
 
-from allhands.dashboard.runs import ask_to_stop, facts_of, find_runs, head_of, logs_of, summary_of, tail_of
+from allhands.dashboard.runs import Judged, ask_to_stop, facts_of, find_runs, head_of, logs_of, summary_of, tail_of
 from allhands.errors import DataError
 from allhands.monitor import encode_sample, read_samples
 from allhands.plan.kept import keep_plan
@@ -236,3 +236,36 @@ def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_pat
     short = call_allhands("dashboard", str(root), "--token", "abc")
     assert (short.returncode, "can be guessed" in short.stderr) == (2, True)
     assert json.loads(served.ask("/api/log?run=none&log=x")[1]) == {"error": "there is no such run"}
+
+
+def test_curves_are_judged_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from allhands.dashboard import runs
+
+    run, judged, asked = write_run(tmp_path / "run", ended=None), Judged(), list[int]()
+    judge = runs.harm
+    monkeypatch.setattr(runs, "harm", lambda history: asked.append(1) or judge(history))
+
+    def harm_now() -> str:
+        found = summary_of("run", run, judged)
+        assert found is not None
+        return found.harm
+
+    assert [harm_now() for _ in range(3)] == ["", "", ""]
+    assert len(asked) == 1
+    ruined = write_run(tmp_path / "ruined", train=lambda step: 4 + step / 10, valid=lambda step: 4 + step / 10)
+    (run / "metrics.jsonl").write_text((ruined / "metrics.jsonl").read_text())
+    assert [bool(harm_now()) for _ in range(2)] == [True, True]
+    assert len(asked) == 2
+
+
+def test_the_time_of_a_run_is_that_of_all_its_starts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=60, step_s=0.5, ended=None)
+    once = summary_of("run", run)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    started = next(json.loads(line) for line in lines if '"started"' in line)
+    with (run / "metrics.jsonl").open("a") as file:
+        print(json.dumps({**started, "step": 60, "elapsed_s": 31.0}), file=file)
+    resumed = summary_of("run", run)
+    assert once is not None
+    assert resumed is not None
+    assert (once.trained_s, resumed.trained_s) == (30.0, 31.0)

@@ -292,7 +292,7 @@ def test_a_stop_that_took_too_long_is_not_said_to_be_a_wish(err: Err, monkeypatc
     assert err() == (f"allhands: not ended within 60 s (--stop-grace-s); what was not saved is lost\n  {_RESUME}\n")
 
 
-@pytest.mark.parametrize("text", ["stopped before the next start", "stopping before the first step"])
+@pytest.mark.parametrize("text", ["stopped before the next start", "stopping before all processes have started"])
 def test_a_stop_while_nothing_runs_says_how_to_go_on(err: Err, text: str) -> None:
     show(of_training(), SupervisorEvent("cancelling", text), _ENDED)
     assert err() == f"allhands: {text}\n  {_RESUME}\n"

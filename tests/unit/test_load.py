@@ -310,7 +310,7 @@ def test_existing_output(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Pat
     get_model(source, out, dequantize=True, report=said.append)
     assert out.stat().st_ino == inode
     assert "holds this model already" in said[-1]
-    with pytest.raises(ModelError, match="another model"):
+    with pytest.raises(ConfigError, match="another model"):
         get_model(source, out)
     assert out.stat().st_ino == inode
     get_model(source, out, force=True)
@@ -318,10 +318,10 @@ def test_existing_output(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Pat
     other = tmp_path / "photos"
     other.mkdir()
     (other / "cat.png").touch()
-    with pytest.raises(ModelError, match="not a model"):
+    with pytest.raises(ConfigError, match="not a model"):
         get_model(source, other, force=True)
     for overlapping in (tiny[0], tiny[0] / "inside"):
-        with pytest.raises(ModelError, match="overlaps"):
+        with pytest.raises(ConfigError, match="overlaps"):
             get_model(source, overlapping, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "photos"]
 
@@ -330,7 +330,7 @@ def test_unwritable_output(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: P
     (tmp_path / "file").touch()
     with pytest.raises(StorageError):
         get_model(str(tiny[0]), tmp_path / "file" / "out")
-    with pytest.raises(ModelError, match="a file of that name"):
+    with pytest.raises(ConfigError, match="a file of that name"):
         get_model(str(tiny[0]), tmp_path / "file")
 
 

@@ -23,7 +23,7 @@ from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import Row, caches_for
 from allhands.model.quantized import UnpackedLinear, prepare_dense
 from allhands.native.library import architecture, wanted
-from allhands.train.gradient import make_gradient
+from allhands.parallel.gradient import make_gradient
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Arrays = tuple[mx.array, ...]

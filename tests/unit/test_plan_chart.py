@@ -38,7 +38,7 @@ def situation(**changed: Any) -> Situation:
     return replace(found, offer=replace(offer, training_s=found.alone_s / offer.speed_up))
 
 
-DIVIDED = {"flags": f"{HOSTS} --shard-optimizer on", "more": "--shard-optimizer on"}
+DIVIDED = {"flags": f"{HOSTS} --strategy zero1", "more": "--strategy zero1"}
 ALONE = {"machines": 1, "offer": None}
 
 
@@ -146,7 +146,7 @@ def test_advice_for_a_slow_link_is_of_that_link_and_that_training() -> None:
     assert full[0] == "on 2 machines the training would be about 400 times slower: the link eats the rest"
     assert full[1] == "10GbE or Thunderbolt in place of 100MbE; or LoRA, whose gradients are small"
     assert lora[1] == "10GbE or Thunderbolt in place of 100MbE"
-    assert advise(slow).path[-1].why == "about 90 times slower with four in one"
+    assert advise(slow).path[-1].why == "about 90 times slower with four in one on 2 machines"
     less = advise(situation(exposed=0.7, speed_up=0.6, accumulated=0.9))
     assert less.reasons[0].startswith("on 2 machines the training would be 0.60 times as")
 
@@ -162,3 +162,18 @@ def test_advice_for_a_slow_link_is_of_that_link_and_that_training() -> None:
 )
 def test_what_is_faster_than_a_link(link: str, told: str) -> None:
     assert faster_than(link_of(link)) == told
+
+
+def test_larger_batches_are_offered_on_the_computers_whose_numbers_are_told() -> None:
+    few = situation(exposed=0.7, speed_up=0.6, accumulated=1.1)
+    assert few.offer is not None
+    four = replace(few.offer, machines=4, speed_up=0.8, accumulated=2.4)
+    found = advise(replace(few, larger=four))
+    assert found.outcome == "accumulate"
+    told = next(question.why for question in found.path if question.text == chart.LARGER)
+    assert "2.4" in told
+    assert "4 machines" in told
+    assert "0.8" in found.reasons[0] or "1.2" in found.reasons[0]
+    assert not any("2 machines" in reason for reason in found.reasons)
+    # And not where no number of computers gains enough.
+    assert advise(replace(few, larger=replace(four, accumulated=1.2))).outcome == "faster link"

@@ -16,7 +16,8 @@ from command_line import parse, verbs
 from tiny import write_model
 
 import allhands
-from allhands.config import ALIASES, ELSEWHERE, TrainConfig, build_config
+from allhands.aliases import ALIASES, ELSEWHERE, for_flag
+from allhands.config import TrainConfig, build_config
 from allhands.pretrain_config import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,9 @@ def test_commands_in_running_text_and_in_hints_exist() -> None:
     texts = [page.read_text(encoding="utf-8") for page in PAGES if page.exists()]
     inline = [shlex.split(command) for text in texts for command in re.findall(r"`allhands ([a-z][^`]*)`", text)]
     assert [words for words in inline if words[0] not in known] == []
-    hints = [shlex.split(found) for text in ELSEWHERE.values() for found in re.findall(r"allhands ([^,']+)", text)]
+    hints = [
+        shlex.split(found) for text in ELSEWHERE.values() for found in re.findall(r"allhands ([^,']+)", for_flag(text))
+    ]
     assert hints
     for words in hints:
         parse(words)

@@ -132,7 +132,9 @@ def test_stopped_by_hand_and_resumed(tmp_path: Path, undisturbed: RunHistory) ->
     assert read_metrics(file).ended == RunEnded(20, "interrupted", 11.0)
     append(file, [next(life(20))])
     assert read_metrics(file).ended is None
+    assert read_metrics(file).trained_s == 10.0  # before the first report of the new start
     append(file, list(life(20))[1:])
+    assert read_metrics(file).trained_s == 10.0 + 30.0
     assert without_times(read_metrics(file)) == without_times(undisturbed)
     assert read_metrics(file).restarts == [(20, 10.0)]
 

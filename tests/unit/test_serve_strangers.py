@@ -120,6 +120,21 @@ def test_the_model_by_its_name(closed: Served, tiny_model: Path) -> None:
     assert closed.ask("GET", "/v1/models/other")[0] == 404
 
 
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_an_unknown_path_is_told_what_there_is(closed: Served, method: str) -> None:
+    status, headers, answer = closed.ask(method, "/v1/embeddings", {} if method == "POST" else None)
+    message = answer["error"]["message"]
+    assert (status, answer["error"]["code"], "allow" in headers) == (404, "unknown_url", False)
+    for path in ("/v1/models", "/health", "/v1/chat/completions", "/v1/completions"):
+        assert path in message
+        # Each that is named is there.
+        assert closed.ask("DELETE", path)[0] == 405
+    assert (message.index("/v1/models") < message.index("/v1/completions")) == (method != "POST")
+    for near in ("/healthy", "/v1/modelsx"):
+        assert closed.ask("GET", near)[0] == 404
+        assert closed.ask("POST", near, {})[0] == 404
+
+
 def test_a_token_of_ones_own(tiny_model: Path) -> None:
     for words, env in ((["--token", "correct-horse"], {}), ([], {"ALLHANDS_TOKEN": "correct-horse"})):
         with served("--model", tiny_model, *words, env={**os.environ, **env}) as running:

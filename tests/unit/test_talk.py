@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from rich.console import Console
-from tiny import CHAT_TEMPLATE, write_model
+from tiny import CHAT_TEMPLATE, with_positions, write_model
 from written_runs import write_run
 
 from allhands.cli.talk import (
     GenerateOptions,
+    Questions,
     compared,
     comparison_table,
     held_out_prompts,
@@ -28,7 +30,7 @@ from allhands.cli.talk import (
 )
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
-from allhands.generate import answer_all, load_for_generation, prompt_tokens
+from allhands.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
 from allhands.model.load import load_model
 from allhands.report import read_facts
 
@@ -107,6 +109,31 @@ def test_a_system_message_without_a_template_is_refused_not_dropped(tiny_model: 
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(prompt: str) -> None:
     with pytest.raises(ConfigError, match="the prompt is empty"):
         run_generate(options(Path("/no/such/model"), prompt=prompt))
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has 200, and a letter is a token: as `serve` has it; transformers does not warn of what is looked at here."""
+    model = with_positions(write_model(tmp_path / "model"), 200)
+    asked = {"ignore_chat_template": True, "max_tokens": 10**6}
+    for count in (200, 5000):
+        with pytest.raises(PromptTooLong) as caught:
+            run_generate(options(model, prompt="x" * count, **asked))
+        assert (caught.value.exit_code, caught.value.where) == (2, "--prompt")
+        with pytest.raises(PromptTooLong):
+            answer_all(load_model(str(model)), ["x", "x" * count], 4)
+    for count in (199, 150):
+        capsys.readouterr()
+        run_generate(options(model, prompt="x" * count, **asked))
+        tokens = re.findall(r": (\d+) tokens", capsys.readouterr().out)
+        assert int(tokens[0]) == count
+        assert int(tokens[1]) <= 200 - count
+    texts, _ = answer_all(load_model(str(model)), ["x", "x" * 150], 300)
+    assert len(texts) == 2
+    assert "sequence length" not in capsys.readouterr().err + caplog.text
+    # Where a configuration has no bound there is none.
+    assert room_for_answer(10**6, None, 7) == 7
 
 
 # --- generate ----------------------------------------------------------------------------------------
@@ -262,7 +289,7 @@ def test_compare_writes_prompts_answers_and_scores(
     tiny_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "answers.json"
-    run_compare(str(tiny_model), adapter, "demo", 3, 1, 6, out)
+    run_compare(str(tiny_model), adapter, Questions("demo", 3, 6), 1, out)
     assert out.stat().st_mode & 0o777 == 0o600  # as all that holds what people asked
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert saved["prompts"] == held_out_prompts("demo", 3)
@@ -278,13 +305,13 @@ def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapte
     run = write_run(tmp_path / "run")
     for name in ("adapters.safetensors", "adapter_config.json"):
         (run / name).write_bytes((adapter / name).read_bytes())
-    run_compare(str(tiny_model), run, "demo", 2, 1, 4, None)
+    run_compare(str(tiny_model), run, Questions("demo", 2, 4), 1, None)
     saved = json.loads((run / "answers.json").read_text(encoding="utf-8"))
     (found,) = read_facts(run).answers
     assert list(found.prompts) == saved["prompts"] == held_out_prompts("demo", 2)
     assert list(found.after) == saved["after"]
     # Of an adapter that is no run nothing is written.
-    run_compare(str(tiny_model), adapter, "demo", 2, 1, 4, None)
+    run_compare(str(tiny_model), adapter, Questions("demo", 2, 4), 1, None)
     assert not (adapter / "answers.json").exists()
 
 
@@ -295,12 +322,12 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_answered(
     monkeypatch.setattr("allhands.cli.talk.answers", lambda *each: asked.append(each))
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StorageError, match="file"):
-        run_compare(str(tiny_model), adapter, "demo", 3, 1, 6, tmp_path / "file" / "answers.json")
+        run_compare(str(tiny_model), adapter, Questions("demo", 3, 6), 1, tmp_path / "file" / "answers.json")
     assert not asked
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to compare") as caught:
-        run_compare(str(tiny_model), None, "demo", 3, 1, 6, None)
+        run_compare(str(tiny_model), None, Questions("demo", 3, 6), 1, None)
     assert caught.value.where == "--adapter-path"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 import pty
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import call_allhands
 from rich.console import Console
 from rich.table import Table
 from test_metrics import ENDED, STARTED, train, valid
@@ -265,3 +267,21 @@ def test_a_script_under_mpirun_writes_plain_lines_to_a_file(tiny_model: Path, ti
     assert b"step 4/4  loss " in done.stdout
     assert b"\x1b" not in done.stdout + done.stderr
     assert b"\r" not in done.stdout.replace(b"\r\n", b"")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan --device M1 --machines 1,2 --model demo --data demo --iters 2000",
+        "plan --device M9 --model demo",
+        "data prepare rows.jsonl --out out",
+        "env",
+    ],
+)
+def test_what_goes_into_a_pipe_has_no_blanks_at_the_ends_and_no_broken_sentence(words: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n}?", "completion": f"A number, and its name is {n}."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = call_allhands(*words.split(), cwd=tmp_path, env={"COLUMNS": ""})
+    said = (done.stdout + done.stderr).splitlines()
+    assert [line for line in said if line != line.rstrip()] == []
+    assert [line for line in said if line.endswith((" the", " a", " of", " and", " for", ","))] == []

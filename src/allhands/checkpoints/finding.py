@@ -30,6 +30,7 @@ from allhands.checkpoints.reading import (
     with_state,
 )
 from allhands.errors import CheckpointError
+from allhands.paths import meant
 
 _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
 
@@ -187,7 +188,7 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
     if path.is_file():
         raise _not_a_directory(path)
     if not path.is_dir():
-        raise _lost(path, "there is no such directory", _advice(run_dir))
+        raise _lost(path, "there is no such directory", meant(path, _advice(run_dir)))
     if is_checkpoint(path):
         return open_checkpoint(path, verify=verify)
     rejected: list[CheckpointError] = []

@@ -43,7 +43,7 @@ def chat(
     It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
     is a turn.
     """
-    from allhands.cli.talk import tell_notes
+    from allhands.cli.talk import tell_harm, tell_notes
     from allhands.conversation import Conversation
     from allhands.generate import Sampling, load_for_generation
     from allhands.model.beyond import answering, limits_told
@@ -52,6 +52,7 @@ def chat(
         choice = chat_choice(chat_template, system)
         loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
         tell_notes(loaded)
+        tell_harm(adapter_path, model)
         sampling = Sampling(temp, top_p, seed)
         _talk(Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from allhands.cli.findings import counted, message_of, remedy_of
+from allhands.cli.findings import counted, message_of, remedy_of, size_findings
 from allhands.cli.options import option_function
 from allhands.config import TrainConfig, build_config
 from allhands.data.records import ColumnNames
@@ -37,7 +37,7 @@ _WIDE = 66  # columns of a terminal that tables of lengths have by right
 _SHARED = (
     *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
     *("fine_tune_type", "num_layers", "lora_parameters"),
-    *("batch_size", "packing", "isolate_documents", "seed"),
+    *("batch_size", "iters", "epochs", "packing", "isolate_documents", "seed"),
     *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
     *("hf_dataset", "trust_remote_code", "config"),
 )
@@ -103,17 +103,6 @@ def _chosen_splits(name: str | None) -> tuple[str, ...]:
     return SPLITS if name is None else (name,)
 
 
-def _held_out(counts: Mapping[str, int]) -> list[Finding]:
-    """That much of the data is validation, which happens where there is little of it."""
-    from allhands.data.check import Finding
-    from allhands.data.splitting import LARGE_PART
-
-    held, total = counts.get("valid", 0), counts.get("valid", 0) + counts.get("train", 0)
-    if "train" not in counts or not held or held < LARGE_PART * total:
-        return []
-    return [Finding("held-out", "note", "valid", held, total)]
-
-
 def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_json: bool = False) -> bool:
     """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined.
 
@@ -124,6 +113,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     from allhands.data.check import Examiner, Finding, template_findings
     from allhands.data.check import check as look
     from allhands.model.load import load_tokenizer
+    from allhands.model.tokenizer import positions_in
     from allhands.train.datasets import chat_of
 
     # Missing data are found before the model is fetched.
@@ -137,7 +127,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     found += [Finding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
         found += template_findings(loaded.tokenizer, reports)
-    found += _held_out({report.name: report.examples for report in reports})
+    found += size_findings(config, {report.name: report for report in reports}, positions_in(loaded.path))
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
     if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
         found.append(Finding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))
@@ -424,8 +414,8 @@ def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]
         yield "padding", f"{padding.share:.0%} of what is computed (in random batches: {padding.random_share:.0%})"
     else:
         yield "padding", f"none: {counted(padding.rows, 'row')} of {counted(config.max_seq_length, 'token')}"
-    iters = config.iters or (1000 if config.epochs is None else None)
     batches = padding.batches_per_epoch
+    iters = None if config.iters is None and config.epochs else config.batches(batches)
     passes = f"; {counted(iters, 'iteration')} (--iters): {counted(iters / batches, 'epoch')}" if iters else ""
     yield "an epoch", f"{counted(batches, 'batch', 'batches')} of {config.batch_size}{passes}"
 

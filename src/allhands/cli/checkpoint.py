@@ -16,6 +16,7 @@ import typer
 from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
 from allhands.formatting import format_size
+from allhands.paths import meant
 from allhands.terminal import console_for
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _place(path: Path) -> Path:
     if path.exists() and is_checkpoint(path.parent):
         return path.parent
     what = "this is a file, and not one of a checkpoint" if path.exists() else "there is no such file or directory"
-    raise CheckpointError(what, where=str(path), hint=_WHAT_TO_GIVE)
+    raise CheckpointError(what, where=str(path), hint=meant(path, _WHAT_TO_GIVE))
 
 
 def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:

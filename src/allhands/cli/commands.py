@@ -285,14 +285,15 @@ def compare(
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file for prompts, answers and scores. [answers.json of a run]")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that holds no such answers.")] = False,
 ) -> None:
     """Answer held-out prompts before and after training.
 
     The answers are shown side by side; of pirates, with a score of how pirate they are.
     """
-    from allhands.cli.talk import run_compare
+    from allhands.cli.talk import Questions, run_compare
 
-    run_compare(model, adapter_path, data, num_prompts, show, max_tokens, out)
+    run_compare(model, adapter_path, Questions(data, num_prompts, max_tokens), show, out, force=force)
 
 
 def plot(

@@ -12,6 +12,7 @@ import typer
 
 from allhands.cli.options import Host, HostNames, Port, Token
 from allhands.errors import DataError
+from allhands.paths import meant
 from allhands.terminal import tell
 
 
@@ -29,7 +30,7 @@ def dashboard(
     """
     if not runs.is_dir():
         there = "this is a file" if runs.exists() else "there is no such directory"
-        raise DataError(there, where=str(runs), hint="give the directory in which runs are")
+        raise DataError(there, where=str(runs), hint=meant(runs, "give the directory in which runs are"))
     from allhands.http_guard import listen
 
     listening = listen(host, port, token=token, names=name or ())

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from allhands.blas import allowed_cores
 from allhands.cli.talk import (
+    SCORED,
     answers,
     compared,
     comparison_table,
@@ -21,20 +22,26 @@ from allhands.cli.talk import (
 from allhands.cli.train import supervise_training
 from allhands.config import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
-from allhands.errors import AllhandsError
+from allhands.errors import AllhandsError, ConfigError
 from allhands.files import make_directory, write_whole
 from allhands.metrics import ANSWERS_FILE, RunHistory, read_metrics
+from allhands.pictures import DRAWN_HERE
 from allhands.plots import plot_losses, times_markdown, times_table
 from allhands.terminal import console_for
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
+# What is written into --out itself, and what is in each file of ours.
+_WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per update |", ANSWERS_FILE: SCORED}
 
 
 def run_demo(out: Path, iters: int, seed: int) -> None:
     """Model, baseline, data, training on one process and on two, graph, table, adapter tried, score."""
     console = console_for(highlight=False)
     started = time.perf_counter()
+    for name, mark in _WRITTEN.items():
+        if (out / name).exists() and mark not in (out / name).read_bytes():
+            raise ConfigError(f"there is another {name}", where=f"--out {out}", hint="choose another directory")
     make_directory(out)
 
     _title(console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo")

@@ -17,7 +17,6 @@ import typer
 
 from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
-from allhands.files import of_peft
 from allhands.terminal import progress_console, tell
 
 if TYPE_CHECKING:
@@ -124,6 +123,7 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
         return _supervise(config)
     with install(launch, os.environ) as worker:
+        worker.unstarted = "stopped before the evaluation: there is no result"
         _evaluate_as_rank(config, launch, worker, as_json)
         if launch.size > 1:
             leave(launch)
@@ -162,12 +162,10 @@ def _supervise(config: EvalConfig) -> int:
 def _check_adapter(config: EvalConfig) -> None:
     """Find an adapter's absence before anything is started or loaded."""
     if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
-        raise ModelError(
-            "there is no adapter (adapters.safetensors)",
-            where=config.adapter_path,
-            hint=of_peft(Path(config.adapter_path))
-            or "give the directory of a training run, or leave --adapter-path out for the model alone",
-        )
+        from allhands.model.adapter_files import what_is
+
+        found, hint = what_is(Path(config.adapter_path))
+        raise ModelError(f"there is no adapter (adapters.safetensors): {found}", where=config.adapter_path, hint=hint)
 
 
 def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     from allhands.model.peft import Adapter
@@ -65,13 +66,16 @@ def export_adapter(
     for flag, value, only in (("--base", base, Target.peft), ("--dtype", dtype, Target.hf)):
         if value is not None and to is not only:
             raise ConfigError(f"it has no effect with --to {to.value}", where=flag, hint="leave it out")
+    from allhands.cli.talk import tell_harm
+
     if to is Target.peft:
-        from allhands.generate import check_adapter
+        from allhands.model.adapter_files import check_adapter
 
         if adapter_path is None:
             raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
         check_adapter(adapter_path)
         _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
+        tell_harm(adapter_path)
         return
     if adapter_path is None and model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
@@ -79,6 +83,7 @@ def export_adapter(
     from allhands.shipping.fusing import FuseOptions
 
     export_model(to.value, FuseOptions(model, adapter_path, True, dtype, force, trust_remote_code), out)
+    tell_harm(adapter_path, model)
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
@@ -206,7 +211,9 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
             there = "" if directory.is_dir() else "; there is no such directory"
             if directory.is_file():
                 there = "; this is a file, not a directory"
-            raise ModelError(f"{name} is missing{there}", where=str(directory), hint="give an adapter's directory")
+            raise ModelError(
+                f"{name} is missing{there}", where=str(directory), hint=meant(directory, "give an adapter's directory")
+            )
     try:
         described = json.loads((directory / config).read_text(encoding="utf-8"))
         if not isinstance(described, dict):

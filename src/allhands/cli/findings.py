@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from allhands.data.heard import WORDS as UNHEARD
 
 if TYPE_CHECKING:
-    from allhands.data.check import Finding
+    from allhands.config import TrainConfig
+    from allhands.data.check import Finding, SplitReport
 
 # What is said about a finding; errors bring their own words.
 MESSAGES = {
@@ -33,6 +35,10 @@ MESSAGES = {
     "no-examples": "no example can be trained on",
     "no-split": "there is no {split} set",
     "held-out": "kept for validation, and never trained on",
+    "few-validation": "{examples}: their loss says little about others, and which weights are best hangs on them",
+    "many-epochs": "each example is trained on {epochs:,.0f} times ({iters:,} batches of {batch_size}): a model learns "
+    "so few by heart",
+    "beyond-positions": "rows of up to {tokens}, but the model has {positions:,} positions",
     "few-examples": "{examples} for batches of {batch_size}: every batch is the whole set",
     "all-texts": "plain texts have no prompt that --mask-prompt could mask",
     "some-texts": "plain text without a prompt, so all of it is trained",
@@ -70,6 +76,9 @@ REMEDIES = {
     "no-examples": "see the other findings",
     "no-split": "allhands data prepare makes one of a part of the data",
     "held-out": "right if that was meant; else move some to the training set, or prepare them with --valid 0 --test 0",
+    "few-validation": "hold more out (allhands data prepare --valid {enough}), or judge by answers to own questions",
+    "many-epochs": "let the data say how long: --epochs 3; or add examples",
+    "beyond-positions": "--max-seq-length {positions} cuts there",
     "few-examples": "lower --batch-size, or add examples",
     "all-texts": "leave --mask-prompt out, or give the data as prompt and completion, or as messages",
     "some-texts": "right in a mixture; else write them as prompt and completion",
@@ -80,7 +89,37 @@ REMEDIES = {
     "no-row": "look at the file, and at the rows that are bad",
 }
 # Details that are told with what they count.
-_NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples": "example"}
+_NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples": "example", "tokens": "token"}
+
+
+def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[Finding]:
+    """What the sizes of the splits, of the training and of the model say together."""
+    from allhands.data.check import Finding
+    from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
+
+    found: list[Finding] = []
+    train, valid = reports.get("train"), reports.get("valid")
+    held = valid.examples if valid is not None else 0
+    if 0 < held < ENOUGH_VALIDATION:
+        details = {"examples": held, "enough": ENOUGH_VALIDATION}
+        found.append(Finding("few-validation", "harms", "valid", details=details))
+    # The last token of a row is a target alone.
+    rows = [min(report.lengths.max, config.max_seq_length) - 1 for report in reports.values() if report.examples]
+    longest = config.max_seq_length if config.packing else max(rows, default=0)
+    if positions is not None and longest > positions:
+        details = {"tokens": longest, "positions": positions}
+        found.append(Finding("beyond-positions", "harms", None, details=details))
+    if train is None or not train.examples:
+        return found
+    total = held + train.examples
+    if held >= LARGE_PART * total:
+        found.append(Finding("held-out", "note", "valid", held, total))
+    each = train.padding.batches_per_epoch
+    epochs = config.batches(each) / each
+    if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
+        details = {"epochs": epochs, "iters": config.batches(each), "batch_size": config.batch_size}
+        found.append(Finding("many-epochs", "harms", "train", details=details))
+    return found
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:

@@ -45,6 +45,7 @@ def fuse(
     if upload_repo is not None:
         hint = f"allhands upload {save_path} --to {upload_repo}, when you have looked at it"
         raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
+    from allhands.cli.talk import tell_harm
     from allhands.shipping.fusing import FuseOptions, fuse_model
 
     options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
@@ -63,6 +64,7 @@ def fuse(
     else:
         done = fuse_model(options, save_path)
     tell(done, save_path)
+    tell_harm(adapter_path)
     if export_gguf:
         tell_gguf(gguf_path or GGUF_NAME)
     print(f"allhands generate --model {save_path} --prompt ...")

@@ -8,14 +8,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from allhands.aliases import ELSEWHERE, OF_MLX_LM, canonical_flag
+from allhands.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.cli import commands
-from allhands.cli.parser import App
+from allhands.cli.parser import App, UnknownCommand
 from allhands.errors import AllhandsError, ConfigError, in_our_words
 from allhands.paths import check_variables
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
+_NOTHING = "nothing was written"
+# What Ctrl-C has left of a command that tells nothing of it itself: files are written whole, at the end.
+_LEFT = {
+    **dict.fromkeys(("fuse", "export", "import", "model get", "tokenizer train"), _NOTHING),
+    **dict.fromkeys(("data prepare", "data style"), _NOTHING),
+    "generate": "the answer is not complete",
+    "compare": "no answers were compared, and none were written",
+    "eval": "there is no result",
+    "plan": "no plan was made, and none was kept",
+    "data check": "the data were not checked to their end",
+    **dict.fromkeys(("bench", "cluster netbench", "cluster check"), "there is no result"),
+}
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
 
@@ -29,7 +41,7 @@ def make_app(verb: str | None = None) -> App:
         pretty_exceptions_enable=False,
         # Plain help: the rich one cuts long flags off at 80 columns and takes [brackets] for markup.
         rich_markup_mode=None,
-        context_settings={"token_normalize_func": canonical_flag},
+        context_settings={"token_normalize_func": canonical_flag, "help_option_names": ["-h", "--help"]},
     )
     commands.register(app, verb)
     return app
@@ -51,12 +63,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()  # not after this, where nobody could say what is amiss
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
-            _tell("allhands: interrupted")
+            _tell_interrupted(arguments)
+    except UnknownCommand as error:
+        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
+        print_error(error)
+        code = error.exit_code
     except AllhandsError as error:
         print_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
-        _tell("allhands: interrupted")
+        _tell_interrupted(arguments)
         code = 130
     except BrokenPipeError:
         # The reader of our output has gone (a pager, head): nothing is left to say to it.
@@ -67,6 +83,13 @@ def main(arguments: list[str] | None = None) -> None:
         if code is None:
             raise
     sys.exit(code)
+
+
+def _tell_interrupted(arguments: list[str]) -> None:
+    """That a person has ended it, and what is left, which is another thing for each verb."""
+    verbs = (" ".join(arguments[:count]) for count in (1, 2))
+    left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
+    _tell(f"allhands: interrupted{': ' + left if left else ''}")
 
 
 def _silence_output() -> None:
@@ -86,7 +109,7 @@ def with_auto_resume(arguments: list[str]) -> list[str]:
 
 def _exit_of(error: Exception) -> int | None:
     """Exit code of the command-line parser's own exceptions and of an output that is full; ``None`` for others."""
-    if hint := _hint_for_flag(getattr(error, "option_name", None)):
+    if hint := _hint_for_flag(error):
         print_error(ConfigError("not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint))
         return ConfigError.exit_code
     show = getattr(error, "show", None)
@@ -116,9 +139,28 @@ def _told_by_validator(message: str, cause: BaseException | None) -> str:
     return f"{short} (got {value!r})" if isinstance(value, str) and repr(value) not in short else short
 
 
-def _hint_for_flag(flag: str | None) -> str | None:
+def _hint_for_flag(error: Exception) -> str | None:
     """What to do instead of an unknown flag, where it is other people's name for something that we have."""
-    return {**OF_MLX_LM, **ELSEWHERE}.get((flag or "").lstrip("-").replace("-", "_"))
+    flag, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not flag or context is None or not hasattr(error, "possibilities"):
+        return None
+    options = {name.lstrip("-").replace("-", "_") for option in context.command.params for name in option.opts}
+    return instead_of_flag(flag, context.command_path.partition(" ")[2], options)
+
+
+def _all_commands() -> list[str]:
+    """Every command, with the group that it is in."""
+    import typer.main
+
+    found: list[str] = []
+    groups: dict[str, Any] = {"": typer.main.get_command(make_app())}
+    while groups:
+        path, group = groups.popitem()
+        for name, command in group.commands.items():
+            inner = f"{path} {name}".strip()
+            groups |= {inner: command} if hasattr(command, "commands") else {}
+            found += [] if hasattr(command, "commands") else [inner]
+    return found
 
 
 def print_error(error: AllhandsError) -> None:

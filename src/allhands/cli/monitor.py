@@ -24,6 +24,7 @@ from allhands.formatting import format_bytes, format_duration, format_rate, form
 from allhands.metrics import RunHistory, read_metrics
 from allhands.monitor import Board, Follower, Row, Sample, encode_sample
 from allhands.monitor.samples import in_order
+from allhands.paths import meant
 from allhands.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def _hosts(options: MonitorOptions) -> Sequence[Host]:
 def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sample]:
     """What is known at first, once every computer has answered, or had time to."""
     if not options.hosts and not options.hostfile and not options.run.is_dir():
-        raise DataError("there is no such directory", where=str(options.run), hint="give the directory of a run")
+        raise DataError(
+            "there is no such directory", where=str(options.run), hint=meant(options.run, "give the directory of a run")
+        )
     samples = new()
     deadline = time.monotonic() + _PATIENCE_S
     while remote.pending() and time.monotonic() < deadline:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from allhands.errors import ConfigError
 from allhands.paths import local_path, require_words
@@ -88,8 +88,39 @@ class HostsCommand(Command):
     text_paths: ClassVar[frozenset[str]] = frozenset({"hostfile"})
 
 
+class UnknownCommand(ConfigError):
+    """A word that is no command.
+
+    Attributes:
+        group: the words before it.
+        siblings: what could stand in its place.
+    """
+
+    def __init__(self, word: str, group: str, siblings: Sequence[str]) -> None:
+        super().__init__("not a command of allhands", where=f"{group} {word}".strip())
+        self.group = group
+        self.siblings = siblings
+
+
+class Group(TyperGroup):
+    """Verbs; instead of one that there is not, it is said what to do."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The verb that ``args`` begin with.
+
+        Raises:
+            UnknownCommand: there is none of that name.
+        """
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise UnknownCommand(args[0], ctx.command_path.partition(" ")[2], list(self.commands))
+        return super().resolve_command(ctx, args)
+
+
 class App(typer.Typer):
     """Verbs, each of them a :class:`Command`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=Group, **settings)
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any

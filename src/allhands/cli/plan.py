@@ -46,6 +46,7 @@ def plan(
     watts: Annotated[float | None, typer.Option("--watts", help="Of one computer while it trains.")] = None,
     price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Of its energy.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no picture of ours.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Tell what a training takes, and if more computers help.
@@ -60,8 +61,6 @@ def plan(
     from allhands.cli.plan_computers import Asked
     from allhands.cli.plan_facts import facts_of
     from allhands.cli.plan_shown import show
-    from allhands.files import require_writable
-    from allhands.pictures import picture_suffix
     from allhands.plan.chart import draw_chart
     from allhands.plan.outlook import Prices, look_ahead
 
@@ -70,9 +69,7 @@ def plan(
     _require_amount("--watts", watts, "60")
     if after is not None:
         return show_after(after, as_json=as_json)
-    if picture is not None:
-        picture_suffix(picture)  # before anything that takes long
-        require_writable(picture)
+    picture = _place_of(picture, force=force)  # before anything that takes long
     config = training_config(context.args)
     asked = Asked(
         device=device,
@@ -91,7 +88,7 @@ def plan(
         "notes": notes,
         "measured": shown,
     }
-    kept, told = _keep(Path(config.adapter_path), values)
+    kept, told = _keep(Path(config.adapter_path), values, imagined=device is not None)
     if as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
@@ -105,6 +102,24 @@ def plan(
     return None
 
 
+def _place_of(picture: Path | None, *, force: bool) -> Path | None:
+    """Where the chart will be.
+
+    Raises:
+        ConfigError: it is no name of a picture, or a file of somebody else's.
+        StorageError: it cannot be written.
+    """
+    from allhands.files import require_ours, require_writable
+    from allhands.pictures import DRAWN_HERE, picture_suffix
+
+    if picture is not None:
+        suffix = picture_suffix(picture)
+        picture = picture if picture.suffix else picture.with_suffix(suffix)
+        require_ours(picture, [DRAWN_HERE], "picture of ours", force=force, option="--picture")
+        require_writable(picture)
+    return picture
+
+
 def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> dict[str, Any]:
     from allhands.plan.kept import plan_record
     from allhands.plan.memory import on_cpu
@@ -114,11 +129,15 @@ def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> di
     return plan_record(options, processor="cpu" if outlook.job.of is on_cpu else "gpu", device=device)
 
 
-def _keep(directory: Path, values: dict[str, Any]) -> tuple[Path | None, str]:
+def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
     from allhands.errors import StorageError
-    from allhands.plan.kept import PLAN_FILE, keep_plan
+    from allhands.plan.kept import PLAN_FILE, has_begun, keep_plan
 
+    if imagined and has_begun(directory):
+        # Beside a run it would be taken for the plan of that.
+        hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
+        return None, f"the plan is not kept: {directory} is a run's already, and {hint}"
     try:
         return directory / PLAN_FILE, keep_plan(directory, values)
     except StorageError as error:

@@ -12,8 +12,8 @@ from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
 from allhands.cli.plan_computers import Asked, computers_of, devices_of, hosts_of, link_between, on_hosts, prices_of
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
-from allhands.cluster.join import check_weights
 from allhands.config import TrainConfig
+from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device
@@ -121,7 +121,7 @@ def facts_of(
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.accelerator import device_memory
-        from allhands.train.runahead import limit_for
+        from allhands.parallel.runahead import limit_for
 
         most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")

@@ -10,11 +10,9 @@ from allhands.files import require_ours
 from allhands.metrics import read_metrics
 from allhands.monitor import Sample, read_samples
 from allhands.monitor.picture import can_be_drawn, plot_memory
+from allhands.pictures import DRAWN_HERE
 from allhands.plots import plot_losses, times_table
 from allhands.terminal import console_for
-
-# What is in every picture that we draw, near its beginning or its end, whatever its format.
-_DRAWN = b"Matplotlib"
 
 
 def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool = False) -> None:
@@ -26,7 +24,7 @@ def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool 
     histories = [read_metrics(run) for run in runs]
     samples = _samples(runs[0]) if len(runs) == 1 else None
     for file in (out,) if samples is None else (out, _beside(out)):
-        require_ours(file, [_DRAWN], "picture of runs", force=force)
+        require_ours(file, [DRAWN_HERE], "picture of runs", force=force)
     written = plot_losses(histories, out, title=title)
     console = console_for()
     console.print(times_table(histories))

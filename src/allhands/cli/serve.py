@@ -60,10 +60,12 @@ def serve(
         every = "every web page that is open in a browser"
         told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
         tell(f"allhands: warning: {told}")
+    from allhands.cli.talk import tell_harm
     from allhands.shipping.serving import ServeOptions
     from allhands.shipping.serving import serve as answer
 
     def ready() -> None:
+        tell_harm(adapter_path, model)
         if listening.made:
             print(f"token (of clients, their api_key): {listening.guard.token}")
         print(f"{model} is served at {listening.address}/v1", flush=True)

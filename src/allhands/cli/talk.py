@@ -18,12 +18,15 @@ from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import full_places, load_split
 from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.errors import ConfigError, DataError
-from allhands.files import make_directory, require_writable, write_whole
+from allhands.files import make_directory, require_ours, require_writable, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
 from allhands.terminal import console_for, tell
 
 if TYPE_CHECKING:
     from allhands.model.load import LoadedModel
+
+# What is in every file that save_comparison has written, near its end.
+SCORED = b'"after_share"'
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ def tell_notes(loaded: LoadedModel) -> None:
         tell(f"allhands: note: {note}")
 
 
+def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
+    """Warn in one line of weights whose training did harm: nothing else about them looks wrong."""
+    from allhands.model.adapter_files import warning_of
+
+    if told := warning_of(adapter_path, model):
+        tell(f"allhands: warning: {told}")
+
+
 def run_generate(options: GenerateOptions) -> None:
     """Print the answer as it comes, then what it cost."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -70,6 +81,7 @@ def _generate(options: GenerateOptions, prompt: str) -> None:
     trust = options.trust_remote_code
     loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
     tell_notes(loaded)
+    tell_harm(options.adapter_path, options.model)
     tokens = prompt_tokens(
         loaded, prompt, system_prompt=options.system_prompt, use_template=not options.ignore_chat_template
     )
@@ -178,22 +190,36 @@ def _with_one(answers: Sequence[str]) -> str:
     return f"{sum(pirate_share([answer]) > 0 for answer in answers)} of {len(answers)}"
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Held-out prompts to ask: of which data, how many, and how long answers may be."""
+
+    data: str
+    num_prompts: int
+    max_tokens: int
+
+
 def run_compare(
-    model: str, adapter_path: Path | None, data: str, num_prompts: int, show: int, max_tokens: int, out: Path | None
+    model: str, adapter_path: Path | None, asked: Questions, show: int, out: Path | None, *, force: bool = False
 ) -> None:
-    """Answer held-out prompts without and with the adapter, and score both."""
+    """Answer held-out prompts without and with the adapter, and score both.
+
+    Raises:
+        ConfigError: no adapter; or ``out`` is no file of such answers, and is not to be replaced by ``force``.
+    """
     if adapter_path is None:
         raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
-    from allhands.generate import check_adapter
+    from allhands.model.adapter_files import check_adapter
 
     check_adapter(adapter_path)
     console = console_for()
     if out is None and (adapter_path / METRICS_FILE).exists():
         out = adapter_path / ANSWERS_FILE
-    if out is not None:
+    if out is not None:  # before anything that takes long
+        require_ours(out, [SCORED], "comparison of answers", force=force)
         make_directory(out.parent)
-        require_writable(out)  # before anything that takes long
-    prompts = held_out_prompts(data, num_prompts)
+        require_writable(out)
+    prompts, max_tokens = held_out_prompts(asked.data, asked.num_prompts), asked.max_tokens
     # Both are asked in the same words.
     kept = adapter_path / TEMPLATE_FILE
     chat = ChatChoice(str(kept)) if kept.is_file() else None
@@ -204,7 +230,7 @@ def run_compare(
     comparison = compared(prompts, before, after)
     console.print(comparison_table(comparison, show, max_tokens))
     # Answers that are learned from other data are no worse for being no pirate's.
-    if data == "demo" or comparison.before_share or comparison.after_share:
+    if asked.data == "demo" or comparison.before_share or comparison.after_share:
         for line in score_lines(comparison):
             console.print(line, highlight=False)
     if out is not None:

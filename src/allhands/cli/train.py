@@ -21,14 +21,15 @@ from allhands.cluster.choose import slower_than_ours
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
-from allhands.cluster.join import check_weights, surroundings_of
+from allhands.cluster.join import surroundings_of
 from allhands.cluster.journal import read_events
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config import TrainConfig, build_config
+from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.kernels import publish
 from allhands.paths import written
-from allhands.terminal import progress_console, tell
+from allhands.terminal import print_line, progress_console, tell, tell_lost_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -244,6 +245,7 @@ def _has_begun(directory: Path) -> bool:
 def work(config: TrainConfig, launch: Launch) -> int:
     """Be one rank: this process alone, or one of a group that a launcher has started."""
     with install(launch, os.environ) as worker:
+        worker.stop_grace_s = min(worker.stop_grace_s, config.stop_grace_s)
         try:
             _train_as_rank(config, launch, worker)
         except Regroup:
@@ -261,6 +263,7 @@ def leave(launch: Launch) -> None:
     """
     publish(os.environ)
     logging.shutdown()
+    tell_lost_words()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk with its log is full: what was to be done is done
             stream.flush()
@@ -277,7 +280,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     tagged = TAG_VARIABLE in os.environ
     console = _console(tagged) if launch.rank == 0 else None
     if console is not None:
-        worker.announce_stops(partial(console.print, markup=False), partial(way_on, job_of(config), None))
+        worker.announce_stops(partial(print_line, console), partial(way_on, job_of(config), None))
     log_file = Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
 
     surroundings = replace(

@@ -212,8 +212,13 @@ class Attempt:
         number = self._stop_signal if self._all_started else signal.SIGTERM
         # A rank that is not running yet is told as soon as it is.
         self._told |= {rank for rank in untold if self._ranks.signal(rank, number)}
-        grace = self._spec.stop_grace_s if self._all_started else _START_GRACE_S
+        grace = self._grace_s if self._all_started else _START_GRACE_S
         return self._age(now, self._stop_began) < grace and not self._stands_still(now, marks)
+
+    @property
+    def _grace_s(self) -> float:
+        """From a stop on: for the running step, as long as the last ones took at most, and for saving."""
+        return self._spec.stop_grace_s + self._watch.longest_step_s
 
     def _stands_still(self, now: float, marks: Mapping[int, Marks]) -> bool:
         """Whether a rank that has been told to stop was itself stopped (SIGSTOP): without it nothing will be saved."""
@@ -232,7 +237,7 @@ class Attempt:
         if self._all_started:
             self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
         else:
-            self._events(SupervisorEvent("cancelling", "stopping before the first step"))
+            self._events(SupervisorEvent("cancelling", "stopping before all processes have started"))
 
     def _failed_for_long(self, now: float) -> bool:
         """Whether a rank has failed, and what follows from it has had time to be said."""
@@ -246,7 +251,7 @@ class Attempt:
         stopped = [end for end in ends if self._is_unasked_stop(end)]
         # Somebody may have told all ranks to stop, and one of them may be saving.
         saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)
-        grace = self._spec.stop_grace_s if saving else _CAUSE_S
+        grace = self._grace_s if saving else _CAUSE_S
         return any(self._age(now, end.time) > grace for end in stopped)
 
     def _is_failure(self, end: RankExit) -> bool:

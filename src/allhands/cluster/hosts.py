@@ -19,6 +19,7 @@ import psutil
 
 from allhands.errors import ConfigError
 from allhands.files import make_directory, storage_error, write_whole
+from allhands.paths import meant
 
 _MOST_SLOTS = 4096
 _MOST_BYTES = 1 << 20
@@ -169,7 +170,7 @@ def _read(path: Path) -> str:
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ConfigError(f"the hostfile cannot be read: {reason}", where=str(path), hint=hint) from None
+        raise ConfigError(f"the hostfile cannot be read: {reason}", where=str(path), hint=meant(path, hint)) from None
 
 
 def _is_json(text: str) -> bool:

@@ -101,11 +101,16 @@ class StepTimes:
         """Count a step that had to compile: no measure for those that do not, but for long batches to come."""
         self._longest = max(self._longest, seconds)
 
+    @property
+    def longest_recent(self) -> float:
+        """The longest of the last steps; 0 before anything is known."""
+        return max(self._recent.values(), default=0.0)
+
     def limit(self) -> float | None:
         """Return the time that a step may take; ``None`` before anything is known."""
         if not self._longest:
             return None
-        recent = max(self._recent.values(), default=0.0)
+        recent = self.longest_recent
         ever = _FEW_FACTOR if len(self._recent) < _FEW_STEPS else _EVER_FACTOR
         return max(_LEAST_S, _FACTOR * recent, ever * self._longest)
 
@@ -140,6 +145,11 @@ class ProgressWatch:
         stalls = [self._judge(now, rank, beats[rank], busy[rank]) for rank in busy]
         # The one that is least far holds the others up.
         return min((s for s in stalls if s is not None), key=lambda s: (s.step, -s.seconds), default=None)
+
+    @property
+    def longest_step_s(self) -> float:
+        """The longest of the last steps, in seconds; 0 before anything is known."""
+        return self._times.longest_recent
 
     def _take(self, rank: int, beat: Beat) -> None:
         """Measure the phase that has ended, if the beat is a new one."""

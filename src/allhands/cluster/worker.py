@@ -35,6 +35,7 @@ from allhands.blame import MisfitError
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
+from allhands.cluster.pace import Pace, too_short
 from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
@@ -62,7 +63,12 @@ class WorkerContext:
     Attributes:
         run_id: the supervisor's name for the job, the same in all attempts; empty without one.
         attempt: how many times the job has been started, this time included.
+        unstarted: what a person is told who has stopped it before it had started.
+        stop_grace_s: how long saving may take after a stop, from the end of the running step on.
     """
+
+    unstarted = "stopped before the first step"
+    stop_grace_s = float("inf")
 
     def __init__(
         self,
@@ -86,6 +92,8 @@ class WorkerContext:
         self._regroup = False
         self._looked = float("-inf")
         self._sampler: ProcessSampler | None = None
+        self._pace = Pace()
+        self._warned = False
 
     def observe(self) -> None:
         """Sample this process's memory and phases from now on, beside its log; where it has none, do nothing."""
@@ -125,6 +133,10 @@ class WorkerContext:
         """
         if self._sampler is not None:
             self._sampler.beat(phase, step)
+        self._pace.beat(phase, step)
+        if not self._warned and self._announce and (told := too_short(self._pace, self.launch)):
+            self._warned = True
+            self._announce(f"note: {told}")
         if self._run_dir is None:
             return
         self._beats += 1
@@ -213,7 +225,7 @@ class WorkerContext:
         if not self._started:
             raise KeyboardInterrupt
 
-    def watch(self, signals: socket.socket, supervisor: psutil.Process | None, stop_grace_s: float) -> NoReturn:
+    def watch(self, signals: socket.socket, supervisor: psutil.Process | None) -> NoReturn:
         """End the process on a second signal, a stop that takes too long, or the supervisor's death.
 
         Under our supervisor a second signal means nothing: a scheduler sends its own to every process, and the
@@ -229,22 +241,23 @@ class WorkerContext:
                         continue
                     self._end_at_once(number)
                 self._stop_signal = self._stop_signal or number
-                grace = stop_grace_s if self._started else min(stop_grace_s, _START_GRACE_S)
+                grace = self.stop_grace_s + self._pace.longest_s
+                grace = grace if self._started else min(grace, _START_GRACE_S)
                 deadline = min(time.monotonic() + grace, sys.float_info.max)
                 if self._announce and self._started and not (self._run_dir and (self._run_dir / "failed").exists()):
                     # In a thread of its own: a terminal that is held up must not hold up the watch.
                     # A scheduler cannot press keys.
                     more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-                    words = f"stopping after this step{more}"
+                    words = f"{self._pace.told()}{more}"
                     threading.Thread(target=self._announce, args=(words,), daemon=True).start()
             if time.monotonic() > deadline:
-                self._end_at_once(self._stop_signal)
+                self._end_at_once(self._stop_signal, late=True)
             if supervisor is not None and not _alive(supervisor):
                 os._exit(_ORPHAN_CODE)
 
     def _say(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and self._log_dir is None:
-            error = Interrupted("stopped before the first step")
+            error = Interrupted(self.unstarted)
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return
         if not isinstance(error, AllhandsError):
@@ -275,12 +288,13 @@ class WorkerContext:
             time.sleep(0.02)
         return not self._stop_signal
 
-    def _end_at_once(self, number: int) -> NoReturn:
+    def _end_at_once(self, number: int, *, late: bool = False) -> NoReturn:
         """End because of a signal, with the terminal's cursor, which a progress display hides, to be seen again."""
         if self._announce and is_screen(sys.stdout):
-            os.write(1, b"\x1b[?25h\n")
+            _write(1, "\x1b[?25h\n")
         if self._announce and self._log_dir is None:
-            os.write(2, b"allhands: ended at once; what was not saved is lost\n")
+            how = "ended at once" if not late else f"not ended within {self.stop_grace_s:g} s (--stop-grace-s)"
+            _write(2, f"allhands: {how}; what was not saved is lost\n")
             # In a thread of its own: a disk that does not answer must not keep the process.
             told = threading.Thread(target=self._tell_way_on, daemon=True)
             told.start()
@@ -292,7 +306,7 @@ class WorkerContext:
         if self._way_on and self._started:
             with suppress(Exception):  # advice is no reason for a traceback
                 if text := self._way_on():
-                    os.write(2, f"  {text}\n".encode())
+                    _write(2, f"  {text}\n")
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, Interrupted | KeyboardInterrupt):
@@ -350,9 +364,8 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     if run_dir and log_dir:
         _trace_on_signal(Path(log_dir, f"rank-{launch.rank}.log"))
     supervisor = _supervisor(environ)
-    grace = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
-    signals = _signal_descriptor(context)
-    arguments = (signals, supervisor, grace)
+    context.stop_grace_s = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
+    arguments = (_signal_descriptor(context), supervisor)
     threading.Thread(target=context.watch, args=arguments, name="allhands-watch", daemon=True).start()
     if run_dir:
         threading.Thread(target=_keep_kernels, name="allhands-kernels", daemon=True).start()
@@ -435,6 +448,12 @@ def _signal_descriptor(context: WorkerContext) -> socket.socket:
     for number in _STOPS:
         signal.signal(number, context.handle_signal)
     return reader
+
+
+def _write(file: int, text: str) -> None:
+    """Say ``text``, if that can be done: an output that is full keeps no process from ending."""
+    with suppress(OSError):
+        os.write(file, text.encode())
 
 
 def _meaning(number: int) -> int:

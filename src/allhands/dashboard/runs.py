@@ -16,7 +16,7 @@ import psutil
 from allhands.cluster.journal import read_events
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_bytes
-from allhands.metrics import METRICS_FILE
+from allhands.metrics import METRICS_FILE, RunHistory
 from allhands.monitor.board import Board, Row
 from allhands.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
 from allhands.report.facts import RunFacts, read_facts
@@ -35,6 +35,7 @@ class Summary:
     """A run in one line, as plain values; ``None`` where something is not known.
 
     Attributes:
+        trained_s: the training time of all its starts, without what was lost.
         harm: what is bad about its curves, in a few words; empty if nothing is.
     """
 
@@ -46,7 +47,7 @@ class Summary:
     loss: float | None
     valid_loss: float | None
     tokens_per_s: float | None
-    elapsed_s: float
+    trained_s: float | None
     memory_bytes: int
     can_stop: bool
     harm: str
@@ -87,15 +88,41 @@ def facts_of(directory: Path) -> RunFacts:
     return read_facts(directory, read_events(directory) or read_events(directory / LOGS))
 
 
-def summary_of(name: str, directory: Path) -> Summary | None:
-    """The run in one line; ``None`` if it cannot be read at all."""
+class Judged:
+    """What is bad about the curves of runs, in a few words; judged again only when a file has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+
+    def of(self, directory: Path, history: RunHistory) -> str:
+        """Of the history in ``directory``; empty if nothing is bad."""
+        try:
+            status = (directory / METRICS_FILE).stat()
+        except OSError:
+            return _bad_of(history)
+        state = status.st_mtime_ns, status.st_size, status.st_ino
+        if self._known.get(directory, (None, ""))[0] != state:
+            self._known[directory] = state, _bad_of(history)
+        return self._known[directory][1]
+
+
+def _bad_of(history: RunHistory) -> str:
+    bad = [one.text for one in harm(history) if one.level == "bad"]
+    return bad[0].partition(":")[0] if bad else ""
+
+
+def summary_of(name: str, directory: Path, judged: Judged | None = None) -> Summary | None:
+    """The run in one line; ``None`` if it cannot be read at all.
+
+    Args:
+        judged: what was found before of the same runs.
+    """
     try:
         facts = facts_of(directory)
     except AllhandsError:
         return None
     history = facts.history
     started, last, ended = history.started, history.train[-1] if history.train else None, history.ended
-    bad = [one.text for one in harm(history) if one.level == "bad"]
     return Summary(
         name=name,
         status=facts.status,
@@ -105,10 +132,10 @@ def summary_of(name: str, directory: Path) -> Summary | None:
         loss=last.loss if last else None,
         valid_loss=history.valid[-1].loss if history.valid else None,
         tokens_per_s=last.tokens_per_s if last else None,
-        elapsed_s=max(last.elapsed_s if last else 0.0, ended.total_time_s if ended else 0.0),
+        trained_s=history.trained_s,
         memory_bytes=facts.together_bytes,
         can_stop=facts.status == "going on" and head_of(facts) is not None,
-        harm=bad[0].partition(":")[0] if bad else "",
+        harm=(judged or Judged()).of(directory, history),
     )
 
 

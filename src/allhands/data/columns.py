@@ -38,6 +38,9 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
     return (asked[0], answered[0]) if len(names) == 2 and len(asked) == len(answered) == 1 else None
 
 
+_WORDS_OF_PROSE = 5  # in the name of a column
+
+
 class Parts(Protocol):
     """A record and what its parts are called."""
 
@@ -79,6 +82,11 @@ def _paths(values: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
             yield from (f"{name}.{path}" for path in _paths(cast(dict[str, Any], value), depth - 1))
 
 
+def _is_prose(name: str) -> bool:
+    """Whether the name of a column is a sentence: the table has no header then."""
+    return len(name.split()) >= _WORDS_OF_PROSE or name.rstrip().endswith((".", "?", "!"))
+
+
 def column_hint(parts: Parts) -> str:
     """What to do about a record of unknown shape: a column mapping if its keys suggest one."""
     row = parts.values
@@ -97,4 +105,10 @@ def column_hint(parts: Parts) -> str:
         return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"
     if text := found("text", _TEXT_LIKE):
         return f"name the column: text_feature: {text}"
+    if parts.place.source.lower().endswith((".csv", ".tsv")) and any(_is_prose(key) for key in row):
+        header = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
+        return (
+            "the first row seems to be data, where a table has the names of its columns: write a line above it, "
+            f"{header} (with the file's own separator)"
+        )
     return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from allhands.data.reading import (
 from allhands.data.rows import Item, Problem, ReadOptions, Row, with_rest
 from allhands.data.saved import saved_files, saved_split, split_called, split_of_directory, split_of_part, why_no_data
 from allhands.errors import ConfigError, DataError
+from allhands.paths import meant
 
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
@@ -225,17 +225,11 @@ def _why_skipped(path: Path) -> str | None:
 
 
 def _missing(name: str, path: Path) -> DataError:
+    given = path
     while path.parent != path and not os.path.isdir(path.parent):
         path = path.parent
-    try:
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=3)
-    except OSError:
-        near = []
-    meant = " or ".join(str(path.parent / other) for other in near)
-    hint = f"did you mean {meant}?" if meant else f"check the name; there is no {path.name} in {path.parent.absolute()}"
-    return DataError(
-        "no such file or directory", where=name, hint=f"{hint.rstrip('?')}; or, for a dataset of the Hub: OWNER/NAME"
-    )
+    hint = f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
+    return DataError("no such file or directory", where=name, hint=meant(given, hint))
 
 
 # The Hub
@@ -253,7 +247,11 @@ def _hub_name(name: str) -> str | None:
 
 
 def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
-    loaded = load_hub(name, name=options.hub_config, split=options.hub_split, streaming=options.streaming)
+    try:
+        loaded = load_hub(name, name=options.hub_config, split=options.hub_split, streaming=options.streaming)
+    except DataError as error:
+        error.hint = meant(name, error.hint or "check the name")
+        raise
     parts = {options.hub_split: loaded} if options.hub_split else cast(Mapping[str, Any], loaded)
     return [
         Source(where, split_of_part(part), partial(_hub_rows, rows, where), options.limit)

@@ -19,6 +19,7 @@ from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
 from allhands.data.store import input_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.paths import meant
 
 _PART = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$")
 
@@ -171,7 +172,7 @@ def _entries(data_dir: Path) -> list[str]:
             raise DataError("this is a file, a folder is needed", where=str(data_dir), hint=hint)
         if not data_dir.exists():
             hint = "check --data; it takes a folder with train.jsonl and perhaps valid.jsonl, test.jsonl"
-            raise DataError("the data folder does not exist", where=str(data_dir), hint=hint)
+            raise DataError("the data folder does not exist", where=str(data_dir), hint=meant(data_dir, hint))
         return sorted(entry.name for entry in data_dir.iterdir())
     except OSError as error:
         hint = "give yourself permission to read the folder: chmod u+rx FOLDER"

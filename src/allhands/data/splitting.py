@@ -111,6 +111,10 @@ class Groups:
 
 # From which part of the rows on it is said that they are held out: a person may not have meant that.
 LARGE_PART = 1 / 3
+# Below it a validation loss is about these few examples, and says little of others.
+ENOUGH_VALIDATION = 10
+# From so many times on that each example is trained on it is said that few examples are learned by heart.
+MANY_EPOCHS = 20
 
 
 @dataclass(frozen=True)

@@ -228,8 +228,8 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
             if (made := _made(path, vocabulary, build)) is not None:
                 return made
     except StorageError as error:
-        error.hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
-        raise
+        hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
+        raise StorageError(error.message, where=error.where, hint=hint) from error.__cause__
     raise StorageError(
         "the tokens vanish as soon as they are stored",
         where=str(path),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allhands.errors import ConfigError, ModelError
+from allhands.paths import meant
 
 SystemPlace = Literal["template", "merge"]
 
@@ -163,7 +164,9 @@ def read_template(name: str, *, kept: bool = False) -> str:
         raise ConfigError(f"there is no chat template in this file: {error}", where=where, hint=hint) from None
     except OSError as error:
         problem = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ConfigError(f"{problem}, and no chat template of that name", where=where, hint=hint) from None
+        raise ConfigError(
+            f"{problem}, and no chat template of that name", where=where, hint=meant(path, hint)
+        ) from None
     if not isinstance(text, str) or "messages" not in text:
         raise ConfigError("this is no chat template: it does not mention messages", where=where, hint=hint)
     return text

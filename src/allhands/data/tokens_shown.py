@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import ConfigError, ModelError
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,7 +41,7 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
         hint = "name a directory that holds tokenizer.json: `allhands tokenizer train` makes one"
-        raise ModelError("there is no tokenizer.json", where=str(directory), hint=hint)
+        raise ModelError("there is no tokenizer.json", where=str(directory), hint=meant(directory, hint))
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no class of its own for what it cannot read

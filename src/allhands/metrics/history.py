@@ -26,6 +26,7 @@ from allhands.metrics.events import (
     is_damaged,
 )
 from allhands.names import METRICS_FILE
+from allhands.paths import meant
 
 
 @dataclass
@@ -50,6 +51,14 @@ class RunHistory:
     warned: list[Warned] = field(default_factory=list)
     unreadable: list[int] = field(default_factory=list[int])
 
+    @property
+    def trained_s(self) -> float | None:
+        """Seconds of all starts, without what a restart made obsolete; ``None``: nothing tells."""
+        if self.ended is not None:
+            return self.ended.total_time_s
+        seconds = [one.elapsed_s for one in (*self.train[-1:], *self.valid[-1:])]
+        return max([*seconds, *(elapsed for _, elapsed in self.restarts[-1:])], default=None)
+
 
 def read_metrics(path: Path | str) -> RunHistory:
     """Read the history of a run.
@@ -70,7 +79,7 @@ def read_metrics(path: Path | str) -> RunHistory:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=hint) from error
+        raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)) from error
     lines = text.split("\n")
     decoded = [decode_event(line) for line in lines]
     events = [event for event in decoded if event is not None]

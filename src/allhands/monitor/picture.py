@@ -20,11 +20,22 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from allhands.errors import DataError
-from allhands.files import make_directory, write_whole
+from allhands.files import make_directory
 from allhands.formatting import format_bytes
 from allhands.monitor.board import Board, key_of
 from allhands.monitor.samples import Sample
-from allhands.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, STYLE, picture_suffix
+from allhands.pictures import (
+    DASHED,
+    DIRECTORS,
+    GREY,
+    MARKERS,
+    OTHER,
+    PHASES,
+    RANKS,
+    STYLE,
+    picture_suffix,
+    write_picture,
+)
 
 Floats = NDArray[np.float64]
 
@@ -87,7 +98,7 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
         if title:
             figure.suptitle(title)
         make_directory(out.parent, private=private)
-        write_whole(out, lambda draft: figure.savefig(draft, format=suffix[1:], dpi=_DPI), private=private)
+        write_picture(figure, out, suffix, private=private, dpi=_DPI)
     return out
 
 

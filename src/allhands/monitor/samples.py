@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from allhands.errors import DataError
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -171,7 +172,7 @@ def read_samples(run: Path) -> list[Sample]:
         DataError: there is no such directory, or it holds none.
     """
     if not run.is_dir():
-        raise DataError("there is no such directory", where=str(run), hint="give the directory of a run")
+        raise DataError("there is no such directory", where=str(run), hint=meant(run, "give the directory of a run"))
     samples = Follower(run).samples()
     if not samples:
         raise DataError(

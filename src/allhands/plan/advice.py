@@ -63,6 +63,8 @@ class Situation:
         fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
         offer: the number of computers that is worth taking, if any is, else the best of several; ``None`` where it fits
             on no several computers, or there are no others; ``rounded`` the same with weights in 4 bits.
+        larger: the number of computers that gains most where four batches' gradients are exchanged as one; ``None``:
+            that of ``offer``.
         machines: that there are, or could be.
         enough: computers beyond which each further one saves less than 5 %.
         together: whether the machines are processes of one.
@@ -92,6 +94,7 @@ class Situation:
     kind: str = ""
     doubt: str = ""
     rounded: Offer | None = None
+    larger: Offer | None = None
 
     @property
     def pays(self) -> bool:
@@ -206,11 +209,13 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
             f"{slow}: {_too_small(offer)} of the time saved is not worth the trouble",
             _why_little(at),
         )
-    if walk.ask(LARGER, offer.accumulated >= _WORTH_ANOTHER, f"{as_fast(offer.accumulated)} with four in one"):
+    larger = at.larger or offer
+    four = f"{as_fast(larger.accumulated)} with four in one on {at.several(larger.machines)}"
+    if walk.ask(LARGER, larger.accumulated >= _WORTH_ANOTHER, four):
         return walk.end(
             "accumulate",
             "larger batches, or accumulate gradients over several",
-            f"as it is: {slow}",
+            f"as it is: {as_fast(larger.speed_up)} on {at.several(larger.machines)}; {four}",
             "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size with a "
             "quarter of --iters",
             "a larger batch is another training: look at the validation loss, and raise the learning rate with care",

@@ -18,9 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from allhands.files import make_directory, write_whole
+from allhands.files import make_directory
 from allhands.formatting import format_duration
-from allhands.pictures import GREY, STYLE, picture_suffix
+from allhands.pictures import GREY, STYLE, picture_suffix, write_picture
 from allhands.plan import advice as chart
 from allhands.plan.advice import Advice, Outcome
 from allhands.plan.computers import names
@@ -135,7 +135,7 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
             _draw_bars(figure, bars, top, panel, high)
         _draw(axes, advice, boxes)
         make_directory(out.parent)
-        write_whole(out, lambda draft: figure.savefig(draft, format=suffix.removeprefix(".")))
+        write_picture(figure, out, suffix)
     return out
 
 

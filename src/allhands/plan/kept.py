@@ -17,6 +17,7 @@ from allhands.errors import DataError
 from allhands.files import make_directory, storage_error, unused_name, write_whole
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, read_metrics
+from allhands.paths import meant
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -31,7 +32,7 @@ OPTIONS = (
     *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters", "mask_prompt"),
     "train_on",
     *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
-    *("bucket_mb", "shard_optimizer", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
+    *("bucket_mb", "strategy", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
     *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
     *("steps_per_eval", "val_batches"),
 )
@@ -154,6 +155,11 @@ def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
     return f"{told}, not the one that is there already" if begun else told
 
 
+def has_begun(directory: Path) -> bool:
+    """Whether a run has begun in a directory."""
+    return any(True for _ in _begun(directory))
+
+
 def _begun(directory: Path) -> Iterator[float]:
     """When the runs of a directory began, those that were set aside included."""
     usual = Path(METRICS_FILE)
@@ -190,7 +196,7 @@ def read_plan(file: Path) -> KeptPlan:
             raise DataError("this is too large to be a plan", where=str(file), hint=hint)
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"the plan cannot be read: {error.strerror}", where=str(file), hint=hint) from None
+        raise DataError(f"the plan cannot be read: {error.strerror}", where=str(file), hint=meant(file, hint)) from None
     except (ValueError, RecursionError):
         raise DataError("the plan is torn: it is no whole JSON", where=str(file), hint=hint) from None
     if not isinstance(content, dict):

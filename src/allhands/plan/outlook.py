@@ -228,6 +228,7 @@ def look_ahead(job: Job) -> Outlook:
         fits_one=fits_one,
         fits_smaller=_first_that_fits(memory),
         offer=_best(same, min(enough, most)),
+        larger=max(same, key=lambda each: each.accumulated, default=None),
         rounded=_best(offers, min(enough, most)),
         machines=most if job.link is not None else 1,
         enough=enough,
@@ -242,8 +243,9 @@ def look_ahead(job: Job) -> Outlook:
         doubt=job.doubt,
     )
     advice = advise(situation)
-    several = advice.outcome in ("data parallel", "divide the optimizer", "accumulate") and situation.offer
-    advised = situation.offer.machines if several and situation.offer else 1
+    several = advice.outcome in ("data parallel", "divide the optimizer", "accumulate")
+    taken = (advice.outcome == "accumulate" and situation.larger) or situation.offer
+    advised = taken.machines if several and taken else 1
     told, fits = tuple(way for way, _ in memory), tuple(fit for _, fit in memory)
     return Outlook(job, tuple(lines), enough, laws, told, fits, advice, first, alone_s, advised)
 
@@ -349,6 +351,7 @@ def _ways_of_team(job: Job, team: Sequence[Computer]) -> list[Strategy]:
             quantised=job.quantised,
             together=job.together,
             divides=not job.present_bytes,
+            scatters=job.step.overlapped,
         )
     )
 

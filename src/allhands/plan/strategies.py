@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from allhands.parallel.registry import STRATEGIES, Entry, Wanted
 from allhands.plan.memory import Blocks, Memory, Work
 from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
-# Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
-ELEMENTWISE = ("adam", "adamw", "sgd")
 # What switches ways on.
 CHECKPOINT = "--grad-checkpoint"
-SHARD = "--shard-optimizer on"
+_DATA, _ZERO1 = STRATEGIES["data"], STRATEGIES["zero1"]
+SHARD = _ZERO1.flags
 QUANTISE = "allhands model get MODEL --quantize 4"
 _THEN = ", then "
 
@@ -33,6 +33,7 @@ class Strategy:
         by_rank: the same of each rank; all alike where each has an equal share.
         built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on; ``more`` of these what saves memory.
+        sent_bytes: that a rank sends in a step; 0 where that is not worked out.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
@@ -45,6 +46,7 @@ class Strategy:
     combined: bool = False
     by_rank: tuple[int, ...] = ()
     more: str = ""
+    sent_bytes: int = 0
 
     def with_bytes(self, of: Callable[[int], int]) -> Strategy:
         """With other bytes of each rank, worked out from those that it has."""
@@ -93,6 +95,7 @@ def ways_of_team(
     quantised: bool,
     together: bool = False,
     divides: bool = True,
+    scatters: bool = False,
 ) -> Iterator[Strategy]:
     """All ways that make sense for this work on several computers; as :func:`ways_of_one`.
 
@@ -101,30 +104,40 @@ def ways_of_team(
         shares: of each computer the part of a batch that it gets.
         together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
+        scatters: whether the back-end has a reduce-scatter.
     """
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
-    divided = divides and work.optimizer in ELEMENTWISE
+    wanted = Wanted(work.optimizer, cpu_native=not divides)
+    divided = not _ZERO1.unfit(wanted)
 
-    def way(name: str, more: str, change: _Change, parts: int = 1, *, combined: bool = False) -> Strategy:
+    def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Strategy:
         """All ranks with the same flags, each with its share."""
         found = {share: change(work.share(share)) for share in {*shares}}
-        bytes_of = {share: _divided(of(each), parts).arrays + bucket_bytes for share, each in found.items()}
+        bytes_of = {share: entry.costs.memory(of(each), ranks).arrays + bucket_bytes for share, each in found.items()}
         changed = found[max(shares)]
-        made = _of(name, ranks, changed, _divided(of(changed), parts), bucket_bytes, combined=combined)
+        made = _of(name, ranks, changed, entry.costs.memory(of(changed), ranks), bucket_bytes, combined=combined)
         before, then, after = more.partition(_THEN)
         flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
         more = more if not then or after else before
-        return replace(made, by_rank=tuple(bytes_of[share] for share in shares), flags=flags.strip(), more=more)
+        # Gradients travel in the type of what is trained.
+        traffic = entry.costs.traffic(work.trained_bytes, work.trained_bytes, scatters=scatters)
+        return replace(
+            made,
+            by_rank=tuple(bytes_of[share] for share in shares),
+            flags=flags.strip(),
+            more=more,
+            sent_bytes=traffic.sent(ranks),
+        )
 
-    yield way("data parallel", "", _same)
-    if divided:
-        yield way("optimizer divided", SHARD, _same, ranks)
+    for entry in STRATEGIES.values():
+        if not entry.unfit(wanted):
+            yield way(entry.title, entry.flags, _same, entry)
     ways = [*_less(largest)]
     for name, flags, change in ways:
         yield way(f"data parallel, {name}", flags, change, combined=True)
     for name, flags, change in ways if divided else ():
-        yield way(f"divided, {name}", f"{SHARD} {flags}", change, ranks, combined=True)
+        yield way(f"divided, {name}", f"{SHARD} {flags}", change, _ZERO1, combined=True)
     if not quantised and work.method != "full":
         yield way("4 bits, data parallel", f"{QUANTISE}{_THEN}", _in_four_bits)
         for name, flags, change in ways:
@@ -200,12 +213,6 @@ def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[
             found[several] = bool(fits[first])
             chosen.add(first)
     return [place for place, each in enumerate(memory) if not each.combined or place in chosen]
-
-
-def _divided(memory: Memory, ranks: int) -> Memory:
-    """With one of so many parts of the optimizer's state, and of what is renewed in the update."""
-    update = memory.update - memory.renewed * (ranks - 1) // ranks
-    return replace(memory, optimizer=memory.optimizer // ranks, update=update)
 
 
 def _of_frameworks(

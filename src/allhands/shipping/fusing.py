@@ -23,7 +23,8 @@ from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.data.token_roles import unstopped
 from allhands.errors import ConfigError, ModelError
-from allhands.generate import check_adapter, put_on
+from allhands.generate import put_on
+from allhands.model.adapter_files import check_adapter
 from allhands.model.beyond import Use, limits_told
 from allhands.model.load import (
     Json,
@@ -109,9 +110,9 @@ def fuse_model(
         layout: what to write instead of mlx_lm's own names and shapes; mlx_lm has to read it as the same model.
 
     Raises:
-        ConfigError: no such dtype.
-        ModelError: model or adapter is missing, they do not fit together, ``out`` is taken, or what was written does
-            not compute what it should.
+        ConfigError: no such dtype, or ``out`` is taken.
+        ModelError: model or adapter is missing, they do not fit together, or what was written does not compute what
+            it should.
         StorageError: ``out`` cannot be written.
     """
     check_dtype(options.dtype)

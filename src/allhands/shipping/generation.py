@@ -32,6 +32,7 @@ from allhands.data.messages import INSTRUCTION_ROLES
 from allhands.data.render import ChatTemplate
 from allhands.data.templates import MERGE, OPTION
 from allhands.errors import DataError
+from allhands.generate import PromptTooLong, room_for_answer
 from allhands.model.load import LoadedModel
 from allhands.shipping.completions import Refused, Served
 from allhands.shipping.texts import TextStops, TokenBytes
@@ -174,18 +175,14 @@ class Generator(ResponseGenerator):
             if request.request_type == "chat":
                 self._check_heard(request)
             tokenized = self._tokens(request, arguments)
-        count, most = len(tokenized[0]), served.positions
+        count = len(tokenized[0])
         if not count:
             raise Refused("the prompt is empty", param=_param(request))
-        if most is not None:
-            if count >= most:
-                raise Refused(
-                    f"the prompt has {count} tokens; prompt and answer together may have {most}, the positions of this "
-                    "model: shorten it",
-                    code="context_length_exceeded",
-                    param=_param(request),
-                )
-            arguments.max_tokens = min(arguments.max_tokens, most - count)
+        try:
+            arguments.max_tokens = room_for_answer(count, served.positions, arguments.max_tokens)
+        except PromptTooLong as error:
+            told = f"{error.message}: shorten it"
+            raise Refused(told, code="context_length_exceeded", param=_param(request)) from None
         fields = {name: getattr(request, name) for name in CompletionRequest.__dataclass_fields__}
         return Prepared(**fields, tokenized=tokenized, left=threading.Event())
 

@@ -25,8 +25,13 @@ HEAD_S = 10.0  # to send the head of a request, however few bytes come at a time
 BODY_S = 60.0
 _WRITE_S = 60.0  # that a client may take no more of its answer
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
-_LISTED = ("/v1/models", "/health")
+_LISTED = re.compile(r"/health|/v1/models(/.*)?")
 _LENGTH = re.compile(r"[0-9]{1,15}")
+
+
+def _method_of(path: str) -> str | None:
+    """The method by which a path is asked; ``None`` if there is no such path."""
+    return "POST" if path in _COMPLETIONS else "GET" if _LISTED.fullmatch(path) else None
 
 
 class _TooSlow(Exception):
@@ -143,10 +148,13 @@ class Handler(APIHandler):
 
     def _unknown(self) -> Refused:
         """What there is not, or not by this method."""
-        shown = repr(self.path[:100])
-        takes = "POST" if self.path in _COMPLETIONS else "GET" if self.path.startswith(_LISTED) else None
+        shown, takes = repr(self.path[:100]), _method_of(self.path)
         if takes is None:
-            return Refused(f"there is no {shown} here: POST to {', '.join(_COMPLETIONS[:2])}", 404, "unknown_url")
+            ways = {"GET": ("/v1/models", "/v1/models/NAME", "/health"), "POST": _COMPLETIONS[:2]}
+            asked = "GET" if self.command == "HEAD" else self.command
+            first = sorted(ways, key=lambda method: method != asked)  # what the method that was used may ask
+            there = "; ".join(f"{method} {', '.join(ways[method])}" for method in first)
+            return Refused(f"there is no {shown} here; there is {there}", 404, "unknown_url")
         return Refused(f"{shown} is asked with {takes}, not {self.command}", 405, "method_not_supported")
 
     def _refuse_method(self) -> None:
@@ -284,7 +292,7 @@ class Handler(APIHandler):
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         if status == 405:
-            self.send_header("Allow", "POST" if self.path in _COMPLETIONS else "GET")
+            self.send_header("Allow", _method_of(self.path) or "")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

@@ -9,6 +9,7 @@ from huggingface_hub import errors as hub_errors
 
 from allhands.errors import ConfigError, ModelError
 from allhands.model.sources import first_line
+from allhands.paths import meant
 
 # What a run keeps for itself, and what nobody should publish by accident.
 IGNORED = ["checkpoints/**", "logs/**", "*.log", "events.jsonl", ".*", "**/.*"]
@@ -24,7 +25,7 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
     """
     if not directory.is_dir():
         there = "this is a file" if directory.exists() else "there is no such directory"
-        raise ModelError(there, where=str(directory), hint="give a model's or an adapter's")
+        raise ModelError(there, where=str(directory), hint=meant(directory, "give a model's or an adapter's"))
     if not any((directory / name).is_file() for name in _KNOWN) and not list(directory.glob("*.gguf")):
         hint = "give a directory that allhands fuse, export or train wrote"
         raise ModelError("there is no model and no adapter in it", where=str(directory), hint=hint)

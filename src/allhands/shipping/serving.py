@@ -26,8 +26,9 @@ from mlx_lm.server import get_system_fingerprint
 from allhands.accelerator import detect
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import MERGE, ChatChoice
-from allhands.generate import check_adapter, load_for_generation
+from allhands.generate import load_for_generation
 from allhands.http_guard import Guard, Listening
+from allhands.model.adapter_files import check_adapter
 from allhands.model.tokenizer import positions_of
 from allhands.shipping.completions import Served
 from allhands.shipping.generation import Generator, Provider

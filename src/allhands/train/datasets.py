@@ -22,7 +22,7 @@ from allhands.data.splits import (
     split_of_folder,
     split_of_hub,
 )
-from allhands.data.splitting import LARGE_PART
+from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.templates import MERGE, OPTION, ChatChoice
 from allhands.data.token_roles import unstopped
@@ -32,6 +32,7 @@ from allhands.errors import ConfigError, DataError
 from allhands.eval_config import evaluated_split
 from allhands.formatting import format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
+from allhands.paths import meant
 from allhands.pretrain_config import pretraining
 
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
@@ -156,7 +157,7 @@ def open_data(
         notes.extend(_data_notes(split, stored[split], config))
     if config.train and config.val_batches != 0 and "valid" not in stored:
         notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
-    notes.extend(_held_out(config, stored))
+    notes.extend([*_held_out(config, stored), *_few_validation(config, stored)])
     packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
     if packing is not None and "train" in stored:
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
@@ -274,7 +275,9 @@ def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
         yield
     except DataError as error:
         message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
-        raise DataError(message, where=config.data, hint=f"check the path; or {error.hint}") from error
+        raise DataError(
+            message, where=config.data, hint=meant(config.data, f"check the path; or {error.hint}")
+        ) from error
 
 
 def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None) -> RecordSource | None:
@@ -331,6 +334,33 @@ def _held_out(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[s
         return []
     part = "half of all examples" if held == trained else f"{held:,} of {held + trained:,} examples"
     return [f"{part} are validation, and never trained on"]
+
+
+def _few_validation(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
+    """That the loss of the validation set is about few examples."""
+    if not config.train or config.val_batches == 0 or "valid" not in stored:
+        return []
+    held = stored["valid"].report.num_examples
+    if not 0 < held < ENOUGH_VALIDATION:
+        return []
+    return [f"valid: {held} example{'s' * (held > 1)}: their loss says little about others"]
+
+
+def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
+    """What the sizes of the data, of the training and of the model say together."""
+    notes: list[str] = []
+    if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
+        notes.append(
+            f"each example is trained on {epochs:,.0f} times: a model learns so few by heart; --epochs 3 lets the data "
+            "say how long"
+        )
+    longest = int(windows.work.max(initial=0))
+    if positions is not None and longest > positions:
+        notes.append(
+            f"rows of up to {longest:,} tokens, but the model has {positions:,} positions; --max-seq-length "
+            f"{positions} cuts there"
+        )
+    return notes
 
 
 def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from allhands.errors import DataError
 from allhands.eval_config import EvalConfig
 from allhands.evaluate import Evaluator
-from allhands.generate import check_adapter
+from allhands.model.adapter_files import check_adapter
 from allhands.model.beyond import limits_told, use_of
 from allhands.train.preparing import Surroundings, prepare
 
@@ -68,7 +68,7 @@ def _evaluated(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
         beat=surroundings.beat,
     )
     try:
-        loss, num_tokens = evaluator()
+        loss, num_tokens, _ = evaluator()
     finally:
         surroundings.beat("end", 0)
     ratio, num_examples = ready.data.stored[config.split].report.tokens_per_byte, None

@@ -32,9 +32,9 @@ from allhands.model.adapters import ADAPTER_LEAVES
 from allhands.model.choices import Choices, settle, settled
 from allhands.model.dropout import DropoutKeys
 from allhands.model.load import LoadedModel
+from allhands.parallel.gradient import make_gradient
 from allhands.train.choosing import Settlement
 from allhands.train.datasets import Datasets
-from allhands.train.gradient import make_gradient
 from allhands.train.gradient_cost import SHORT_TOKENS, TRAINED, PassCost
 from allhands.trees import flatten, number
 from allhands.versions import versions_of
@@ -412,9 +412,8 @@ def _source() -> str:
     """Of the code that computes a step: a version under development changes without its number."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for file in sorted(
-        [*package.glob("model/**/*.py"), *package.glob("native/*"), *package.glob("train/gradient*.py")]
-    ):
+    computing = ("model/**/*.py", "native/*", "objectives/*.py", "parallel/*.py")
+    for file in sorted(file for pattern in computing for file in package.glob(pattern)):
         if file.is_file():
             digest.update(file.read_bytes())
     return digest.hexdigest()

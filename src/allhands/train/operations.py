@@ -18,9 +18,9 @@ from allhands.model import fastmath, native, native_products
 from allhands.model.choices import FORMS, PLAIN, Kind, Problem, forced, forms
 from allhands.model.fused import linear, ops
 from allhands.model.quantized import UnpackedLinear
-from allhands.train.losses import eager_linear_cross_entropy, linear_cross_entropy
+from allhands.objectives.cross_entropy import eager_linear_cross_entropy, linear_cross_entropy
+from allhands.train.graph_update import GraphUpdate
 from allhands.train.optim import KernelAdamW
-from allhands.train.update import GraphUpdate
 
 # A form of an operation: everything it computes, forward and backward.
 Form = Callable[[], list[mx.array]]

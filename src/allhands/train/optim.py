@@ -119,10 +119,7 @@ def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
     Raises:
         ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.
     """
-    total = config.iters or 1000
-    if config.iters is None and config.epochs:
-        # A part of a batch counts whole, but not what multiplication rounds up.
-        total = math.ceil(round(config.epochs * batches_per_epoch, 6))
+    total = config.batches(batches_per_epoch)
     make_optimizer(config, math.ceil(total / config.grad_accumulation_steps))
     return total
 

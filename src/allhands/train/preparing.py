@@ -36,7 +36,7 @@ from allhands.checkpoints.rundir import kept_as
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
@@ -63,6 +63,7 @@ from allhands.model.known import calls_blocks, can_be_compiled, length_that_coun
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.native import use_native
 from allhands.model.quantized import prepare_quantized
+from allhands.paths import meant
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
@@ -101,7 +102,7 @@ class Surroundings:
     """
 
     mesh: Mesh = field(default_factory=Mesh)
-    connect: Callable[[], Communicator] = Alone
+    connect: Callable[[], Communicator] = SingleProcess
     started: Callable[[], None] = lambda: None
     busy: Callable[[], None] = lambda: None
     beat: Callable[[str, int], None] = lambda phase, step: None
@@ -429,7 +430,7 @@ def starting_weights(config: TrainConfig, directory: Path, surroundings: Surroun
         if not resumed.is_file():
             problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
             weights = "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
-            hint = f"give the {weights} of an earlier run"
+            hint = meant(resumed, f"give the {weights} of an earlier run")
             if kept:
                 hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
             raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)

@@ -19,7 +19,6 @@ from allhands.checkpoints.arrays import snapshot
 from allhands.checkpoints.format import Groups, num_bytes_of
 from allhands.checkpoints.parts import PartExchange
 from allhands.checkpoints.place import require_place_of_run
-from allhands.checkpoints.resuming import restore_optimizer
 from allhands.checkpoints.saving import SaveKind, SavePlan, Saver, checkpoint_of
 from allhands.checkpoints.tensors import Tensor
 from allhands.config import TrainConfig
@@ -27,6 +26,7 @@ from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
+from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
@@ -46,12 +46,16 @@ from allhands.metrics import (
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
+from allhands.model.tokenizer import positions_of
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
+from allhands.objectives.base import Objective
+from allhands.objectives.causal_lm import CAUSAL_LM
+from allhands.parallel.registry import Wanted
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
 from allhands.train.callbacks import Callback, checked, gradient_hook
-from allhands.train.dividing import divides
+from allhands.train.datasets import size_notes
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
@@ -61,7 +65,9 @@ from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, 
 from allhands.train.samples import Sampler
 from allhands.train.sharded_state import load_optimizer, sharded_state
 from allhands.train.state import LoopState
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, TrainStep, make_step
+from allhands.train.strategy_choice import chosen_strategy
+from allhands.train.updater import Rules
 from allhands.trees import number, numbers
 
 _Save = Callable[[LoopState, SaveKind], None]
@@ -85,7 +91,12 @@ class FinetuneResult:
     plot: Path | None
 
 
-def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()) -> FinetuneResult:
+def run_finetune(
+    config: TrainConfig,
+    surroundings: Surroundings,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective = CAUSAL_LM,
+) -> FinetuneResult:
     """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
 
     Raises:
@@ -107,7 +118,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs).execute()
+        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
 
 
 def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
@@ -135,6 +146,7 @@ class _Run:
     ready: Prepared
     observer: ProcessSampler
     outputs: Outputs
+    objective: Objective = CAUSAL_LM
 
     @property
     def mesh(self) -> Mesh:
@@ -168,7 +180,7 @@ class _Run:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        self._divides(masters=False)  # raises where it is asked for and cannot be
+        self._strategy(masters=False)  # raises where it is asked for and cannot be
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -176,11 +188,14 @@ class _Run:
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
+        loader = Loader(windows, order, sizing, self.mesh.data_rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
-        self._restore_rest(optimizer, step)
+        self._restore_optimizer(optimizer, step)
         sink.emit(self._started(total, state, largest))
+        positions = positions_of(self.ready.loaded.config)
+        notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
+        self.outputs.say([f"note: {note}" for note in notes])
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
             self.outputs.say(
@@ -219,14 +234,14 @@ class _Run:
             )
             ended = train_loop(parts, state)
         if config.log_level == "verbose":
-            kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
+            kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
-        """What lets the model write, on rank 0."""
+        """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
         config = self.config
-        if not (config.sample_prompts and self.mesh.is_main):
+        if not (config.sample_prompts and self.mesh.data_rank == 0):
             return lambda step: []
         return Sampler(
             model=self.ready.loaded.model,
@@ -253,25 +268,21 @@ class _Run:
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
-        """The optimizer and the state of the loop, new or as the checkpoint has them."""
+        """The optimizer, and the state of the loop, new or as the checkpoint has it."""
         config, restored = self.config, self.ready.restored
         trained = trained_weights(self.ready.loaded.model)
         half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
         optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
         if restored is None:
             return optimizer, LoopState()
-        state = LoopState.from_json(restored.state)
-        if not self._divides(masters=optimizer.masters):
-            restore_optimizer(optimizer, restored, self.surroundings.busy)
-        return optimizer, state
+        return optimizer, LoopState.from_json(restored.state)
 
-    def _restore_rest(self, optimizer: Any, step: TrainStep) -> None:
-        """What of a checkpoint's state can be restored only where ranks have divided it among them."""
+    def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
+        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
         config, restored = self.config, self.ready.restored
         if restored is None:
             return
-        if self._divides(masters=optimizer.masters):
-            load_optimizer(optimizer, step.graph, restored, self.surroundings.busy)
+        load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy)
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate
         # The arrays have their places now: nothing is read again.
@@ -284,41 +295,44 @@ class _Run:
         self.ready.loaded.model.train()
         start = state.iteration
 
-        def beat(phase: str) -> None:
+        def heartbeat(phase: str) -> None:
             # The first update after a start builds what later ones find: kernels and buffers.
             first = state.iteration == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.iteration)
 
-        return TrainStep(
-            self.ready.loaded.model,
-            optimizer,
-            self.ready.communicator,
-            eager=self._eager,
-            shard=self._divides(masters=optimizer.masters),
-            compiled=compiled,
+        rules = Rules(
             max_grad_norm=config.max_grad_norm,
-            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             after_backward=self._after_backward(state),
-            non_finite=config.non_finite,
-            dropout=self.ready.dropout,
-            packed=config.packing,
-            beat=beat,
-            rehearse=lambda point: fire(point, state.iteration, self.mesh.rank),
+            inject_fault=lambda point: fire(point, state.iteration, self.mesh.rank),
         )
+        options = StepOptions(
+            cpu_native=self._cpu_native,
+            compiled=compiled,
+            rules=rules,
+            strategy=self._strategy(masters=optimizer.masters),
+            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
+            dropout=self.ready.dropout,
+            non_finite=config.non_finite,
+            packed=config.packing,
+            objective=self.objective,
+            heartbeat=heartbeat,
+        )
+        return make_step(self.ready.loaded.model, optimizer, self.ready.communicator, options)
 
     @property
-    def _eager(self) -> bool:
+    def _cpu_native(self) -> bool:
         return self.ready.accelerator.eager and self.config.compile != "on"
 
-    def _divides(self, *, masters: bool) -> bool:
-        wanted = gradient_hook(self.callbacks, None) is not None
-        told = {"masters": masters, "eager": self._eager, "wants_gradients": wanted}
-        return divides(self.config, self.ready.communicator, self.ready.loaded.model, **told)
+    def _strategy(self, *, masters: bool) -> str:
+        hooked = gradient_hook(self.callbacks, None) is not None
+        wanted = Wanted(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
+        parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+        return chosen_strategy(*parts, masters=masters)
 
     def _alike(self, sizing: Sizing) -> bool:
         """Whether all ranks cut their shares the same way; asked where that is of use."""
         communicator = self.ready.communicator
-        if communicator.backend != "nccl":
+        if not can(communicator.backend, "overlap"):
             return False
         # Float32, which every back-end can gather, is exact to 2**24.
         mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
@@ -356,7 +370,7 @@ class _Run:
         config, ready, keeps = self.config, self.ready, self.ready.keeps_files
 
         def groups() -> Groups:
-            return sharded_state(ready.loaded.model, optimizer, step.graph)
+            return sharded_state(ready.loaded.model, optimizer, step.updater.graph)
 
         def waits() -> bool:
             # What is held of a step, if not on a GPU, stays in memory beside what the next ones make of it.
@@ -453,6 +467,7 @@ class _Run:
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             eager=self.ready.accelerator.eager,
+            objective=self.objective,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
         )
@@ -460,7 +475,7 @@ class _Run:
     def _test(self, step: int) -> float:
         evaluator = self._evaluator(self.ready.data.test, self.config.test_batches)
         assert evaluator is not None
-        return evaluator(step)[0]
+        return evaluator(step).loss
 
     def _started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
         config, windows, restored = self.config, self.ready.data.train, self.ready.restored

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from allhands.checkpoints.arrays import owned, owned_tree
 from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE, Flat, OwnedSlice, ShardedState
 from allhands.checkpoints.resuming import Restored, restore_optimizer
-from allhands.train.update import GraphUpdate
+from allhands.train.graph_update import GraphUpdate
 
 
 def sharded_state(model: nn.Module, optimizer: optim.Optimizer, graph: GraphUpdate | None) -> dict[str, ShardedState]:
@@ -67,11 +67,12 @@ def load_optimizer(
     for index in range(len(graph.leaves.chunks)):
         kept: dict[str, mx.array] = state[str(index)]
         for kind in kept:
-            row = mx.zeros((kept[kind].size,), dtype=kept[kind].dtype)
+            shape, row = kept[kind].shape, mx.zeros((kept[kind].size,), dtype=kept[kind].dtype)
+            kept[kind] = row
             for name, _, place, start in _ranges(graph, index):
                 row[start : start + place.size] = stored[f"{name}.{kind}"].read(place)
                 mx.eval(row)  # in place, and nothing is held twice
                 progress()
-            kept[kind] = row.reshape(kept[kind].shape)
+            kept[kind] = row.reshape(shape)
     others: dict[str, Any] = {name: stored[name].read() for name in state if not name.isdecimal()}
     graph.put_flat_state({**state, **others})

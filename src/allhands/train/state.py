@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from allhands.errors import CheckpointError
+from allhands.objectives.base import Objective
 from allhands.train.result import StepResult
 
 
@@ -24,6 +25,7 @@ class ReportWindow:
     comm_s: float = 0.0
     compute_s: float = 0.0
     grad_norm: float = 0.0
+    further: tuple[float, ...] = ()
 
     def add(self, result: StepResult, time_s: float, wait_s: float) -> None:
         """Count one update; of one that was left out only its time."""
@@ -38,6 +40,14 @@ class ReportWindow:
         self.num_targets += result.num_targets
         self.num_tokens += result.num_tokens
         self.grad_norm = result.grad_norm
+        before = self.further or (0.0,) * len(result.further)
+        self.further = tuple(map(sum, zip(before, result.further, strict=True)))
+
+    def metrics(self, objective: Objective) -> dict[str, float]:
+        """What ``objective`` reports of these sums besides the mean loss."""
+        counted = {"loss": self.loss_sum, "targets": self.num_targets, "tokens": self.num_tokens}
+        further = dict(zip(objective.further, self.further, strict=False))
+        return objective.metrics({**counted, **further}) if len(further) == len(objective.further) else {}
 
 
 @dataclass

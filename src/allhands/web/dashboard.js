@@ -36,6 +36,7 @@
   }
 
   function duration(seconds) {
+    if (seconds === null) return "–";
     var whole = Math.round(seconds), minutes = Math.floor(whole / 60);
     if (whole < 60) return whole + " s";
     return minutes < 60 ? minutes + "m" + String(whole % 60).padStart(2, "0") + "s"
@@ -100,7 +101,7 @@
     field(row, "training loss", number(run.loss, 3));
     field(row, "validation loss", number(run.valid_loss, 3));
     field(row, "tokens/s", number(run.tokens_per_s, 0));
-    field(row, "time", duration(run.elapsed_s)).className = "more";
+    field(row, "training time", duration(run.trained_s)).className = "more";
     field(row, "memory", bytes(run.memory_bytes)).className = "more";
     field(row, "ranks", run.ranks === null ? "–" : String(run.ranks)).className = "more";
     var last = field(row, "", "");

@@ -12,6 +12,7 @@ from allhands.cluster.hosts import Host
 from allhands.cluster.sync.blocks import is_partial
 from allhands.cluster.sync.worker import base_directory
 from allhands.errors import ConfigError, DataError
+from allhands.paths import meant
 
 Topology = Literal["chain", "tree", "star"]
 Transport = Literal["auto", "tls", "tcp", "ssh"]
@@ -95,7 +96,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 def _found(word: str, notes: list[str]) -> Iterator[Found]:
     path = Path(os.path.abspath(Path(os.path.expanduser(word))))
     if not path.exists():
-        raise ConfigError("there is no such file or directory", where=word, hint="check the path")
+        raise ConfigError("there is no such file or directory", where=word, hint=meant(path, "check the path"))
     base, at = _place(word, path)
     first, *rest = Path(at).parts if base == "hub" else ("",)
     if rest[:1] == ["snapshots"] and len(rest) > 1:

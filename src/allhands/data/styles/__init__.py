@@ -16,6 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from allhands.errors import ConfigError
+from allhands.paths import meant
 
 WORD = r"(?<!\w)[^\W\d_]+(?:['’][^\W\d_]+)*(?!\w)"
 """One word: letters, with apostrophes inside. What touches a digit or an underscore is none."""
@@ -140,7 +141,8 @@ def rules_text(style: str) -> tuple[str, str]:
         return Path(style).read_text(encoding="utf-8-sig"), style
     except FileNotFoundError:
         near = difflib.get_close_matches(style, shipped_styles(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped_styles())}; or name a YAML file"
+        hint = f"shipped are {', '.join(shipped_styles())}; or name a YAML file"
+        hint = f"did you mean {near[0]}?" if near else meant(style, hint)
         raise ConfigError("there is no such style and no such file", where=style, hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

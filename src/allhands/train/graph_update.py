@@ -20,6 +20,7 @@ from allhands.distributed.shards import Shards
 from allhands.model.choices import PLAIN, chosen
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
+from allhands.parallel.norms import sum_of_squares
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
 from allhands.trees import flatten, part_of, unflatten
@@ -39,15 +40,14 @@ class GraphUpdate:
         max_norm: float | None,
         *,
         compiled: bool,
-        divided_over: Communicator | None = None,
+        place: Callable[[Leaves | None], Shards | None] = lambda leaves: None,
         travelling: bool = False,
     ) -> None:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
+            place: decides which parts of the optimizer's state this rank keeps and updates (see :attr:`shards`).
             travelling: whether ranks add gradients up while others are computed.
-            divided_over: ranks each of which keeps a part of the optimizer's state and updates it, where model and
-                optimizer allow that (see :attr:`shards`).
         """
         self._model = model
         self._optimizer = optimizer
@@ -56,11 +56,7 @@ class GraphUpdate:
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
         apart = getattr(optimizer, "matrices_only", False)
         leaves = Leaves(model, apart=apart, travelling=travelling) if joins else None
-        self._shards: Shards | None = None
-        divides = divided_over is not None and divided_over.size > 1 and isinstance(optimizer, Optimizer)
-        if leaves is not None and divided_over is not None and divides:
-            shards = Shards(divided_over, [chunk.shape for chunk in leaves.chunks], leaves.tables)
-            self._shards = shards if any(shards.divided) else None
+        self._shards = place(leaves)
         self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
         # seconds.
@@ -103,13 +99,6 @@ class GraphUpdate:
             return found
         return [(str(place), whole) for place, whole in enumerate(self._joined.leaves.joined(dict(found)))]
 
-    def squares(self, gradients: Sequence[mx.array]) -> mx.array:
-        """The sum of squares of this rank's part of the sums; of what all have, only on the first."""
-        shards = self._shards
-        assert shards is not None
-        mine = [g for g, divided in zip(gradients, shards.divided, strict=True) if divided or shards.first]
-        return _squares(mine)
-
     def __call__(
         self,
         sums: list[tuple[str, mx.array]],
@@ -139,7 +128,7 @@ class GraphUpdate:
             joined.forget()
             if squares is None and self._squares_first:
                 # By itself, so that only the last of them waits for the last of the sums.
-                squares = _squares(list(reversed(gradients.values())))
+                squares = sum_of_squares(list(reversed(gradients.values())))
                 mx.async_eval(squares)
             new, state, norm = self._function(gradients, weights, state, loss, num_targets, squares)
             del gradients, weights
@@ -199,7 +188,7 @@ class GraphUpdate:
             if isinstance(optimizer, KernelAdam) and self._by_kernels(weights):
                 if squares is None:
                     # The last first: where ranks exchange them, these are there before the others.
-                    squares = _squares([gradient for _, gradient in reversed(flatten(gradients))])
+                    squares = sum_of_squares([gradient for _, gradient in reversed(flatten(gradients))])
                 sums = (squares, loss, num_targets)
                 new, norm = optimizer.apply_where(sums, self._max_norm, gradients, weights)
                 return new, optimizer.state, norm
@@ -240,16 +229,6 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
 def _adam_form(weights: Any) -> str:
     arrays = [array for _, array in flatten(weights)]
     return chosen("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
-
-
-def _squares(gradients: Sequence[mx.array]) -> mx.array:
-    """The sum of squares of them all, in float32."""
-    by_kernel, others = list[mx.array](), list[mx.array]()
-    for gradient in gradients:
-        fits = kernels.available() and gradient.size % kernels.width(gradient.dtype) == 0
-        (by_kernel if fits else others).append(gradient)
-    plain = sum((mx.square(g.astype(mx.float32)).sum() for g in others), mx.zeros(()))
-    return plain + kernels.sum_of_squares(by_kernel) if by_kernel else plain
 
 
 class _Joined:
