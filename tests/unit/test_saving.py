@@ -128,8 +128,8 @@ def test_what_is_written_of_one_batch_is_held_once_and_not_for_longer(tmp_path: 
 
 
 def test_where_there_is_no_room_for_two_versions_training_waits(tmp_path: Path) -> None:
-    plan = SavePlan(tmp_path, "run", 0, 2, None, True, {}, dict, waits=lambda: True)
-    saver = Saver(plan, lambda: lambda: tensors(0), lambda state: {})
+    plan = SavePlan(tmp_path, "run", 0, 2, None, True, {}, dict)
+    saver = Saver(plan, lambda: lambda: tensors(0), lambda state: {}, waits=lambda: True)
     saver.save(LoopState(iteration=5), "last")
     (report,) = saver.saved(False)
     assert isinstance(report, SavedReport)

@@ -141,7 +141,7 @@ class PartExchange:
     Attributes:
         groups: gives what this rank holds now.
         spare_bytes: what a GPU's own memory has beside a step.
-        waits: whether there is no room for what is held while training goes on, see :class:`SavePlan`.
+        waits: whether there is no room for what is held while training goes on, see :meth:`Held.waits`.
         keeps: whether this rank keeps files.
         shared: whether all ranks see rank 0's directory.
     """

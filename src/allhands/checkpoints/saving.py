@@ -6,13 +6,17 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from allhands.checkpoints.format import WEIGHTS_FILE
+import psutil
+
+from allhands.checkpoints.arrays import snapshot
+from allhands.checkpoints.format import WEIGHTS_FILE, Groups, num_bytes_of
 from allhands.checkpoints.layout import BEST, checkpoint_path
 from allhands.checkpoints.parts import Delivery, PartExchange
 from allhands.checkpoints.pruning import prune
@@ -20,6 +24,7 @@ from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
 from allhands.checkpoints.tensors import Tensor, safetensors_pieces
 from allhands.checkpoints.writing import write_checkpoint
 from allhands.data.templates import TEMPLATE_FILE
+from allhands.distributed.backend import Communicator
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, storage_error_of, write_whole
@@ -33,6 +38,8 @@ from allhands.model.load import BEST_MODEL, MODEL
 SaveKind = Literal["last", "best", "suspect", "same"]
 _Tensors = Callable[[], dict[str, list[Tensor]]]
 P = TypeVar("P", bound="Progress")
+Save = Callable[[P, SaveKind], None]
+Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 
 
 class Progress(Protocol):
@@ -61,7 +68,6 @@ class SavePlan:
         model: makes the weights a model of their own, which is then written in place of an adapter.
         busy: called as the writing gets on.
         room: makes way for the run's files; called before something is written, until it has once succeeded.
-        waits: whether there is no room for what is held while training goes on: then it goes on when all is written.
     """
 
     directory: Path
@@ -76,7 +82,26 @@ class SavePlan:
     model: ModelFiles | None = None
     busy: Callable[[], None] = lambda: None
     room: Callable[[], object] = lambda: None
-    waits: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held of a step while training goes on.
+
+    Attributes:
+        groups: gives what this rank holds now.
+        spare_bytes: what a GPU's own memory has beside a step.
+        ranks_here: how many ranks share this computer's memory.
+    """
+
+    groups: Callable[[], Groups]
+    spare_bytes: Callable[[], int] = lambda: 0
+    ranks_here: int = 1
+
+    def waits(self) -> bool:
+        """Whether there is no room for that beside what the next steps make of it: then training waits."""
+        size = num_bytes_of(self.groups())
+        return 2 * size >= self.spare_bytes() and psutil.virtual_memory().available < self.ranks_here * size
 
 
 @dataclass(frozen=True)
@@ -107,6 +132,7 @@ class Saver(Generic[P]):
             those to write, by file.
         describe: the state of the run as JSON values.
         parts: of other arrays, which ranks have divided among them: then all ranks save together.
+        waits: whether training goes on only when all is written, see :class:`Held`.
     """
 
     def __init__(
@@ -115,8 +141,10 @@ class Saver(Generic[P]):
         hold: Callable[[], _Tensors],
         describe: Callable[[P], dict[str, Any]],
         parts: PartExchange | None = None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self._plan = plan
+        self._waits = waits
         self._hold = hold
         self._describe = describe
         self._parts = parts
@@ -135,7 +163,7 @@ class Saver(Generic[P]):
         wait([future for iteration, future in self._pending if iteration < state.iteration])
         target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
         delivery = None if self._parts is None or target is None else self._parts.begin(target)
-        tensors, described, waits = self._tensors(state.iteration), self._describe(state), plan.waits()
+        tensors, described, waits = self._tensors(state.iteration), self._describe(state), self._waits()
         pause_s = time.perf_counter() - begun
         facts = (kind, state.iteration, state.best_iteration, described, tensors)
         future = self._thread.submit(self._write, _Request(*facts, delivery, pause_s, waits))
@@ -324,6 +352,43 @@ class Saver(Generic[P]):
             return write_checkpoint(target, **contents)
         with delivery.opened() as draft:
             return draft.publish(**contents, parts=lambda: delivery.collect(busy))
+
+
+@contextmanager
+def saving(
+    communicator: Communicator,
+    plan: SavePlan,
+    held: Held,
+    describe: Callable[[P], dict[str, Any]],
+    *,
+    keeps: bool,
+) -> Generator[tuple[Save[P], Saved]]:
+    """What begins to save on this rank, and what tells of it; entered, and saving, on all ranks together.
+
+    Args:
+        keeps: whether this rank keeps files; others write what only they hold, if there is such.
+    """
+    how: Any = {"spare_bytes": held.spare_bytes, "waits": held.waits, "busy": plan.busy}
+    parts = PartExchange.agreed(communicator, plan.directory, held.groups, keeps, **how)
+
+    def hold() -> _Tensors:
+        groups = held.groups()
+        return snapshot(groups if parts is None else parts.ownership.common(groups), held.spare_bytes())
+
+    def offer(state: P, kind: SaveKind) -> None:
+        target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
+        if parts is not None and target is not None:
+            parts.begin(target)
+
+    with ExitStack() as stack:
+        if parts is not None:
+            stack.callback(parts.close)
+        if not keeps:
+            yield offer, lambda wait: []
+            return
+        saver = Saver(plan, hold, describe, parts, held.waits)
+        stack.callback(saver.close)
+        yield saver.save, saver.saved
 
 
 def _write_tensors(path: Path, tensors: list[Tensor]) -> None:

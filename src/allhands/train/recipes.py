@@ -5,22 +5,17 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import psutil
 
-from allhands.checkpoints.arrays import snapshot
-from allhands.checkpoints.format import Groups, num_bytes_of
-from allhands.checkpoints.parts import PartExchange
 from allhands.checkpoints.place import require_place_of_run
-from allhands.checkpoints.saving import SaveKind, SavePlan, Saver, checkpoint_of
-from allhands.checkpoints.tensors import Tensor
+from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch, Sizing
 from allhands.data.order import GlobalOrder
@@ -39,9 +34,7 @@ from allhands.metrics import (
     RunEnded,
     RunStarted,
     Sampled,
-    SavedReport,
     Sink,
-    Warned,
 )
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
@@ -69,9 +62,6 @@ from allhands.train.step import StepOptions, TrainStep, make_step
 from allhands.train.strategy_choice import chosen_strategy
 from allhands.train.updater import Rules
 from allhands.trees import number, numbers
-
-_Save = Callable[[LoopState, SaveKind], None]
-_Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 
 __all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
 
@@ -210,7 +200,7 @@ class _Run:
             self.surroundings.waits(state.iteration, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
-        with closing(step), prefetched as prefetcher, self._saver(optimizer, step) as (save, saved):
+        with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
             parts = LoopParts(
                 config=config,
                 order=order,
@@ -364,48 +354,17 @@ class _Run:
         parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
-    @contextmanager
-    def _saver(self, optimizer: Any, step: TrainStep) -> Generator[tuple[_Save, _Saved], None, None]:
+    def _saving(self, optimizer: Any, step: TrainStep) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
         """What saves on this rank: everything if it keeps files, else what only it holds."""
-        config, ready, keeps = self.config, self.ready, self.ready.keeps_files
-
-        def groups() -> Groups:
-            return sharded_state(ready.loaded.model, optimizer, step.updater.graph)
-
-        def waits() -> bool:
-            # What is held of a step, if not on a GPU, stays in memory beside what the next ones make of it.
-            size, room = num_bytes_of(groups()), psutil.virtual_memory().available
-            return 2 * size >= step.spare_bytes and room < self.mesh.local_size * size
-
-        parts = PartExchange.agreed(
-            ready.communicator,
-            self.directory,
-            groups,
-            keeps,
+        ready = self.ready
+        held = Held(
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph),
             spare_bytes=lambda: step.spare_bytes,
-            waits=waits,
-            busy=self.surroundings.busy,
+            ranks_here=self.mesh.local_size,
         )
+        return saving(ready.communicator, self._save_plan(), held, self._described, keeps=ready.keeps_files)
 
-        def hold() -> Callable[[], dict[str, list[Tensor]]]:
-            return snapshot(groups() if parts is None else parts.ownership.common(groups()), step.spare_bytes)
-
-        def offer(state: LoopState, kind: SaveKind) -> None:
-            target = checkpoint_of(self.directory, state.iteration, kind, config.keep_last)
-            if parts is not None and target is not None:
-                parts.begin(target)
-
-        with ExitStack() as stack:
-            if parts is not None:
-                stack.callback(parts.close)
-            if not keeps:
-                yield offer, lambda wait: []
-                return
-            saver = Saver(self._save_plan(waits), hold, self._described, parts)
-            stack.callback(saver.close)
-            yield saver.save, saver.saved
-
-    def _save_plan(self, waits: Callable[[], bool]) -> SavePlan:
+    def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
         return SavePlan(
             directory=self.directory,
@@ -421,7 +380,6 @@ class _Run:
             constants=cache(self._constants),
             model=self._model_files(),
             room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
-            waits=waits,
         )
 
     def _described(self, state: LoopState) -> dict[str, Any]:
