@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from allhands.distributed.backend import Communicator
 from allhands.parallel.base import Strategy
 from allhands.parallel.gradient import FlatWeights
 from allhands.parallel.sums import Reduced
@@ -80,10 +79,6 @@ class Updater(Protocol):
         """Take the update of a global batch; empties ``reduced.grads``."""
         ...
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        """Let the optimizer's state be read where ``keep`` is; called by all ranks together."""
-        ...
-
 
 def make_updater(
     model: nn.Module,
@@ -131,9 +126,6 @@ class UpdateByHand:
             mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return Updated(norm)
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        pass
-
 
 class NativeUpdater:
     """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
@@ -158,9 +150,6 @@ class NativeUpdater:
             clipped = 1.0 if rules.max_grad_norm is None else min(rules.max_grad_norm / (norm + 1e-6), 1.0)
             self._native(sums, clipped / num_targets)
         return Updated(mx.array(norm))
-
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        pass
 
 
 class GraphUpdater:
@@ -194,6 +183,3 @@ class GraphUpdater:
         exchange = None if reduced.squares is None else self._strategy.whole
         norm = graph(sums, totals[0], counted, squares=reduced.squares, exchange=exchange)
         return Updated(norm, graph.arrays())
-
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        self.graph.gather(communicator, keep=keep)
