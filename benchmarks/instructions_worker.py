@@ -51,9 +51,10 @@ def loaded_batches(_scratch: Path) -> Work:
     """The global order of 5,000 examples, and the first 200 batches of 8, padded."""
     import numpy as np
 
-    from allhands.data.loader import Loader, Sizing
+    from allhands.data.loader import Loader
     from allhands.data.order import GlobalOrder
     from allhands.data.tokens import TokenSet
+    from allhands.sizing import Sizing
 
     lengths = np.random.default_rng(0).integers(10, 300, size=5_000)
     examples = [(np.arange(length), np.arange(length) > length // 2) for length in lengths]

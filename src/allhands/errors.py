@@ -91,6 +91,12 @@ class Regroup(AllhandsError):
     exit_code = 75
 
 
+def error_named(name: str) -> type[AllhandsError] | None:
+    """The class of errors of that name; ``None``: there is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, AllhandsError) else None
+
+
 def in_our_words(message: str) -> str:
     """Pydantic's message, shorter: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.data.loader import Sizing, collate, cut_share
+from allhands.data.loader import collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
@@ -22,10 +22,11 @@ from allhands.faults import fire
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
+from allhands.sizing import Sizing
 from allhands.trees import number, numbers
 
 
-class Evaluation(NamedTuple):
+class MeanLoss(NamedTuple):
     """The mean loss a trained token, the number of those tokens, and the objective's further metrics by name."""
 
     loss: float
@@ -76,7 +77,7 @@ class Evaluator:
         # Cut once: for a large set that takes seconds.
         self._parts = list(cut_share(windows, share, fitted))
 
-    def __call__(self, step: int = 0) -> Evaluation:
+    def __call__(self, step: int = 0) -> MeanLoss:
         """The evaluation after ``step`` batches, the same on every rank.
 
         Raises:
@@ -121,4 +122,4 @@ class Evaluator:
             )
         further = dict(zip(objective.further, numbers(totals)[6:], strict=True))
         counted = {"loss": loss_sum, "targets": num_targets, "tokens": num_tokens}
-        return Evaluation(loss_sum / num_targets, num_targets, objective.metrics({**counted, **further}))
+        return MeanLoss(loss_sum / num_targets, num_targets, objective.metrics({**counted, **further}))

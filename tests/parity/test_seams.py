@@ -23,7 +23,7 @@ from allhands.distributed import shards
 from allhands.distributed.backend import SingleProcess
 from allhands.metrics import read_metrics
 from allhands.parallel.costs import DataCosts
-from allhands.parallel.registry import STRATEGIES, Entry, Wanted
+from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.train.optimizers import SGD, KernelAdamW
 from allhands.train.result import StepResult
 from allhands.train.step import StepOptions, make_step
@@ -114,7 +114,7 @@ def test_replicas_part_between_rounds_and_are_equal_after_each(local: Any) -> No
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("cpu_native", [True, False])
 def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cpu_native: bool) -> None:
-    if STRATEGIES[name].unfit(Wanted("adamw", cpu_native)):
+    if STRATEGIES[name].unfit(TrainingNeeds("adamw", cpu_native)):
         pytest.skip("the registry says that it does not fit here")
 
     def one(communicator: ThreadCommunicator) -> Any:

@@ -27,7 +27,7 @@ from mlx.utils import tree_map
 from unpainted import leave_unpainted
 
 from allhands.config import TrainConfig, build_config
-from allhands.data.loader import Loader, Sizing
+from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
@@ -36,6 +36,7 @@ from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.fused.leaves import Leaves
 from allhands.model.load import load_model
 from allhands.objectives.causal_lm import make_loss
+from allhands.sizing import Sizing
 from allhands.train.datasets import load_data
 from allhands.train.recipes import Surroundings, run_finetune
 

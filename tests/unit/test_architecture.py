@@ -45,6 +45,8 @@ LAYERS: dict[str, int] = {
     "allhands.gpus": 0,
     "allhands.http_guard": 0,
     "allhands.faults": 0,
+    "allhands.memory": 0,
+    "allhands.sizing": 0,
     "allhands.versions": 0,
     "allhands.callers": 0,
     "allhands.ports": 0,

@@ -25,7 +25,7 @@ from allhands.model import known
 from allhands.model.adapters import make_trainable
 from allhands.model.choices import Choices
 from allhands.train import gradient_cost
-from allhands.train.gradient_check import GradientCheck, Verdict
+from allhands.train.gradient_check import GradientCheck, GradientVerdict
 from allhands.train.preparing import put_forms_in
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4}
@@ -64,7 +64,7 @@ def build(kind: str, **more: Any) -> Any:
     return model
 
 
-def checked(model: Any, longest: int = 90, **settings: Any) -> Verdict:
+def checked(model: Any, longest: int = 90, **settings: Any) -> GradientVerdict:
     config = TrainConfig.model_validate({"train": True, **settings})
     accelerator = detect()
     make_trainable(model, config)

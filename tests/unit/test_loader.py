@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data.loader import Loader, MicroBatch, Sizing, best_ladder, collate, pad_targets
+from allhands.data.loader import Loader, MicroBatch, collate, pad_targets
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.mesh import Mesh
 from allhands.evaluate import Evaluator
+from allhands.sizing import Sizing, best_ladder
 
 quick = settings(max_examples=50, deadline=None, database=None)
 Example = tuple[list[int], list[bool]]  # tokens and mask

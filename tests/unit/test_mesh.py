@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from twins import ThreadCommunicator, run_ranks
 
-from allhands.data.loader import Loader, Sizing
+from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.distributed import backend, capabilities
@@ -24,6 +24,7 @@ from allhands.distributed.groups import along
 from allhands.distributed.mesh import AXES, Coordinates, Mesh
 from allhands.errors import ConfigError, Interrupted
 from allhands.evaluate import Evaluator
+from allhands.sizing import Sizing
 
 SIZES: list[dict[str, int]] = [
     {},

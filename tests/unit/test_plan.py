@@ -23,7 +23,7 @@ from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import Job, Prices, look_ahead
 from allhands.plan.sizes import adapter_weights, all_weights, expert_weights, flops_per_token
 from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
-from allhands.plan.strategies import Strategy, ways_of_one, ways_of_team
+from allhands.plan.strategies import Way, ways_of_one, ways_of_team
 
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
@@ -146,7 +146,7 @@ def test_where_another_computer_saves_little() -> None:
 
 def strategies(
     work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Any, *, quantised: bool, divides: bool = True
-) -> list[Strategy]:
+) -> list[Way]:
     """All ways on one computer and on so many equal ones."""
     found = list(ways_of_one(work, of, quantised=quantised))
     if ranks > 1:

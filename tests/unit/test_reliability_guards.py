@@ -149,7 +149,7 @@ def test_the_launcher_holds_directories_for_its_ranks(tmp_path: Path, monkeypatc
         return 0
 
     monkeypatch.setattr(launching, "supervise", supervise)
-    job = launching.Job(directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"})
+    job = launching.TrainingJob(directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"})
     assert launching.run(job, ["true"]) == 0
     assert seen == [claim_mark(directory) for directory in directories]
     for directory in directories:

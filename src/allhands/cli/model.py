@@ -17,7 +17,7 @@ from allhands.model.load import LoadedModel, get_model, load_model
 from allhands.terminal import console_for
 from allhands.train.choosing import own_choices
 from allhands.train.datasets import load_data
-from allhands.train.gradient_check import GradientCheck, Verdict
+from allhands.train.gradient_check import GradientCheck, GradientVerdict
 from allhands.train.preparing import put_forms_in
 
 # Tokens of the long row where no data say how long rows are.
@@ -96,7 +96,7 @@ def _vocabulary(loaded: LoadedModel) -> int:
     return size if isinstance(size, int) and size > 0 else len(loaded.tokenizer.get_vocab())
 
 
-def _print_verdict(console: Console, verdict: Verdict) -> None:
+def _print_verdict(console: Console, verdict: GradientVerdict) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in"):
         table.add_column(heading, justify="left" if heading == "most in" else "right")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands.formatting import format_bytes, format_duration
 from allhands.plan.computers import largest
-from allhands.plan.strategies import Strategy
+from allhands.plan.strategies import Way
 from allhands.terminal import console_for, print_table
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     console.print()
 
 
-def _sent(way: Strategy) -> str:
+def _sent(way: Way) -> str:
     return format_bytes(way.sent_bytes) if way.sent_bytes else "-"
 
 

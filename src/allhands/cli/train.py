@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands import faults
 from allhands.checkpoints.place import require_place_of_run
-from allhands.cli.launching import Job, check, run, way_on
+from allhands.cli.launching import TrainingJob, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
@@ -178,7 +178,7 @@ def supervise_training(config: TrainConfig, command: list[str]) -> int:
     return run(job_of(config), command)
 
 
-def job_of(config: TrainConfig) -> Job:
+def job_of(config: TrainConfig) -> TrainingJob:
     """What ``config`` wants to have started."""
     directory = Path(config.adapter_path)
     # One rank is the default; with a hostfile that means nobody has said a number.
@@ -186,7 +186,7 @@ def job_of(config: TrainConfig) -> Job:
     several = config.num_ranks > 1 or config.hostfile is not None
     several = several and config.keep_last > 0  # without checkpoints there is nothing to go on from
     restarts = config.max_restarts if config.max_restarts is not None else RESTARTS_OF_SEVERAL if several else 0
-    return Job(
+    return TrainingJob(
         directory=directory,
         log_dir=directory / LOG_DIRECTORY,
         num_ranks=num_ranks,

@@ -15,7 +15,7 @@ ELEMENTWISE = ("adam", "adamw", "sgd")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrainingNeeds:
     """What a training needs of its strategy.
 
     Attributes:
@@ -45,11 +45,11 @@ class Entry:
     title: str
     costs: Costs
     maker: str
-    unfit: Callable[[Wanted], str] = lambda wanted: ""
+    unfit: Callable[[TrainingNeeds], str] = lambda wanted: ""
     flags: str = ""
 
 
-def _undividable(wanted: Wanted) -> str:
+def _undividable(wanted: TrainingNeeds) -> str:
     problems = {
         f"{wanted.optimizer} updates an array as a whole": wanted.optimizer not in ELEMENTWISE,
         "a callback looks at whole gradients": wanted.wants_gradients,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from allhands.parallel.registry import STRATEGIES, Entry, Wanted
+from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.plan.memory import Blocks, Memory, Work
 from allhands.plan.sizes import all_weights, expert_weights
 
@@ -23,7 +23,7 @@ _Change = Callable[[Work], Work]
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Way:
     """One way of dividing the work.
 
     Attributes:
@@ -48,14 +48,14 @@ class Strategy:
     more: str = ""
     sent_bytes: int = 0
 
-    def with_bytes(self, of: Callable[[int], int]) -> Strategy:
+    def with_bytes(self, of: Callable[[int], int]) -> Way:
         """With other bytes of each rank, worked out from those that it has."""
         found = {each: of(each) for each in {self.rank_bytes, *self.by_rank}}
         by_rank = tuple(found[each] for each in self.by_rank)
         return replace(self, rank_bytes=found[self.rank_bytes], by_rank=by_rank)
 
 
-def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) -> Iterator[Strategy]:
+def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) -> Iterator[Way]:
     """All ways that make sense for this work on one computer, the simplest first.
 
     Those of several flags together are all of them, from the one that costs the least time on: see :func:`those_told`.
@@ -96,7 +96,7 @@ def ways_of_team(
     together: bool = False,
     divides: bool = True,
     scatters: bool = False,
-) -> Iterator[Strategy]:
+) -> Iterator[Way]:
     """All ways that make sense for this work on several computers; as :func:`ways_of_one`.
 
     Args:
@@ -108,10 +108,10 @@ def ways_of_team(
     """
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
-    wanted = Wanted(work.optimizer, cpu_native=not divides)
+    wanted = TrainingNeeds(work.optimizer, cpu_native=not divides)
     divided = not _ZERO1.unfit(wanted)
 
-    def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Strategy:
+    def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Way:
         """All ranks with the same flags, each with its share."""
         found = {share: change(work.share(share)) for share in {*shares}}
         bytes_of = {share: entry.costs.memory(of(each), ranks).arrays + bucket_bytes for share, each in found.items()}
@@ -188,12 +188,12 @@ def _cut(tokens: int) -> str:
     return f"--micro-batch-tokens {tokens}"
 
 
-def costs(way: Strategy) -> tuple[bool, bool, bool]:
+def costs(way: Way) -> tuple[bool, bool, bool]:
     """By which ways that fit are chosen from: what changes results comes last, before it what takes time most."""
     return QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags
 
 
-def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
+def those_told(memory: Sequence[Way], fits: Sequence[bool | None]) -> list[int]:
     """Places of the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
 
     Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much.
@@ -217,7 +217,7 @@ def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[
 
 def _of_frameworks(
     work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Callable[[Work], Memory]
-) -> Iterator[Strategy]:
+) -> Iterator[Way]:
     """Ways that divide the model itself."""
     share = work.divided(ranks)
     memory = of(share)
@@ -272,7 +272,7 @@ def _of(
     built: bool = True,
     flags: str = "",
     combined: bool = False,
-) -> Strategy:
+) -> Way:
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
     parts = {
         "weights": memory.weights,
@@ -283,4 +283,4 @@ def _of(
         "buckets": bucket_bytes,
     }
     whole = memory.arrays + bucket_bytes
-    return Strategy(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)
+    return Way(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)

@@ -8,13 +8,13 @@ from typing import Any
 from allhands.accelerator import Accelerator
 from allhands.blas import preload_blas
 from allhands.config import TrainConfig
-from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ModelError
 from allhands.model.choices import Choices, Problem
 from allhands.model.fused.blocks import count_fused, kept_bytes
 from allhands.model.split import split
+from allhands.sizing import Sizing
 from allhands.train.operations import problems, sizes_of
 
 

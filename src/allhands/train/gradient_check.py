@@ -92,7 +92,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GradientVerdict:
     """What a check found.
 
     Attributes:
@@ -272,7 +272,9 @@ class GradientCheck:
             value, gradient = nn.value_and_grad(model, loss)(model)
             return _passed(value / row.trained, gradient)
 
-    def compare(self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None) -> Verdict:
+    def compare(
+        self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None
+    ) -> GradientVerdict:
         """Ours, by the model with its forms in place and by the choices of ``kernels``, beside mlx_lm's.
 
         Raises:
@@ -288,7 +290,7 @@ class GradientCheck:
         # What a step will need is told from what the process holds before.
         mx.clear_cache()
         give_back_freed_pages()
-        return Verdict(tuple(compared), tuple(self.notes), self._is_complete)
+        return GradientVerdict(tuple(compared), tuple(self.notes), self._is_complete)
 
     def _decided(self, model: nn.Module, rows: list[_Told], eager: bool, dropout: DropoutKeys | None) -> Compared:
         """The first of these rows if it is right, else the one in the middle of all."""
@@ -419,7 +421,7 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-def remember(path: Path, verdict: Verdict) -> None:
+def remember(path: Path, verdict: GradientVerdict) -> None:
     """Write that a step was right; where it cannot be written it is checked again the next time."""
     content = {"compared": [asdict(row) for row in verdict.compared], "notes": list(verdict.notes)}
     try:

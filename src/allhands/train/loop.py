@@ -24,9 +24,9 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
+from allhands.memory import MLX_PEAK, peak_rss_bytes
 from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.model.load import MODEL
-from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
 from allhands.train.result import StepResult

@@ -17,7 +17,7 @@ import mlx.core as mx
 from allhands.checkpoints.place import require_place_of_run
 from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config import TrainConfig
-from allhands.data.loader import Loader, MicroBatch, Sizing
+from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
@@ -44,9 +44,10 @@ from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
-from allhands.parallel.registry import Wanted
+from allhands.parallel.registry import TrainingNeeds
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
+from allhands.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.datasets import size_notes
 from allhands.train.expecting import expected_bytes, scarce
@@ -315,7 +316,7 @@ class _Run:
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None
-        wanted = Wanted(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
+        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
         parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
         return chosen_strategy(*parts, masters=masters)
 

@@ -9,14 +9,14 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
 from allhands.errors import ConfigError
 from allhands.model.adapters import trained_weights
-from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, Wanted
+from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
 
 # Trained numbers from which on the update takes a GPU longer than 0.5 ms.
 _WORTH_IT = 1 << 26
 
 
 def chosen_strategy(
-    config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: Wanted, *, masters: bool
+    config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds, *, masters: bool
 ) -> str:
     """The name of the strategy by which ranks divide the work.
 
