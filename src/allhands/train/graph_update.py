@@ -15,7 +15,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from allhands.distributed.backend import Communicator
 from allhands.distributed.shards import Shards
 from allhands.model.choices import PLAIN, Selector, selection_of
 from allhands.model.fused import kernels
@@ -150,14 +149,15 @@ class GraphUpdate:
         self._optimizer.state = state
         return norm
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        """Put the optimizer's state together, so that it can be read; called by every rank.
+    def flat_state(self) -> dict[str, Any]:
+        """The optimizer's state as it is kept beside :attr:`leaves`, with a chunk's number in place of names."""
+        assert self._joined is not None
+        return self._joined.state()
 
-        Args:
-            keep: whether it is wanted on this rank: it is then in memory until the next update.
-        """
-        if self._joined is not None and self._shards is not None:
-            self._joined.gather(communicator, keep)
+    def put_flat_state(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`flat_state`."""
+        assert self._joined is not None
+        self._joined.put(self._joined.weights(), state)
 
     def arrays(self) -> Any:
         """What an update has to wait for."""
@@ -308,31 +308,13 @@ class _Joined:
 
     def _show(self) -> None:
         """Give the optimizer its arrays for each weight: thousands of views, for which a step has no time."""
-        if self._shards is None:
-            self._give({name: [self._state[str(i)][name] for i in range(len(self._weights))] for name in self._names})
-        elif not self._shown:
-            raise RuntimeError("this rank has a part of the optimizer's state: all ranks call gather() first")
-
-    def _give(self, moments: dict[str, list[mx.array]]) -> None:
+        if self._shards is not None:
+            raise RuntimeError("this rank has a part of the optimizer's state: see flat_state()")
         self._shown = True
-        for name, arrays in moments.items():
+        for name in self._names:
+            arrays = [self._state[str(i)][name] for i in range(len(self._weights))]
             for home, (_, array) in zip(self._homes, self.leaves.named(arrays), strict=True):
                 home[name] = array
-
-    def gather(self, communicator: Communicator, keep: bool) -> None:
-        """See :meth:`GraphUpdate.gather`."""
-        assert self._shards is not None
-        moments: dict[str, list[mx.array]] = {name: [] for name in self._names}
-        for name in self._names:
-            for i in range(len(self._weights)):
-                whole = self._shards.whole(i, communicator, self._state[str(i)][name])
-                mx.eval(whole)
-                if keep:
-                    moments[name].append(whole)
-                # Otherwise it is gone before the next is made.
-                del whole
-        if keep:
-            self._give(moments)
 
     def _hide(self) -> None:
         """Take back views that are no longer true, which would keep what they are of."""

@@ -14,6 +14,8 @@ from typing import Literal
 import mlx.core as mx
 
 from allhands.accelerator import Accelerator, peak_memory_bytes
+from allhands.checkpoints.copies import NUMBERS, Copies
+from allhands.checkpoints.saving import CopyError, SaveKind
 from allhands.config import TrainConfig
 from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
@@ -27,10 +29,8 @@ from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, 
 from allhands.model.load import MODEL
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
-from allhands.train.copies import NUMBERS, Copies
 from allhands.train.result import StepResult
-from allhands.train.saving import CopyError, SaveKind
-from allhands.train.state import LoopState, Window
+from allhands.train.state import LoopState, ReportWindow
 from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
 
@@ -287,7 +287,7 @@ def _limit_cache(threshold: int) -> None:
 
 def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequence[float]) -> None:
     """A report; ``gathered`` has what the ranks tell each other for it, if the step has exchanged that."""
-    window, state.window = state.window, Window()
+    window, state.window = state.window, ReportWindow()
     if not gathered:
         parts.beat("reduce", state.iteration)
         gathered = numbers(parts.communicator.all_gather(mx.array(_extra(parts), dtype=mx.float32)))

@@ -19,12 +19,25 @@ import mlx.core as mx
 from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect, nothing_computed
-from allhands.arrays import hand_out_json
 from allhands.blame import Circumstances
 from allhands.checkpoints import Checkpoint, run_name
+from allhands.checkpoints.resuming import (
+    AUTO,
+    Restored,
+    date_of,
+    find_checkpoint,
+    keeps_files,
+    receive,
+    restore_weights,
+    seen_date,
+    tell_kept_aside,
+)
+from allhands.checkpoints.rundir import kept_as
+from allhands.checkpoints.settings import check_contents, check_settings, check_versions
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
 from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
@@ -49,21 +62,8 @@ from allhands.paths import meant
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
-from allhands.train.facts import RunFacts
+from allhands.train.facts import RankFacts
 from allhands.train.gradient_check import StartCheck
-from allhands.train.restore import (
-    AUTO,
-    Restored,
-    date_of,
-    find_checkpoint,
-    keeps_files,
-    receive,
-    seen_date,
-    tell_kept_aside,
-)
-from allhands.train.resume import check_contents, check_settings, check_versions
-from allhands.train.rundir import kept_as
-from allhands.train.state import restore_weights
 from allhands.train.unlearned import unlearned
 from allhands.versions import versions_of
 
@@ -207,7 +207,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
-    data = _agreed(communicator, surroundings, RunFacts(config, loaded, data, start), made_data)
+    data = _agreed(communicator, surroundings, RankFacts(config, loaded, data, start), made_data)
     kernels = agreed(kernels, communicator)
     context.selection.select_by(kernels.choices)
     notes += kernels.notes
@@ -215,7 +215,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
-        restore_weights(model, restored.weights, restored.place)
+        restore_weights(model, restored, surroundings.busy)
     elif config.train and config.resume == AUTO:
         notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
@@ -227,7 +227,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
 
 
 def _agreed(
-    communicator: Communicator, surroundings: Surroundings, facts: RunFacts, made_data: Callable[..., Datasets]
+    communicator: Communicator, surroundings: Surroundings, facts: RankFacts, made_data: Callable[..., Datasets]
 ) -> Datasets:
     """The data, with rank 0's date, once all ranks have stated the same.
 

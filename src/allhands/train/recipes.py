@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from allhands.checkpoints.place import require_place_of_run
+from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config import TrainConfig
 from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
@@ -33,9 +34,7 @@ from allhands.metrics import (
     RunEnded,
     RunStarted,
     Sampled,
-    SavedReport,
     Sink,
-    Warned,
 )
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
@@ -58,8 +57,8 @@ from allhands.train.optim import has_schedule, make_optimizer, num_batches
 from allhands.train.outputs import Outputs, copies_of
 from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
 from allhands.train.samples import Sampler
-from allhands.train.saving import SaveKind, SavePlan, Saver
-from allhands.train.state import LoopState, restore_optimizer, snapshot
+from allhands.train.sharded_state import load_optimizer, sharded_state
+from allhands.train.state import LoopState
 from allhands.train.step import StepOptions, TrainStep, make_step
 from allhands.train.strategy_choice import chosen_strategy
 from allhands.train.updater import Rules
@@ -183,6 +182,7 @@ class _Run:
         loader = Loader(windows, order, sizing, self.mesh.data_rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
+        self._restore_optimizer(optimizer, step)
         sink.emit(self._started(total, state, largest))
         positions = positions_of(self.ready.loaded.config)
         notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
@@ -201,7 +201,7 @@ class _Run:
             self.surroundings.waits(state.iteration, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
-        with closing(step), prefetched as prefetcher, self._saver(optimizer, step) as saver:
+        with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
             parts = LoopParts(
                 config=config,
                 order=order,
@@ -212,8 +212,8 @@ class _Run:
                 accelerator=self.ready.accelerator,
                 sink=sink,
                 callbacks=self.callbacks,
-                save=partial(self._save, step, saver),
-                saved=saver.saved if saver else lambda wait: list[SavedReport | Warned | AllhandsError](),
+                save=save,
+                saved=saved,
                 beat=self.surroundings.beat,
                 stop_requested=self.surroundings.stop_requested,
                 regroup_requested=self.surroundings.regroup_requested,
@@ -228,11 +228,6 @@ class _Run:
             kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
-
-    def _save(self, step: TrainStep, saver: Saver | None, state: LoopState, kind: SaveKind) -> None:
-        step.gather(keep=saver is not None)
-        if saver is not None:
-            saver.save(state, kind)
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
         """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
@@ -264,19 +259,26 @@ class _Run:
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
-        """The optimizer and the state of the loop, new or as the checkpoint has them."""
+        """The optimizer, and the state of the loop, new or as the checkpoint has it."""
         config, restored = self.config, self.ready.restored
         trained = trained_weights(self.ready.loaded.model)
         half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
-        optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
+        optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
         if restored is None:
             return optimizer, LoopState()
-        state = LoopState.from_json(restored.state)
-        restore_optimizer(optimizer, restored.optimizer, None if has_schedule(config) else config.learning_rate)
-        # The arrays have their places now: nothing is held twice.
+        return optimizer, LoopState.from_json(restored.state)
+
+    def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
+        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
+        config, restored = self.config, self.ready.restored
+        if restored is None:
+            return
+        load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy)
+        if not has_schedule(config):  # which computes it from the step
+            optimizer.learning_rate = config.learning_rate
+        # The arrays have their places now: nothing is read again.
         restored.weights.clear()
         restored.optimizer.clear()
-        return optimizer, state
 
     def _step(self, optimizer: Any, state: LoopState, compiled: bool) -> TrainStep:
         config = self.config
@@ -354,14 +356,19 @@ class _Run:
         parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
-    @contextmanager
-    def _saver(self, optimizer: Any, step: TrainStep) -> Generator[Saver | None, None, None]:
-        """Who writes on this rank, if it keeps files."""
-        if not self.ready.keeps_files:
-            yield None
-            return
+    def _saving(self, optimizer: Any, step: TrainStep) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
+        """What saves on this rank: everything if it keeps files, else what only it holds."""
+        ready = self.ready
+        held = Held(
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph),
+            spare_bytes=lambda: step.spare_bytes,
+            ranks_here=self.mesh.local_size,
+        )
+        return saving(ready.communicator, self._save_plan(), held, self._described, keeps=ready.keeps_files)
+
+    def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
-        plan = SavePlan(
+        return SavePlan(
             directory=self.directory,
             run_id=ready.run_id,
             busy=self.surroundings.busy,
@@ -376,11 +383,6 @@ class _Run:
             model=self._model_files(),
             room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
         )
-        saver = Saver(plan, lambda: snapshot(ready.loaded.model, optimizer, step.spare_bytes), self._described)
-        try:
-            yield saver
-        finally:
-            saver.close()
 
     def _described(self, state: LoopState) -> dict[str, Any]:
         """Where the run stands, as JSON values."""

@@ -180,10 +180,6 @@ class TrainStep:
         """What else a GPU's own memory can hold meanwhile; 0 where that is not known."""
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.spare()
 
-    def gather(self, *, keep: bool) -> None:
-        """Let the optimizer's state be read where ``keep`` is; called by all ranks together."""
-        self.updater.gather(self.strategy.communicator, keep=keep)
-
     def close(self) -> None:
         """Give MLX its own limit of memory back."""
         if self.passes.run_ahead is not None:

@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from allhands.distributed.backend import Communicator
 from allhands.parallel.base import Strategy
 from allhands.parallel.gradient import FlatWeights
 from allhands.parallel.sums import Reduced
@@ -71,12 +70,13 @@ class Updater(Protocol):
     @property
     def flat(self) -> FlatWeights | None: ...
 
-    def __call__(self, reduced: Reduced) -> Updated:
-        """Take the update of a global batch; empties ``reduced.grads``."""
+    @property
+    def graph(self) -> GraphUpdate | None:
+        """What has the optimizer's state beside the flat weights, if something does."""
         ...
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        """Let the optimizer's state be read where ``keep`` is; called by all ranks together."""
+    def __call__(self, reduced: Reduced) -> Updated:
+        """Take the update of a global batch; empties ``reduced.grads``."""
         ...
 
 
@@ -102,6 +102,7 @@ class UpdateByHand:
     """Look at the numbers, then update by MLX's optimizer."""
 
     flat = None
+    graph = None
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         self._model = model
@@ -125,14 +126,12 @@ class UpdateByHand:
             mx.eval(self._model.trainable_parameters(), self._optimizer.state)
         return Updated(norm)
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        pass
-
 
 class NativeUpdater:
     """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
 
     flat = None
+    graph = None
 
     def __init__(self, native: NativeUpdate, rules: Rules) -> None:
         self._native = native
@@ -152,9 +151,6 @@ class NativeUpdater:
             self._native(sums, clipped / num_targets)
         return Updated(mx.array(norm))
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        pass
-
 
 class GraphUpdater:
     """Update lazily if all numbers are finite; they are looked at afterwards."""
@@ -166,16 +162,16 @@ class GraphUpdater:
         # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
-        self._graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
+        self.graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
         self._strategy = strategy
         self._rules = rules
 
     @property
     def flat(self) -> FlatWeights | None:
-        return None if self._graph.leaves is None else self._graph
+        return None if self.graph.leaves is None else self.graph
 
     def __call__(self, reduced: Reduced) -> Updated:
-        graph, rules, sums, totals = self._graph, self._rules, reduced.grads, reduced.totals
+        graph, rules, sums, totals = self.graph, self._rules, reduced.grads, reduced.totals
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
             # Besides, and only as far as somebody looks at it.
@@ -187,6 +183,3 @@ class GraphUpdater:
         exchange = None if reduced.squares is None else self._strategy.whole
         norm = graph(sums, totals[0], counted, squares=reduced.squares, exchange=exchange)
         return Updated(norm, graph.arrays())
-
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        self._graph.gather(communicator, keep=keep)
