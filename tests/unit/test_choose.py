@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from allhands.cluster import choose as module
 from allhands.cluster.candidates import Choice, Facts, HostTraits, candidates, facts_here, facts_of, table_choice
 from allhands.cluster.choose import GRADIENT_BYTES, SMALL_BYTES, ChoiceSeams, choose, explain, slower_than_ours
 from allhands.cluster.figures import Figures, Measurement, Timing
@@ -290,7 +289,7 @@ def test_one_that_does_not_answer_is_not_known(answer: str, tmp_path: Path, monk
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{answer}\n")
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("ALLHANDS_SSH", shlex.quote(str(tmp_path / "ssh")))
-    monkeypatch.setattr(module, "_ASK_S", 0.5)
+    monkeypatch.setattr("allhands.cluster.candidates._ASK_S", 0.5)
     (found,) = facts_of([Host("far", "far")], ask=True).hosts
     assert (found.system, found.gpus, found.mpi) == (None, None, None)
 

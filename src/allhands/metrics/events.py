@@ -192,6 +192,7 @@ UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
     **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
+    "metrics": {},
 }
 
 
