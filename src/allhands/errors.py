@@ -55,6 +55,12 @@ class StorageError(AllhandsError):
     exit_code = 5
 
 
+class TakenError(StorageError):
+    """The place of an output is taken: by what is not ours, or by an earlier result that may not be replaced."""
+
+    exit_code = ConfigError.exit_code
+
+
 class NumericsError(AllhandsError):
     """A loss or gradient that is not a finite number."""
 
