@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.config import build_config
-from allhands.data.loader import Loader, Sizing
+from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.model.load import load_tokenizer
+from allhands.sizing import Sizing
 from allhands.train.datasets import find_splits, open_data
 
 MAX_SEQ_LENGTH = 2048

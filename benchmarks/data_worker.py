@@ -49,9 +49,10 @@ class Allhands(Peer):
         super().__init__(options)
         os.environ["ALLHANDS_TOKEN_CACHE"] = str(self.work / "allhands")
         from allhands.config import build_config
-        from allhands.data.loader import Loader, Sizing
+        from allhands.data.loader import Loader
         from allhands.data.order import GlobalOrder
         from allhands.model.load import load_tokenizer
+        from allhands.sizing import Sizing
         from allhands.train.datasets import find_splits, open_data
 
         values = {"model": self.tokenizer_path, "data": str(self.data), "train": True, "val_batches": 0}

@@ -164,7 +164,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--bucket-mb", type=buckets, default=(BUCKET_MB,), help="of allhands' all-reduces, as 8,32,none (128)"
     )
     parser.add_argument(
-        "--shard-optimizer", choices=("auto", "on", "off"), default="auto", help="of allhands (%(default)s)"
+        "--strategy", choices=("auto", "data", "zero1"), default="auto", help="of allhands (%(default)s)"
     )
     parser.add_argument(
         "--set",
@@ -214,7 +214,7 @@ def command(case: Case, options: argparse.Namespace, out: Path) -> list[str]:
     asked: dict[str, Any] = {"work": work, "rows": case.rows, "steps": options.steps, "out": str(out)}
     if case.peer in OURS:
         python = options.python.get("mlx", sys.executable)
-        asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "shard": options.shard_optimizer}
+        asked |= {"bucket_bytes": int(case.bucket_mb * 1e6), "strategy": options.strategy}
         asked |= {"apart": case.peer == "apart", "profile": options.profile, "set": dict(case.constants)}
         launch = ["-m", "allhands", "launch", "-n", str(case.gpus), "--backend", options.backend, "--no-tag-output"]
         # A rank that fails ends the measurement.
@@ -324,7 +324,7 @@ def measure(options: argparse.Namespace, directory: Path, facts: dict[str, Any])
             **{name: list(getattr(options, name)) for name in ("gpus", "works", "peers", "scaling", "bucket_mb")},
             "steps": options.steps,
             "backend": options.backend,
-            "shard_optimizer": options.shard_optimizer,
+            "strategy": options.strategy,
             **({"set": [dict(some) for some in options.set]} if options.set else {}),
             # How NCCL was set from outside changes what is measured.
             "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},

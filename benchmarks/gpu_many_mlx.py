@@ -57,8 +57,8 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
 
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed import reduce
-    from allhands.distributed.backend import Alone
-    from allhands.train.dividing import worth_dividing
+    from allhands.distributed.backend import SingleProcess
+    from allhands.train.strategy_choice import worth_dividing
 
     for name, value in asked["set"].items():
         setattr(reduce, f"_{name.upper()}", int(value))
@@ -67,15 +67,16 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     model = build(asked["work"])
     trained = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     # The batches stay those of the rank.
-    exchanging = Alone() if asked.get("apart") else communicator
+    exchanging = SingleProcess() if asked.get("apart") else communicator
+    auto = "zero1" if worth_dividing(exchanging, trained, False) else "data"
     step = our_step(
         model,
         asked["work"]["length"] + 1,
         compiled=True,
         communicator=exchanging,
         bucket_bytes=asked["bucket_bytes"],
-        shard=worth_dividing(exchanging, trained, False) if asked["shard"] == "auto" else asked["shard"] == "on",
-        beat=lambda phase: worker.beat(phase, 0),
+        strategy=auto if asked["strategy"] == "auto" else asked["strategy"],
+        heartbeat=lambda phase: worker.beat(phase, 0),
     )
     values = batch_of(asked["work"], asked["rows"], communicator.rank)
     one = micro_batch(values)

@@ -81,13 +81,13 @@ def theirs(model: Any, optimizer: optim.Optimizer, ids: mx.array) -> Any:
 
 
 def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = None, **more: Any) -> Any:
-    """The step of ``allhands train`` with its preparation; ``more`` as its class takes it."""
+    """The step of ``allhands train`` with its preparation; ``more`` as its options have it."""
     from allhands.accelerator import detect
-    from allhands.distributed.backend import Alone
+    from allhands.distributed.backend import SingleProcess
     from allhands.model.embedding import make_deterministic
     from allhands.model.fused.blocks import fuse, keep_dense
     from allhands.train.optimizers import KernelAdamW
-    from allhands.train.step import TrainStep
+    from allhands.train.step import StepOptions, make_step
 
     accelerator = detect()
     optimizer = KernelAdamW(learning_rate=1e-5)
@@ -96,8 +96,8 @@ def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = Non
         fuse(model, length)
         keep_dense(model)
     model.train()
-    group = communicator or Alone()
-    return TrainStep(model, optimizer, group, eager=accelerator.eager, compiled=compiled, **more)
+    group = communicator or SingleProcess()
+    return make_step(model, optimizer, group, StepOptions(cpu_native=accelerator.eager, compiled=compiled, **more))
 
 
 def micro_batch(values: np.ndarray) -> Any:

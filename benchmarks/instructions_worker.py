@@ -51,9 +51,10 @@ def loaded_batches(_scratch: Path) -> Work:
     """The global order of 5,000 examples, and the first 200 batches of 8, padded."""
     import numpy as np
 
-    from allhands.data.loader import Loader, Sizing
+    from allhands.data.loader import Loader
     from allhands.data.order import GlobalOrder
     from allhands.data.tokens import TokenSet
+    from allhands.sizing import Sizing
 
     lengths = np.random.default_rng(0).integers(10, 300, size=5_000)
     examples = [(np.arange(length), np.arange(length) > length // 2) for length in lengths]
@@ -89,10 +90,10 @@ def trained_steps(_scratch: Path) -> Work:
 
     from allhands.config import build_config
     from allhands.data.loader import MicroBatch
-    from allhands.distributed.backend import Alone
+    from allhands.distributed.backend import SingleProcess
     from allhands.model.adapters import make_trainable
     from allhands.train.optimizers import KernelAdamW
-    from allhands.train.step import TrainStep
+    from allhands.train.step import StepOptions, make_step
 
     mx.set_default_device(mx.cpu)
     mx.random.seed(0)
@@ -107,7 +108,7 @@ def trained_steps(_scratch: Path) -> Work:
     places = np.arange(rows * length, dtype=np.int32)
     targets = ids[:, 1:].reshape(-1)
     batch = MicroBatch(ids[:, :-1], places, targets, rows * length, np.arange(rows, dtype=np.int32))
-    step = TrainStep(model, KernelAdamW(learning_rate=1e-5), Alone(), eager=True)
+    step = make_step(model, KernelAdamW(learning_rate=1e-5), SingleProcess(), StepOptions(cpu_native=True))
 
     def work() -> None:
         for _ in range(4):

@@ -62,13 +62,16 @@ models = {"tiny": lambda: tiny.write_model(work / "tiny"), "demo": lambda: resol
 print(json.dumps({name: str(models[name]()) for name in sys.argv[3:]}))
 """
 
-# As a command does it; see allhands.__main__.
+# As a command does it; see allhands.cli.train.
 _IMPORT = """
-from allhands.import_structures import keep_import_structures
+import sys
+sys.argv = ["allhands"]
+import allhands.cli.train
+from allhands.blas import preload_blas
 from allhands.without_torch import leave_torch_out
+preload_blas()
 leave_torch_out()
-keep_import_structures()
-import allhands.cli.train, allhands.train.recipes
+import allhands.train.recipes
 """
 
 _READ = """

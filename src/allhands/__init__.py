@@ -1,17 +1,15 @@
 """Fine-tune and pre-train language models on MLX, on one computer or on every computer you own.
 
-The public names are imported when they are first used, so that ``import allhands`` is quick; on Linux it
-also sees to it that a fast BLAS is loaded before MLX is.
+The public names are imported when they are first used, so that ``import allhands`` is quick. On Linux it also loads a
+fast BLAS, which MLX finds if it is imported afterwards; a command loads that only if it computes.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
-from allhands.blas import preload_with_mlx
-from allhands.kernels import prepare
+from allhands.blas import is_command, preload_blas
 from allhands.versions import __version__
 
 if TYPE_CHECKING:
@@ -65,9 +63,8 @@ _HOMES = {
     "shard": "allhands.sharding",
 }
 
-preload_with_mlx()
-# Before MLX looks for a place for the kernels that it compiles.
-prepare(os.environ)
+if not is_command():
+    preload_blas()
 
 
 def __getattr__(name: str) -> Any:

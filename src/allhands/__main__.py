@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Sequence
 
 # Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -10,32 +11,47 @@ from allhands.terminal import keep_going, open_closed_streams, stream_of, tell_l
 
 open_closed_streams()  # before anything else gets their numbers
 
+from allhands.blas import preload_blas  # noqa: E402
 from allhands.cli.main import main  # noqa: E402
-from allhands.import_structures import keep_import_structures  # noqa: E402
+from allhands.kernels import prepare_process  # noqa: E402
 from allhands.without_torch import leave_torch_out  # noqa: E402
 
 # They write files, and have no handlers of their own as training has.
 _WRITING = ("data", "model", "cluster", "tokenizer", "fuse", "export", "import")
 # Their result is no output: it lies in files, or is another process's.
 _WORK = ("train", "pretrain", "launch", "container", "serve", "dashboard")
+# Verbs that load MLX or transformers in this very process. Training and evaluation do that in their ranks.
+_LOADS = frozenset(
+    (
+        *("bench", "chat", "compare", "data", "demo", "env", "export", "fuse", "generate", "import", "model", "plan"),
+        *("serve", "tokenizer", "upload"),
+    )
+)
 
 
 def run() -> None:
     """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
     signal.signal(signal.SIGINT, _INTERRUPT)
-    if sys.argv[1:2] and sys.argv[1] in _WRITING:
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in _WRITING:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if sys.argv[1:2] != ["eval"]:  # lm-evaluation-harness needs it
+    prepare_process()
+    if loads_mlx(arguments):
+        preload_blas()
         leave_torch_out()
-    keep_import_structures()
     # What became of a command never depends on whether its messages could be written.
     sys.stdout, sys.stderr = stream_of(1, sys.stdout), keep_going(stream_of(2, sys.stderr))
-    if sys.argv[1:2] and sys.argv[1] in _WORK and "--help" not in sys.argv:
+    if arguments and arguments[0] in _WORK and "--help" not in arguments:
         sys.stdout = keep_going(sys.stdout)
     try:
         main()
     finally:
         tell_lost_words()
+
+
+def loads_mlx(arguments: Sequence[str]) -> bool:
+    """Whether these words make this process load MLX or transformers, for which it must be made ready before."""
+    return bool(_LOADS.intersection(arguments[:1])) and "--help" not in arguments
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import mlx.core as mx
 import psutil
 
 from allhands.blas import available_cores, preload_blas
-from allhands.data.loader import Sizing
-from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
+from allhands.memory import MLX_PEAK, peak_rss_bytes
+from allhands.sizing import Sizing
 
 # Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the cache
 # lets go stays in the process for any size: allhands.blas tells malloc to keep freed pages.

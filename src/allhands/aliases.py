@@ -53,7 +53,7 @@ OUTDATED: dict[str, str] = {
 }
 _SHARDED = (
     "the model is not divided among ranks here, each has all of it: [[num_ranks]] or [[hosts]] divides the batch, and "
-    "[[shard_optimizer]] the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
+    "[[strategy: zero1]] the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
 )
 _EXCHANGE = (
     "gradients are exchanged whole, once a step: larger batches or [[grad_accumulation_steps]] exchange less often, "
@@ -134,7 +134,9 @@ OF_VERBS: dict[str, dict[str, str]] = {
         "hf_path": "name it without an option: allhands model get MODEL",
         **dict.fromkeys(("mlx_path", "save_path", "output_dir", "local_dir", "adapter_path"), "use [[out: DIR]]"),
         **dict.fromkeys(("bf16", "fp16", "torch_dtype"), "use [[dtype: bfloat16]]"),
-        "trust_remote_code": "files are copied and converted, and no code of a model's is run: leave it out",
+        **dict.fromkeys(
+            ("trust_remote_code",), "files are copied and converted, and no code of a model's is run: leave it out"
+        ),
     },
     "upload": {
         "path": "name the directory without an option: allhands upload DIR --to OWNER/NAME",

@@ -15,12 +15,18 @@ from allhands.errors import ConfigError
 from allhands.terminal import progress_console
 
 if TYPE_CHECKING:
+    from allhands.objectives.base import Objective
     from allhands.train.callbacks import Callback
     from allhands.train.recipes import FinetuneResult
 
 
 def finetune(
-    *, config: str | Path | None = None, callbacks: Sequence[Callback] = (), progress: bool = True, **options: Any
+    *,
+    config: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> FinetuneResult:
     """Fine-tune a model: the same as ``allhands train`` with the same options.
 
@@ -31,6 +37,7 @@ def finetune(
     Args:
         config: YAML file with options; keyword arguments win over it.
         callbacks: instances of :class:`allhands.Callback`.
+        objective: what the model is trained for (``docs/architecture.md``); the next token unless said otherwise.
         progress: show the progress on standard output.
         **options: fields of :class:`allhands.TrainConfig`, such as ``model="demo"``, ``data="demo"``,
             ``iters=60``; ``train=True`` unless said otherwise.
@@ -45,11 +52,16 @@ def finetune(
         >>> result = allhands.finetune(model="demo", data="demo", iters=20, adapter_path="adapters")
         >>> result.ended.best_valid_loss
     """
-    return _run(build_config({"train": True, **options}, config), callbacks, progress)
+    return _run(build_config({"train": True, **options}, config), callbacks, progress, objective)
 
 
 def pretrain(
-    *, config: str | Path | None = None, callbacks: Sequence[Callback] = (), progress: bool = True, **options: Any
+    *,
+    config: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> FinetuneResult:
     """Train a new model from scratch: the same as ``allhands pretrain`` with the same options.
 
@@ -58,6 +70,7 @@ def pretrain(
     Args:
         config: YAML file with options; keyword arguments win over it.
         callbacks: instances of :class:`allhands.Callback`.
+        objective: what the model is trained for (``docs/architecture.md``); the next token unless said otherwise.
         progress: show the progress on standard output.
         **options: fields of :class:`allhands.pretrain_config.PretrainConfig`, such as ``data="stories"``,
             ``tokenizer="tokenizer"``, ``shape="llama-15m"``.
@@ -74,15 +87,18 @@ def pretrain(
     """
     from allhands.pretrain_config import PretrainConfig
 
-    return _run(build_config({"train": True, **options}, config, PretrainConfig), callbacks, progress)
+    return _run(build_config({"train": True, **options}, config, PretrainConfig), callbacks, progress, objective)
 
 
-def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> FinetuneResult:
+def _run(
+    chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool, objective: Objective | None
+) -> FinetuneResult:
 
     from allhands.cluster.choose import slower_than_ours
     from allhands.cluster.environment import launch_here, recognise_here
     from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
     from allhands.cluster.worker import contact, end_at_errors
+    from allhands.objectives.causal_lm import CAUSAL_LM
     from allhands.train.recipes import Surroundings, run_finetune
 
     # Who has called allhands.init() is connected already.
@@ -108,4 +124,4 @@ def _run(chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool) -> 
         print(f"allhands: note: {note}", file=sys.stderr)
     if progress and launch.rank == 0:
         surroundings = replace(surroundings, console=progress_console(sys.stdout, highlight=False))
-    return run_finetune(chosen, surroundings, callbacks)
+    return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)

@@ -102,7 +102,7 @@ def circumstances_in(environ: Mapping[str, str], launcher: str = "") -> Circumst
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BlameVerdict:
     """The judgement.
 
     Attributes:
@@ -115,7 +115,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FactPart:
     """One thing that differs.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Part:
     shown: Mapping[str, str]
 
 
-def judge(statements: Sequence[Statement], given: Circumstances) -> Verdict | None:
+def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict | None:
     """Find the computers that differ from most others; ``None``: all agree."""
     names = [one.name for one in statements]
     parts = _parts(statements)
@@ -148,7 +148,7 @@ def judge(statements: Sequence[Statement], given: Circumstances) -> Verdict | No
     told = [_told(part, names, given) for part in parts]
     more = len(told) - _MOST_TOLD
     text = "; ".join(told[:_MOST_TOLD] + ([f"and {more} more"] if more > 0 else []))
-    return Verdict(f"{_title(names, misfits)}: {text}", _Remedy(parts, statements, misfits, given).hint(), misfits)
+    return BlameVerdict(f"{_title(names, misfits)}: {text}", _Remedy(parts, statements, misfits, given).hint(), misfits)
 
 
 def init_command(names: Iterable[str], option: str = "") -> str:
@@ -164,10 +164,10 @@ def init_command(names: Iterable[str], option: str = "") -> str:
 # --- what differs ------------------------------------------------------------------------------------
 
 
-def _parts(statements: Sequence[Statement]) -> list[_Part]:
+def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
     found = _versions(statements)
     flat = {one.name: _flatten({k: v for k, v in one.facts.items() if k != SOFTWARE}) for one in statements}
-    explained: dict[str, list[_Part]] = {}
+    explained: dict[str, list[_FactPart]] = {}
     for key in sorted(
         {key for facts in flat.values() for key in facts}, key=lambda key: (key.startswith("model."), key)
     ):
@@ -180,37 +180,39 @@ def _parts(statements: Sequence[Statement]) -> list[_Part]:
             explained[section] = [] if _are_ranks(list(flat)) else _sources(section, statements)
             found += explained[section]
         if not (explained[section] and all(map(_is_sum, (facts.get(key) for facts in flat.values())))):
-            found.append(_Part(section, "value", key, values, {n: _short(facts.get(key)) for n, facts in flat.items()}))
+            found.append(
+                _FactPart(section, "value", key, values, {n: _short(facts.get(key)) for n, facts in flat.items()})
+            )
     return found
 
 
-def _versions(statements: Sequence[Statement]) -> list[_Part]:
-    found: list[_Part] = []
+def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
+    found: list[_FactPart] = []
     for name in MUST_BE_EQUAL:
         values = {one.name: str(one.facts.get(SOFTWARE, {}).get(name)) for one in statements}
         if len(set(values.values())) > 1:
             shown = {one.name: described(name, one.software) for one in statements}
-            found.append(_Part(SOFTWARE, "version", name, values, shown))
+            found.append(_FactPart(SOFTWARE, "version", name, values, shown))
     return found
 
 
-def _sources(section: str, statements: Sequence[Statement]) -> list[_Part]:
+def _sources(section: str, statements: Sequence[Statement]) -> list[_FactPart]:
     """The files that differ of those that a section of the facts is made of, or else the programs that read them."""
-    found: list[_Part] = []
+    found: list[_FactPart] = []
     for role in _MADE_OF.get(section, ()):
         for key in sorted({key for one in statements for key in one.files if key.startswith(f"{role}/")}):
             values = {one.name: one.files.get(key, _MISSING) for one in statements}
             if len(set(values.values())) > 1:
                 shown = {name: value[:8] for name, value in values.items()}
-                found.append(_Part(role, "file", key.partition("/")[2], values, shown))
+                found.append(_FactPart(role, "file", key.partition("/")[2], values, shown))
     for name in TOKEN_MAKERS if section == "data" and not found else ():
         values = {one.name: one.software.get(name, _MISSING) for one in statements}
         if len(set(values.values())) > 1:
-            found.append(_Part(TOKENS, "version", name, values, {n: f"{name} {v}" for n, v in values.items()}))
+            found.append(_FactPart(TOKENS, "version", name, values, {n: f"{name} {v}" for n, v in values.items()}))
     return found
 
 
-def _causes(parts: list[_Part]) -> list[_Part]:
+def _causes(parts: list[_FactPart]) -> list[_FactPart]:
     """Without what only follows from something else that differs."""
     kinds = {part.kind for part in parts}
     # Options, files of the model and versions decide what is trained, and what becomes of the data.
@@ -219,7 +221,7 @@ def _causes(parts: list[_Part]) -> list[_Part]:
     return [part for part in parts if part.kind not in follows or part.style != "value"]
 
 
-def _right(part: _Part, given: Circumstances) -> str | None:
+def _right(part: _FactPart, given: Circumstances) -> str | None:
     """The value of the computers that are trusted, or of most; ``None``: nobody can say."""
     trusted = {value for name, value in part.values.items() if name in given.trusted}
     if len(trusted) == 1:
@@ -240,7 +242,7 @@ def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
     return f"{_listed(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit to {_listed(rest)}"
 
 
-def _told(part: _Part, names: Sequence[str], given: Circumstances) -> str:
+def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
     """One difference in words: the right value, or the first computer's, then each other value."""
     right = _right(part, given)
     first = next(name for name in names if right is None or part.values[name] == right)
@@ -270,7 +272,7 @@ def _told(part: _Part, names: Sequence[str], given: Circumstances) -> str:
 class _Remedy:
     """The commands that remove the differences."""
 
-    parts: Sequence[_Part]
+    parts: Sequence[_FactPart]
     statements: Sequence[Statement]
     misfits: Sequence[str]
     given: Circumstances

@@ -41,6 +41,7 @@ _FLAGS = {512: frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), 256: 
 _WAYS = ("", " and our AVX-512", " and AMX")
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_CALLS_A_PROGRAM = "allhands.starting"  # as a module: a rank that calls a person's function
 
 
 @dataclass(frozen=True)
@@ -74,24 +75,27 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(os.path.expanduser(chosen)) if chosen else Path.home() / ".cache") / "allhands"
 
 
-class _BeforeMlx:
-    """A finder of modules that notices when MLX is about to be imported, and leaves finding it to the others."""
+def is_command() -> bool:
+    """Whether this process is a command of allhands, or one of its helpers, and no program of a person's.
 
-    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
-        if fullname == "mlx.core" and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            preload_blas()
-
-
-def preload_with_mlx() -> None:
-    """Have :func:`preload_blas` called when MLX is first imported: what does not use it need not wait for a BLAS."""
-    if sys.platform == "linux" and not any(isinstance(finder, _BeforeMlx) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _BeforeMlx())
+    A command knows whether it will compute; a program may, as soon as it has imported allhands.
+    """
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # while Python looks for the module
+        following = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
+        module = following[0] if following else ""
+        return module.partition(".")[0] == "allhands" and module != _CALLS_A_PROGRAM
+    path = Path(program)
+    own = Path(__file__).parent in path.parents and path.stem != _CALLS_A_PROGRAM.rpartition(".")[2]
+    return own or path.name == "allhands"
 
 
 @cache
 def preload_blas() -> BlasStatus:
-    """Load the fast BLAS into this process, once. Never raises: the outcome is in the returned status."""
+    """Load the fast BLAS into this process, once, before MLX. Never raises: the outcome is in the returned status.
+
+    To be called before anything imports MLX: by ``import allhands``, and by a command that will compute.
+    """
     if sys.platform != "linux":
         return BlasStatus("not needed", f"{platform.system()} has its own BLAS")
     if os.environ.get("ALLHANDS_BLAS", "").lower() in ("off", "0", "none"):

@@ -57,7 +57,7 @@ def new_number() -> bytes:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Handshake:
     """The key and the numbers that two ends share once each has sent its number.
 
     Attributes:
@@ -129,9 +129,9 @@ class Caller:
     asked: bool = False
     said: bytearray = field(default_factory=bytearray)
 
-    def conversation(self, key: bytes) -> Conversation:
+    def conversation(self, key: bytes) -> Handshake:
         """Ours with it, if it knows ``key``."""
-        return Conversation(key, self.ours, self.theirs)
+        return Handshake(key, self.ours, self.theirs)
 
     def say(self, line: bytes, deadline: float) -> None:
         """Send a line, but not beyond ``deadline``.
@@ -327,7 +327,7 @@ class Call:
     ) -> None:
         self._connection.close()
 
-    def begin(self, key: bytes, deadline: float) -> Conversation:
+    def begin(self, key: bytes, deadline: float) -> Handshake:
         """Exchange numbers.
 
         Raises:
@@ -340,7 +340,7 @@ class Call:
         line = self.line(_NUMBER_LINE, deadline)
         if not _NUMBER.fullmatch(line) or line == own:  # which is an echo
             raise Unproved
-        return Conversation(key, line, own)
+        return Handshake(key, line, own)
 
     def say(self, line: bytes, deadline: float) -> None:
         """Send a line.

@@ -271,9 +271,10 @@ class TrainConfig(_Strict):
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
     )
-    shard_optimizer: Literal["auto", "on", "off"] = Field(
+    strategy: Literal["auto", "data", "zero1"] = Field(
         "auto",
-        description="Each rank keeps and updates a part of the optimizer's state; auto: NCCL and float32 copies.",
+        description="How ranks divide the work: data (each updates everything) or zero1 (each keeps and updates a "
+        "part of the optimizer's state); auto: zero1 with NCCL and float32 copies, else data.",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(

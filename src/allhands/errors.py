@@ -55,6 +55,12 @@ class StorageError(AllhandsError):
     exit_code = 5
 
 
+class TakenError(StorageError):
+    """The place of an output is taken: by what is not ours, or by an earlier result that may not be replaced."""
+
+    exit_code = ConfigError.exit_code
+
+
 class NumericsError(AllhandsError):
     """A loss or gradient that is not a finite number."""
 
@@ -89,6 +95,12 @@ class Regroup(AllhandsError):
     """Ended at a checkpoint, because the supervisor asked for it, to go on with other ranks; not an error."""
 
     exit_code = 75
+
+
+def error_named(name: str) -> type[AllhandsError] | None:
+    """The class of errors of that name; ``None``: there is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, AllhandsError) else None
 
 
 def in_our_words(message: str) -> str:

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.data.loader import Sizing, collate, cut_share
+from allhands.data.loader import collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
+from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import count_parts, sum_over_ranks, whole_count
 from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.faults import fire
-from allhands.train.batch_memory import arrays_of_batches
-from allhands.train.gradient import batch_values, make_loss
-from allhands.trees import numbers
+from allhands.objectives.base import Objective
+from allhands.objectives.causal_lm import CAUSAL_LM
+from allhands.parallel.batch_memory import arrays_of_batches
+from allhands.sizing import Sizing
+from allhands.trees import number, numbers
+
+
+class MeanLoss(NamedTuple):
+    """The mean loss a trained token, the number of those tokens, and the objective's further metrics by name."""
+
+    loss: float
+    num_targets: int
+    metrics: dict[str, float]
 
 
 class Evaluator:
@@ -36,18 +48,23 @@ class Evaluator:
         batch_size: int,
         num_batches: int,
         eager: bool,
+        objective: Objective = CAUSAL_LM,
         stop_requested: Callable[[], int] = lambda: 0,
         beat: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
+        Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
         ``beat`` is called with "validate" and the number of batches done before each forward pass.
         """
         self._model = model
         self._windows = windows
         self._communicator = communicator
+        # What is added up is of each share once: ranks that compute the same one are in groups of their own.
+        self._shares = along(communicator, mesh, "data", "shard", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
-        self._loss = make_loss(model, eager=eager, with_grad=False)
+        self._objective = objective
+        self._sums = objective.sums(model, cpu_native=eager, with_grad=False)
         self._arrays = arrays_of_batches()
         self._stop_requested = stop_requested
         self._beat = beat
@@ -55,13 +72,13 @@ class Evaluator:
         # Always the same examples, so that losses of one run, and of several, can be compared.
         self.num_windows = wanted
         chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
-        share = divide(chosen, windows.work, mesh.weights)[mesh.rank]
+        share = divide(chosen, windows.work, mesh.weights)[mesh.data_rank]
         fitted = sizing if sizing.ladder else sizing.fitted(windows.work)
         # Cut once: for a large set that takes seconds.
         self._parts = list(cut_share(windows, share, fitted))
 
-    def __call__(self, step: int = 0) -> tuple[float, int]:
-        """Mean loss a trained token after ``step`` batches and the number of those tokens, the same on every rank.
+    def __call__(self, step: int = 0) -> MeanLoss:
+        """The evaluation after ``step`` batches, the same on every rank.
 
         Raises:
             DataError: there is nothing to evaluate.
@@ -69,7 +86,8 @@ class Evaluator:
             NumericsError: the loss is not finite.
         """
         self._model.eval()
-        loss, count, stop = mx.zeros(()), 0, False
+        objective = self._objective
+        sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), [0, 0], False
         self._beat("validate", step)
         fire("validate", step, self._communicator.rank)
         for part, length in self._parts:
@@ -77,16 +95,23 @@ class Evaluator:
             batch = collate(self._windows, part, length)
             if stop := bool(self._stop_requested()):
                 break
-            before, loss = loss, loss + self._loss(*self._arrays(batch_values(batch)))
+            before = sums
+            found = self._sums(*self._arrays(objective.values(batch)))
+            sums = [total + each for total, each in zip(sums, found, strict=True)]
             # A device has the next pass in its queue when it has done with one.
-            mx.async_eval(loss)
+            mx.async_eval(sums)
             mx.eval(before)
-            count += batch.num_targets
+            own = objective.counts(batch)
+            counts = [counts[0] + own["targets"], counts[1] + own["tokens"]]
         self._model.train()
         self._beat("reduce", step)
-        _, totals = sum_over_ranks(self._communicator, [], [loss, *count_parts(count), float(stop)])
-        loss_sum, *parts, votes = numbers(totals)
-        num_targets = whole_count(*parts)
+        mine = [sums[0], *count_parts(counts[0]), *count_parts(counts[1]), float(stop), *sums[1:]]
+        _, totals = sum_over_ranks(self._shares, [], mine)
+        loss_sum, *parts, votes = numbers(totals)[:6]
+        if self._shares is not self._communicator:
+            # A rank that was asked to stop is of one group, and all groups stop.
+            votes = number(self._communicator.all_sum(mx.array([votes])))
+        num_targets, num_tokens = whole_count(*parts[:2]), whole_count(*parts[2:])
         if votes:
             raise Interrupted("stopped during the evaluation: there is no result")
         if num_targets == 0:
@@ -95,4 +120,6 @@ class Evaluator:
             raise NumericsError(
                 f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
             )
-        return loss_sum / num_targets, num_targets
+        further = dict(zip(objective.further, numbers(totals)[6:], strict=True))
+        counted = {"loss": loss_sum, "targets": num_targets, "tokens": num_tokens}
+        return MeanLoss(loss_sum / num_targets, num_targets, objective.metrics({**counted, **further}))

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from allhands.errors import ConfigError, StorageError
+from allhands.errors import ConfigError, StorageError, TakenError
 
 _DRAFT = ".draft-"
 _LOOK_BYTES = 8192
@@ -37,12 +37,6 @@ _REMEDY = {
     errno.ENOENT: "there is no directory to hold it: check the path",
     errno.EFBIG: "the file is larger than is allowed here (ulimit -f, or the file system's limit)",
 }
-
-
-class TakenError(StorageError):
-    """The place of an output is taken: by what is not ours, or by an earlier result that may not be replaced."""
-
-    exit_code = ConfigError.exit_code
 
 
 class ClaimedError(StorageError):

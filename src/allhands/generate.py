@@ -20,7 +20,7 @@ from allhands.errors import ConfigError
 from allhands.model.adapter_files import check_adapter
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
-from allhands.model.quantized import prepare_quantized
+from allhands.model.passes import PassContext, apply_passes
 from allhands.model.tokenizer import positions_of
 
 
@@ -77,7 +77,7 @@ def load_for_generation(
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
     # out must not meet the adapter's dropout.
-    prepare_quantized(loaded.model, accelerator, compact=False)
+    apply_passes(loaded.model, PassContext(accelerator, "generate"))
     return loaded
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allhands.errors import ConfigError
-from allhands.ports import Settings, cannot_listen
+from allhands.ports import PortSettings, cannot_listen
 
 LEAST_TOKEN = 8
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/@]+)(?::[0-9]{1,5})?")
@@ -24,7 +24,7 @@ _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
 _PORTS = {"http": "80", "https": "443"}
 _SAFE = ("GET", "HEAD")
-_SETTINGS = Settings("another --port, or 0 for any free one", "--host 127.0.0.1, or 0.0.0.0 for all addresses")
+_SETTINGS = PortSettings("another --port, or 0 for any free one", "--host 127.0.0.1, or 0.0.0.0 for all addresses")
 
 
 @dataclass(frozen=True)

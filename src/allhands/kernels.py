@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from allhands.blas import cache_dir
@@ -60,6 +61,12 @@ _ELF64 = b"\x7fELF\x02\x01"
 _HEADER = struct.Struct("<16s2H I 3Q I 6H")
 _SEGMENT = struct.Struct("<2I 6Q")
 _STRING_TABLE = struct.pack("<I", 3)
+
+
+@cache
+def prepare_process() -> None:
+    """:func:`prepare` this process, once: when a command, a rank or a training begins."""
+    prepare(os.environ)
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:

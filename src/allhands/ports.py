@@ -23,7 +23,7 @@ _USUAL_FIRST_FREE = 1024
 
 
 @dataclass(frozen=True)
-class Trouble:
+class PortTrouble:
     """What is wrong, and what a person can do about it."""
 
     message: str
@@ -31,7 +31,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Settings:
+class PortSettings:
     """How a person says where to listen, as hints have it.
 
     Attributes:
@@ -46,39 +46,41 @@ class Settings:
 # --- listening ----------------------------------------------------------------------------------------
 
 
-def cannot_listen(error: Exception, address: str, port: int, settings: Settings | None = None) -> Trouble:
+def cannot_listen(error: Exception, address: str, port: int, settings: PortSettings | None = None) -> PortTrouble:
     """Why nobody can listen at ``port`` of ``address``; port 0 is any that is free.
 
     Args:
         error: what binding the port, or looking for the address, has raised.
     """
-    given = settings or Settings()
+    given = settings or PortSettings()
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OverflowError):
-        return Trouble("a port is a number from 0 to 65535", f"choose {given.port}")
+        return PortTrouble("a port is a number from 0 to 65535", f"choose {given.port}")
     if isinstance(error, socket.gaierror | UnicodeError):
-        return Trouble(f"{address} is no name or address that is known here", f"give {given.address}")
+        return PortTrouble(f"{address} is no name or address that is known here", f"give {given.address}")
     if number == errno.EADDRNOTAVAIL:
-        return Trouble(f"{address} is no address of this computer", f"give {given.address}")
+        return PortTrouble(f"{address} is no address of this computer", f"give {given.address}")
     if number == errno.EADDRINUSE and port == 0:
-        return Trouble("no port is free", "end what keeps thousands of connections: ss -s")
+        return PortTrouble("no port is free", "end what keeps thousands of connections: ss -s")
     if number == errno.EADDRINUSE:
         user = user_of(port)
         told = f": {user}" if user else ""
-        return Trouble(f"another program listens there already{told}", _end_it(user, port, given))
+        return PortTrouble(f"another program listens there already{told}", _end_it(user, port, given))
     if number in _FORBIDDEN:
         first = _first_free()
         if number == errno.EACCES and 0 < port < first:
-            return Trouble(f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher")
-        return Trouble(
+            return PortTrouble(
+                f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher"
+            )
+        return PortTrouble(
             f"the system forbids it ({_words(error)})", "look at the rules of the sandbox, container or SELinux"
         )
     if number in _NO_ROOM:
-        return Trouble(f"the system has no room for it ({_words(error)})", "close files, or allow more: ulimit -n")
+        return PortTrouble(f"the system has no room for it ({_words(error)})", "close files, or allow more: ulimit -n")
     if number == errno.EAFNOSUPPORT:
         family = "IPv6" if ":" in address else "IPv4"
-        return Trouble(f"this computer has no {family}", f"give {given.address}")
-    return Trouble(f"{_words(error)}", f"choose {given.port}, or {given.address}")
+        return PortTrouble(f"this computer has no {family}", f"give {given.address}")
+    return PortTrouble(f"{_words(error)}", f"choose {given.port}, or {given.address}")
 
 
 def user_of(port: int) -> str | None:
@@ -96,7 +98,7 @@ def user_of(port: int) -> str | None:
     return found
 
 
-def _end_it(user: str | None, port: int, given: Settings) -> str:
+def _end_it(user: str | None, port: int, given: PortSettings) -> str:
     if user is None:
         return f"look for it (ss -ltnp 'sport = :{port}', or lsof -iTCP:{port}), or choose {given.port}"
     return f"end it, or choose {given.port}"

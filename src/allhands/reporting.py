@@ -128,9 +128,11 @@ def tracked_values(event: Event, batches_per_update: int = 1) -> dict[str, float
             "trained_tokens": event.trained_tokens,
             "peak_memory": max(event.peak_memory_bytes, default=0) / 1e9,
             "grad_norm": event.grad_norm,
+            **{f"train_{name}": value for name, value in event.metrics.items()},
         }
     if isinstance(event, ValidReport):
-        return {"val_loss": event.loss, "val_time": event.duration_s}
+        more = {f"val_{name}": value for name, value in event.metrics.items()}
+        return {"val_loss": event.loss, "val_time": event.duration_s, **more}
     if isinstance(event, RunEnded) and event.test_loss is not None:
         return {"test_loss": event.test_loss}
     return {}

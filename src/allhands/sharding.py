@@ -56,7 +56,7 @@ def shard(dataset: Indexable[T] | Iterable[T], world: World | None = None) -> Se
     """
     place = _world(world)
     if _is_indexable(dataset):
-        return _Part(cast("Indexable[T]", dataset), place.rank, place.size)
+        return _RankSamples(cast("Indexable[T]", dataset), place.rank, place.size)
     if not isinstance(dataset, Iterable):
         raise _no_dataset(dataset, _SHARD)
     return _Every(dataset, place.rank, place.size)
@@ -269,7 +269,7 @@ class DistributedLoader(Generic[T]):
         return ConfigError(text, where=_LOADER, hint=advice)
 
 
-class _Part(Sequence[T]):
+class _RankSamples(Sequence[T]):
     """Every ``size``-th sample of a dataset, from number ``rank`` on."""
 
     def __init__(self, dataset: Indexable[T], rank: int, size: int) -> None:

@@ -30,6 +30,8 @@ from allhands.paths import local_path
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from allhands.checkpoints import Checkpoint
+    from allhands.checkpoints.arrays import StoredArrayReader
     from allhands.distributed.backend import Communicator
 
 DIRECTORY_VARIABLE = "ALLHANDS_CHECKPOINT_DIR"
@@ -146,12 +148,6 @@ class _Contents:
         """Everything but the arrays, as JSON values."""
         return {"step": self.step, "shape": self.shape, "values": self.values}
 
-    def restored(self) -> Saved:
-        """As the person gave it."""
-        from allhands.nested import put_together
-
-        return Saved(self.step, put_together(self.shape, self.arrays), self.values)
-
 
 class _LedBy:
     """A group in which another rank counts as rank 0, so that it is the one that hands out."""
@@ -232,22 +228,21 @@ class _Session:
             self._leave_at_end()
 
     def load(self, directory: Path, together: bool) -> Saved | None:
-        from allhands.arrays import hand_out, hand_out_json
+        from allhands.checkpoints.arrays import local_arrays, shared_arrays
+        from allhands.distributed.handout import hand_out_json
 
         worker = self.take_over()
         group = self._communicator(worker) if together else None
         if group is None or group.size == 1:
-            own = self._read(directory)
-            return own.restored() if own else None
+            found = self._found(directory)
+            return None if found is None else _saved(found.state["program"], local_arrays(found, _ARRAYS))
         leader = self._leader(group, directory)
         if leader is None:
             return None
         led = _LedBy(group, leader)
-        own = self._read(directory) if led.rank == 0 else None
-        told: dict[str, Any] | None = hand_out_json(led, own.described() if own else None)
-        if told is None:
-            return None
-        return _Contents(arrays=hand_out(led, own.arrays if own else None), **told).restored()
+        found = self._found(directory) if led.rank == 0 else None
+        described = hand_out_json(led, None if found is None else found.state["program"])
+        return None if described is None else _saved(described, shared_arrays(led, found, _ARRAYS))
 
     def _leader(self, group: Communicator, directory: Path) -> int | None:
         """The first rank whose computer has the latest checkpoint; ``None`` if nobody has one. Same on all ranks."""
@@ -291,7 +286,7 @@ class _Session:
         return int(cast("int", mx.max(wishes).item()))
 
     def _write(self, contents: _Contents, directory: Path, keep_last: int) -> None:
-        from allhands.arrays import tensors_of
+        from allhands.checkpoints.arrays import tensors_of
 
         step = contents.step
         if directory not in self.seen:
@@ -305,9 +300,7 @@ class _Session:
             self.inherited.discard(directory)
             prune(directory, keep_last, None, ())
 
-    def _read(self, directory: Path) -> _Contents | None:
-        from allhands.arrays import load_arrays
-
+    def _found(self, directory: Path) -> Checkpoint | None:
         damaged: list[CheckpointError] = []
         found = latest(directory, rejected=damaged)
         for error in damaged:
@@ -317,14 +310,13 @@ class _Session:
             return None
         if found.run_id != self.run_id:
             self.inherited.add(directory)
-        described = found.state.get("program")
-        if not isinstance(described, dict) or _ARRAYS not in found.files:
+        if not isinstance(found.state.get("program"), dict) or _ARRAYS not in found.files:
             raise CheckpointError(
                 "this checkpoint is not one of allhands.save_checkpoint",
                 where=str(found.path),
                 hint="give the program a directory of its own: allhands launch --checkpoints DIR",
             )
-        return _Contents(arrays=load_arrays(found.path / _ARRAYS), **cast("dict[str, Any]", described))
+        return found
 
     def _leave_at_end(self) -> None:
         """See to it that the code of the stop becomes the program's, whose own end it may be unaware of."""
@@ -344,6 +336,14 @@ class _Session:
             sys.stderr.flush()
         finally:
             os._exit(self.ends_with)
+
+
+def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
+    """What a person gave, of what a checkpoint says of it; its arrays are read now, one after the other."""
+    from allhands.nested import put_together
+
+    read = {name: stored.read() for name, stored in arrays.items()}
+    return Saved(described["step"], put_together(described["shape"], read), described["values"])
 
 
 def _latest_step(directory: Path) -> int:

@@ -56,9 +56,9 @@ class World:
 
     def by_itself(self) -> World:
         """A world of this process alone, for what it is to do without the others."""
-        from allhands.distributed.backend import Alone
+        from allhands.distributed.backend import SingleProcess
 
-        return World(0, 1, 0, 1, "none", self.launcher, Alone())
+        return World(0, 1, 0, 1, "none", self.launcher, SingleProcess())
 
     def all_sum(self, value: mx.array | float) -> mx.array:
         """Element-wise sum over ranks; every rank must call it, with the same shape and dtype."""
@@ -83,10 +83,12 @@ class World:
         return mx.where(weights > 0, total / mx.where(weights > 0, weights, 1.0), mx.zeros_like(total))
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has come here. Then another thread may exchange, if everything before is computed."""
+        from allhands.distributed.backend import finish_exchanges
         from allhands.distributed.reduce import barrier
 
         barrier(self.communicator)
+        finish_exchanges(self.communicator)
 
 
 def init(size: int | None = None) -> World:
@@ -156,7 +158,8 @@ def average_gradients(
         gradients: tree of arrays, the gradients of this rank's loss; the same structure on every rank.
         group: of ``mx.distributed``; ``None``: the world of :func:`init`, checked.
         all_reduce_size: bytes of a bucket: arrays travel together up to about so many. 0 or less: each by itself.
-        communication_stream: of MLX, for the sums; ``None``: the one that the back-end prefers.
+        communication_stream: of MLX, for the sums; ``None``: the one that the process exchanges on already, or that the
+            back-end prefers. Another than the one in use is waited for: two at once would mix their bytes.
         communication_type: dtype of the gradients on the way, such as ``mx.bfloat16`` for half the bytes of float32;
             ``None``: their own (with ``num_tokens`` float32).
         num_tokens: trained tokens (or samples) on this rank; may be 0, then its gradients do not matter. An array is
@@ -178,7 +181,7 @@ def average_gradients(
     """
     import mlx.core as mx
 
-    from allhands.distributed.backend import of_group
+    from allhands.distributed.backend import lent_stream, of_group
     from allhands.distributed.reduce import Exchange, mean_of_ranks, mean_of_tokens
 
     if isinstance(communication_stream, mx.Dtype):  # its place in earlier versions of MLX
@@ -196,9 +199,24 @@ def average_gradients(
     else:
         communicator = init().communicator if group is None else of_group(group)
     exchange = Exchange(all_reduce_size, communication_type, communication_stream)
-    if num_tokens is None:
-        return mean_of_ranks(communicator, gradients, exchange)
-    return mean_of_tokens(communicator, gradients, num_tokens, reduction, exchange)
+
+    def averaged() -> Any:
+        if num_tokens is None:
+            return mean_of_ranks(communicator, gradients, exchange)
+        return mean_of_tokens(communicator, gradients, num_tokens, reduction, exchange)
+
+    lent = lent_stream(communicator, communication_stream)
+    if lent is None:
+        return averaged()
+    with lent:  # computed here and now, so that nothing else is exchanged meanwhile
+        try:
+            mx.eval(gradients, num_tokens)
+        except ValueError:  # MLX's, of what is only traced
+            hint = "leave communication_stream out, or give the stream that the first call gave"
+            raise _wrong("another stream than the one in use, within mx.compile", hint) from None
+        found = averaged()
+        mx.eval(found)
+        return found
 
 
 def _wrong(what: str, hint: str) -> ConfigError:

@@ -67,12 +67,12 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
     """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class StrictLoader(yaml.SafeLoader):
         pass
 
     number = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-    return Loader
+    StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return StrictLoader
 
 
 def keys_of(path: str | Path) -> list[tuple[str, int]]:

@@ -270,3 +270,17 @@ def test_a_sum_without_the_others_is_found_at_once(monkeypatch: pytest.MonkeyPat
         backend.connect(name, 2, 1)
     assert "the first sum over 2 processes is wrong" in str(found.value)
     assert ("host name" in str(found.value)) == (name == "mpi")
+
+
+def test_a_gathering_with_a_wrong_half_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a ring of JACCL."""
+    whole = backend.mx.arange(2 << 15)
+    monkeypatch.setattr(backend, "_initialise", lambda *_: _Twice())
+    monkeypatch.setattr(backend, "_check_first_sum", lambda _: None)
+    for right, found in ((True, whole), (False, whole % (3 << 14))):
+        monkeypatch.setattr(backend.MlxGroup, "all_gather", lambda *_, found=found: found)
+        if right:
+            assert backend.connect("ring", 2, 1).size == 2
+        else:
+            with pytest.raises(DistributedError, match="the first gathering over 2 processes is wrong"):
+                backend.connect("ring", 2, 1)

@@ -32,12 +32,12 @@ from allhands.checkpoints import (
     quick_step,
     write_checkpoint,
 )
+from allhands.checkpoints.resuming import Restored
+from allhands.checkpoints.rundir import share_history
 from allhands.cluster.agent import newest_step
 from allhands.cluster.hosts import Host
 from allhands.cluster.remote import newest_checkpoint
 from allhands.metrics import METRICS_FILE, read_metrics
-from allhands.train.restore import Restored
-from allhands.train.rundir import share_history
 
 pytestmark = pytest.mark.long
 

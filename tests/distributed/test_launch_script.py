@@ -22,11 +22,11 @@ import pytest
 from tiny import run_allhands
 
 from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
+from allhands.checkpoints.settings import FIXED, TOLD
 from allhands.cli.launch import LaunchOptions, _job, resolved
 from allhands.cli.main import main
 from allhands.cluster.journal import read_events
 from allhands.errors import ConfigError
-from allhands.train.resume import FIXED, TOLD
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "supervised_training.py"
 PLACE = "    stop = allhands.progress(step)\n"

@@ -19,7 +19,7 @@ from allhands.cluster.figures import Figures, Measurement
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.cluster.netbench import BenchOptions, measure
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 
 HERE = Host("here", slots=2)
 SIZES = (4096, 65536, 1 << 20)
@@ -135,7 +135,7 @@ def test_a_rank_measures_under_plain_mpirun(tmp_path: Path) -> None:
 def test_one_process_alone_is_its_own_sum() -> None:
     from allhands.distributed.bench import BenchPlan, time_all_sum
 
-    (entry,) = time_all_sum(Alone(), BenchPlan([4096], seconds=0.001))
+    (entry,) = time_all_sum(SingleProcess(), BenchPlan([4096], seconds=0.001))
     assert entry["num_bytes"] == 4096
 
 

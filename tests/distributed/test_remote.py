@@ -25,7 +25,7 @@ from allhands.cluster.connection import HostError
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.ranks import LaunchSpec, Marks, Place, RankProcesses
 from allhands.cluster.remote import newest_checkpoint, start_remote
-from allhands.errors import ConfigError, StorageError
+from allhands.errors import ConfigError, TakenError
 
 RANK = Path(__file__).parents[1] / "support" / "remote_rank.py"
 PRETENDED_SSH = '#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\nexec /bin/sh -c "$*"\n'
@@ -429,7 +429,7 @@ def test_a_directory_that_cannot_be_used(start: Start, tmp_path: Path, monkeypat
     assert codes(ranks) == [7]
     error = ranks.error(0)
     assert error is not None
-    assert error["type"] == StorageError.__name__
+    assert error["type"] == TakenError.__name__
     assert "logs" in error["text"]
 
 

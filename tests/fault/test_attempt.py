@@ -256,7 +256,7 @@ class _Elsewhere:
 
 
 def _outcome(ranks: _Elsewhere, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    monkeypatch.setattr(processes, "start", lambda *_: ranks)
+    monkeypatch.setattr("allhands.cluster.attempt.start_remote", lambda *_: ranks)
     places = (Place("gpu0", 1), Place("gpu1", 1))
     spec = LaunchSpec(["train"], 2, "ring", directory, places=places)
     return Attempt(spec, directory / "1", deque(), lambda event: None).run()
@@ -290,12 +290,16 @@ def test_a_stop_that_ends_in_an_error_is_both(tmp_path: Path, monkeypatch: pytes
 
 
 def test_processes_elsewhere_are_started_by_their_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = pytest.importorskip("allhands.cluster.remote")
     asked: list[Any] = []
-    monkeypatch.setattr(remote, "start_remote", lambda *arguments: asked.append(arguments))
+
+    def elsewhere(*arguments: Any) -> _Elsewhere:
+        asked.append(arguments)
+        return _Elsewhere([RankExit(0, 1, time.monotonic())], [])
+
+    monkeypatch.setattr("allhands.cluster.attempt.start_remote", elsewhere)
     spec = LaunchSpec(["train"], 1, "ring", tmp_path, places=(Place("gpu0", 1),))
-    assert processes.start(spec, tmp_path, None) is None  # pyright: ignore[reportArgumentType]
-    assert asked == [(spec, tmp_path)]
+    Attempt(spec, tmp_path / "1", deque(), lambda event: None).run()
+    assert asked == [(spec, tmp_path / "1")]
 
 
 def test_no_rank_is_left_in_the_table_of_processes(start: Callable[..., Job]) -> None:

@@ -274,7 +274,7 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
         (("--optimizer-config", '{"adam": {"betas": [0.9]}}'), "adam: betas must be two numbers"),
         (("--lr-schedule", '{"name": "cosine_decay", "arguments": [1e-3, 0]}'), "cosine_decay does not take"),
         (("--lr-schedule", '{"name": "exponential_decay", "arguments": [-1, 2]}'), "gives update 0 a rate of -1"),
-        (("--shard-optimizer", "on", "-n", "2"), "operations are computed one by one on this processor"),
+        (("--strategy", "zero1", "-n", "2"), "operations are computed one by one on this processor"),
     ],
 )
 def test_what_is_refused_leaves_the_run_before_as_it_was(place: Path, more: tuple[str, ...], words: str) -> None:

@@ -11,13 +11,13 @@ from tiny import write_chat_data, write_model
 
 from allhands.config import TrainConfig, build_config
 from allhands.model import native
-from allhands.model.choices import Choices, Measured, Problem, settle
+from allhands.model.choices import FormTimes, SizedOperation
 from allhands.train import choosing
 from allhands.train.recipes import Surroundings, run_finetune
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 TIMES = {"native": 3.0, "plain": 1.0}
-TABLE = [Measured(Problem("rms_norm", "float32", (32,), 64), "cpu", TIMES, TIMES, dict.fromkeys(TIMES, 0.0))]
+TABLE = [FormTimes(SizedOperation("rms_norm", "float32", (32,), 64), "cpu", TIMES, TIMES, dict.fromkeys(TIMES, 0.0))]
 
 
 def config(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
@@ -49,7 +49,7 @@ def test_a_table_is_gone_by_from_the_start_of_a_run_or_not_at_all(
         return real(x, *rest, **named)
 
     monkeypatch.setattr(native, "rms_norm", counted)
-    table: list[Measured] = []
+    table: list[FormTimes] = []
     monkeypatch.setattr(choosing, "load_table", lambda _facts: (table, None))
 
     def run(name: str, **changes: Any) -> int:
@@ -58,16 +58,13 @@ def test_a_table_is_gone_by_from_the_start_of_a_run_or_not_at_all(
         run_finetune(config(tmp_path, name, **changes), Surroundings())
         return len(calls)
 
-    try:
-        whole, half = run("whole"), run("halves", iters=3)
-        assert whole == 2 * half > 0
-        table += TABLE
-        assert run("halves", resume="auto") == half
-        assert run("measured", iters=3) == 0
-        table.clear()
-        assert run("measured", resume="auto") == 0
-    finally:
-        settle(Choices())
+    whole, half = run("whole"), run("halves", iters=3)
+    assert whole == 2 * half > 0
+    table += TABLE
+    assert run("halves", resume="auto") == half
+    assert run("measured", iters=3) == 0
+    table.clear()
+    assert run("measured", resume="auto") == 0
     one, other = (read_weights(tmp_path / name / "adapters.safetensors") for name in ("whole", "halves"))
     assert one.keys() == other.keys()
     assert all((one[name] == other[name]).all() for name in one)

@@ -35,8 +35,8 @@ from tiny import run_allhands, write_chat_data, write_model
 from allhands.cluster.mpi import find_mpi, mpi_variables
 from allhands.config import build_config
 from allhands.distributed import shards
-from allhands.distributed.backend import Alone
-from allhands.distributed.reduce import begin_sum, begin_sums, bucket_bytes_for, sum_over_ranks
+from allhands.distributed.backend import SingleProcess
+from allhands.distributed.reduce import bucket_bytes_for, start_all_reduce, start_sum, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-6
@@ -45,6 +45,8 @@ ADAPTERS = {"rank": 8, "scale": 2.0, "dropout": 0.0}
 RANKS = (2, 3, pytest.param(4, marks=pytest.mark.long))
 # More and fewer tokens on each rank, none at all on one, for `average_gradients`.
 TOKENS = {2: [7, 300], 3: [0, 41, 5], 4: [1, 900, 0, 30]}
+# Meshes in which ranks have rows in common.
+SHARED = {2: {"tensor": 2}, 3: {"pipe": 3}, 4: {"data": 2, "tensor": 2}}
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 
 
@@ -209,6 +211,9 @@ def together(
     weights = [ranks - 1.0, *[1.0] * (ranks - 2), 0.01][:ranks]
     flags = _flags(model, data, root / "uneven", {**FEW_SAMPLES, "rank_weights": weights})
     tasks.append({"kind": "finetune", "flags": flags})
+    shared = {**FEW_SAMPLES, "sample_prompts": ["Why"], "sample_tokens": 3}
+    flags = _flags(model, data, root / "shared", shared)
+    tasks.append({"kind": "finetune", "flags": flags, "axes": SHARED[ranks]})
     tasks.append({"kind": "mean_of_means", "flags": _flags(model, data, root / "means", FEW_SAMPLES)})
     for dtype in ("float32", "bfloat16"):
         for reduction in ("mean", "sum"):
@@ -243,6 +248,19 @@ def test_unequal_shares_are_the_same_run(alone: dict[str, Run], together: tuple[
     assert_same_run(alone["few"], read_run(together[1] / "uneven"))
 
 
+def test_ranks_of_one_data_coordinate_have_the_same_rows(alone: dict[str, Run], together: tuple[int, Path]) -> None:
+    """Each computes all of them here: their sums are as many times as large, and so are the counts."""
+    ranks, root = together
+    one, run = alone["few"], read_run(root / "shared")
+    np.testing.assert_allclose(one.losses, run.losses, rtol=0, atol=LOSS_TOLERANCE)
+    assert_same_weights(one.weights, run.weights)
+    copies = ranks // SHARED[ranks].get("data", 1)
+    for mine, theirs in zip(one.reports, run.reports, strict=True):
+        assert copies * mine["trained_tokens"] == theirs["trained_tokens"]
+    # Those that compute together with rank 0 let the model write, before the first step and after the last.
+    assert (root / "shared" / "metrics.jsonl").read_text().count('"Why"') == 2
+
+
 @pytest.mark.parametrize(
     "together", [2, pytest.param(4, marks=pytest.mark.long)], ids=lambda n: f"{n}-ranks", indirect=True
 )
@@ -264,7 +282,7 @@ def test_mean_of_the_ranks_means_is_another_run(alone: dict[str, Run], together:
 
 def test_mean_of_one_mean_is_the_same_run(alone: dict[str, Run], model: Path, data: Path, tmp_path: Path) -> None:
     """So it is the averaging, and nothing else, in which the run above differs."""
-    KINDS["mean_of_means"](Alone(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES))
+    KINDS["mean_of_means"](SingleProcess(), flags=_flags(model, data, tmp_path / "run", FEW_SAMPLES))
     assert_same_weights(alone["few"].weights, read_run(tmp_path / "run").weights)
 
 
@@ -360,21 +378,21 @@ def test_sums_that_are_begun_are_those_that_are_waited_for(bucket_bytes: int) ->
     stream = mx.new_stream(mx.cpu)
     how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "stream": stream}
     recorder = OtherRank()
-    begin_sums(recorder, _mixed(1), **how)
-    begin_sum(recorder, [2.0, 5.0], stream=stream)
+    start_all_reduce(recorder, _mixed(1), **how)
+    start_sum(recorder, [2.0, 5.0], stream=stream)
     other = OtherRank(recorder.calls)
-    begun = begin_sums(other, _mixed(0), **how)
+    begun = start_all_reduce(other, _mixed(0), **how)
     for total, mine, theirs in zip(begun.arrays, _mixed(0), _mixed(1), strict=True):
         assert (total.dtype, total.shape) == (mine.dtype, mine.shape)
         assert mx.array_equal(total, mine + theirs)
-    assert begin_sum(other, [1.0, 4.0], stream=stream).tolist() == [3.0, 9.0]
+    assert start_sum(other, [1.0, 4.0], stream=stream).tolist() == [3.0, 9.0]
 
 
 def test_what_is_computed_first_travels_first() -> None:
     layers = [mx.full((5,), float(number)) for number in range(4)]
     twin, stream = OtherRank(), mx.new_stream(mx.cpu)
-    begun = begin_sums(twin, layers, bucket_bytes=20, stream=stream)
-    begin_sum(twin, [9.0, 1.0], stream=stream)
+    begun = start_all_reduce(twin, layers, bucket_bytes=20, stream=stream)
+    start_sum(twin, [9.0, 1.0], stream=stream)
     # Ranks meet, by a single number, before each bucket; what is told at the end needs no meeting.
     assert [call.size for call in twin.calls] == [*[1, 5] * 4, 2]
     assert [call[0].item() for call in twin.calls if call.size > 1] == [3.0, 2.0, 1.0, 0.0, 9.0]
@@ -390,8 +408,8 @@ def test_ranks_that_keep_parts_get_theirs_of_the_sums() -> None:
     parts = shards.Shards(recorder, [(size,) for size in sizes])
     assert parts.divided == [True, False, True]
     how: dict[str, Any] = {"bucket_bytes": 1 << 20, "stream": stream, "shards": parts}
-    begin_sums(recorder, theirs, **how)
-    begun = begin_sums(OtherRank(recorder.calls), mine, **how)
+    start_all_reduce(recorder, theirs, **how)
+    begun = start_all_reduce(OtherRank(recorder.calls), mine, **how)
     for i, size in enumerate(sizes):
         total = mine[i] + theirs[i]
         each = -(-size // 128) * 64

@@ -11,13 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from runs import distance, read_weights
 from tiny import CHAT_TEMPLATE, run_allhands, write_chat_data, write_model
 from twins import errors_of, run_ranks
 
-from allhands.arrays import load_arrays, tensors_of
 from allhands.checkpoints import find_latest, write_checkpoint
+from allhands.checkpoints.arrays import tensors_of
 from allhands.cluster.environment import Launch
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import WorkerContext
@@ -186,7 +187,7 @@ def without_date(run: Path, began: datetime | None) -> None:
     assert found is not None
     state = {**found.state, "data": {k: v for k, v in found.state["data"].items() if k != "template_date"}}
     names = [name for name in found.files if name.endswith(".safetensors")]
-    tensors = {name: tensors_of(load_arrays(found.path / name)) for name in names}
+    tensors = {name: tensors_of(mx.load(str(found.path / name))) for name in names}
     write_checkpoint(found.path, found.step, found.run_id, state, tensors)
     if began is not None:
         events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

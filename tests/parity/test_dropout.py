@@ -21,17 +21,19 @@ from mlx_lm.models import qwen2_moe
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from plain_loop import adapted_model
+from substituted import prepare_dense
 from tiny import write_model
 
-from allhands.data.loader import Loader, MicroBatch, Sizing, collate
+from allhands.data.loader import Loader, MicroBatch, collate
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
-from allhands.model.quantized import prepare_dense
-from allhands.train.gradient import batch_arrays, make_gradient, make_loss
+from allhands.objectives.causal_lm import batch_arrays, make_loss
+from allhands.parallel.gradient import make_gradient
+from allhands.sizing import Sizing
 
 Grads = dict[str, np.ndarray[Any, Any]]
 BATCH = 8

@@ -23,7 +23,8 @@ from tiny import write_model
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.embedding import OrderedEmbedding, make_deterministic
 from allhands.model.split import split
-from allhands.train.gradient import make_gradient, make_loss
+from allhands.objectives.causal_lm import make_loss
+from allhands.parallel.gradient import make_gradient
 
 VOCABULARY = 259
 EMBEDDING = "model.embed_tokens.weight"

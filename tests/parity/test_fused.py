@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tiny import write_model
 
-from allhands.model.choices import forced
+from allhands.model.choices import Choices
 from allhands.model.documents import caches_for
 from allhands.model.fused import blocks, kernels, ops
 from allhands.model.fused.blocks import count_fused, fuse, keep_dense, kept_bytes
@@ -123,11 +123,10 @@ def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: 
     fuse(plain, LENGTH)
     keep_dense(plain)
     assert kept_bytes(plain) == 0
-    with forced("quantized_linear", "plain"):
-        coded = model_for(paths, "qlora", mx.float32)
-        fuse(coded, LENGTH)
-        keep_dense(coded)
-        assert kept_bytes(coded) == 0
+    coded = model_for(paths, "qlora", mx.float32)
+    fuse(coded, LENGTH, Choices(wished={"quantized_linear": "plain"}))
+    keep_dense(coded)
+    assert kept_bytes(coded) == 0
 
 
 def adapters_of(model: Any) -> list[LoRALinear]:

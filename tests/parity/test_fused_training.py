@@ -13,6 +13,7 @@ from tiny import write_chat_data, write_model
 from allhands import accelerator
 from allhands.accelerator import Accelerator
 from allhands.config import build_config
+from allhands.model import passes
 from allhands.model.fused.blocks import count_fused
 from allhands.train import preparing
 from allhands.train.callbacks import Callback
@@ -49,15 +50,15 @@ def test_a_run_in_fast_forms_is_the_plain_run(
 
     def trained(name: str, device: Accelerator) -> Any:
         monkeypatch.setattr(preparing, "detect", lambda: device)
-        fuse = preparing.fuse
+        fuse = passes.fuse
 
-        def counted(model: Any, longest: int) -> int:
-            done = fuse(model, longest)
+        def counted(model: Any, *more: Any) -> int:
+            done = fuse(model, *more)
             fused.append(count_fused(model))
             return done
 
         with monkeypatch.context() as patch:
-            patch.setattr(preparing, "fuse", counted)
+            patch.setattr(passes, "fuse", counted)
             flags = {
                 "data": str(place / "data"),
                 "adapter_path": str(tmp_path / name),

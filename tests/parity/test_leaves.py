@@ -16,16 +16,16 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import install_dropout
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
 from allhands.model.fused.linear import Product, products_of
-from allhands.train.batch_memory import BatchMemory
-from allhands.train.gradient import make_gradient, make_joined_gradient
-from allhands.train.step import TrainStep
-from allhands.train.update import GraphUpdate
+from allhands.parallel.batch_memory import BatchMemory
+from allhands.parallel.gradient import make_gradient, make_joined_gradient
+from allhands.train.graph_update import GraphUpdate
+from allhands.train.step import StepOptions, make_step
 from allhands.trees import flatten, number, unflatten
 
 SHAPE = {
@@ -201,15 +201,15 @@ def test_a_step_that_was_prepared_is_the_same_step(compiled: bool, monkeypatch: 
         model = trained("lora")
         fuse(model, 40)
         model.train()
-        step = TrainStep(model, optim.AdamW(1e-2), Alone(), eager=False, compiled=compiled)
+        step = make_step(model, optim.AdamW(1e-2), SingleProcess(), StepOptions(cpu_native=False, compiled=compiled))
         if staged:
-            step._arrays = BatchMemory()
+            step.passes._to_arrays = BatchMemory()
         batches = [micro_batch(number) for number in range(BATCHES)]
         losses = []
         for here, following in zip(batches, [*batches[1:], None], strict=True):
             coming = [following] if ahead and following is not None else []
             losses.append(step([here], upcoming=lambda coming=coming: coming).loss_sum)
-            prepared.append(step._prepared is not None)
+            prepared.append(step.strategy.ahead is not None)
             if here is batches[2]:  # somebody else sets weights between two steps
                 layer = model.layers[2].mlp.down_proj
                 layer.lora_b = layer.lora_b * 2

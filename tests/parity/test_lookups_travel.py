@@ -16,7 +16,7 @@ from ring_ranks import told_by_two
 
 from allhands.data.loader import MicroBatch
 from allhands.model.embedding import Apart, OrderedEmbedding
-from allhands.train.lookups import TravellingLookups
+from allhands.parallel.lookups import TravellingLookups
 
 PROGRAM = """
 import json, os, sys
@@ -31,7 +31,7 @@ from allhands.model.dropout import install_dropout
 from allhands.model.embedding import make_deterministic
 from allhands.model.fused.blocks import fuse
 from allhands.train.optimizers import SGD
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, make_step
 from allhands.trees import flatten
 
 rank = int(os.environ["MLX_RANK"])
@@ -80,8 +80,8 @@ def trained(kind, overlap, compiled, ahead, shard):
     fuse(model, 40)
     model.train()
     counting = Counting(group)
-    step = TrainStep(model, SGD(learning_rate=0.1), counting, eager=False, compiled=compiled,
-                     bucket_bytes=20_000, overlap=overlap, shard=shard, dropout=dropout)
+    step = make_step(model, SGD(learning_rate=0.1), counting, StepOptions(cpu_native=False, compiled=compiled,
+                     bucket_bytes=20_000, overlap=overlap, strategy="zero1" if shard else "data", dropout=dropout))
     plan = [[batch(number, True)] for number in range(4)]
     # One step accumulates: rows are not kept apart there.
     plan.insert(2, [batch(7, False), batch(8, False)])
@@ -92,7 +92,7 @@ def trained(kind, overlap, compiled, ahead, shard):
         result = step(batches, upcoming=lambda: coming)
         found.append([result.loss_sum, result.grad_norm, counting.summed, counting.gathered])
     if shard:
-        assert step.shards.divided[step._graph.leaves.index_of(model.model.embed_tokens)]
+        assert step.shards.divided[step.updater.graph.leaves.index_of(model.model.embed_tokens)]
     return [found, {name: np.array(value).tolist() for name, value in flatten(model.parameters())}]
 
 print(json.dumps([trained(*case) for case in json.loads(sys.argv[1])]), flush=True)

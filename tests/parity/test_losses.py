@@ -9,7 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from allhands.train.losses import CHUNK_ROWS, cross_entropy_sum, eager_linear_cross_entropy, linear_cross_entropy
+from allhands.objectives.cross_entropy import (
+    CHUNK_ROWS,
+    cross_entropy_sum,
+    eager_linear_cross_entropy,
+    linear_cross_entropy,
+)
 
 WIDTH, WORDS = 24, 97
 # One row, a part of a chunk, a whole one, and more than two.

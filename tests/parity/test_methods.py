@@ -23,16 +23,17 @@ from mlx_lm.utils import load_model as mlx_lm_load
 from plain_loop import Example, adapted_model, chats, full_model, numpy_loss, train_plainly
 from ranked_tasks import finetune
 from runs import Run, distance, read_run, read_weights
+from substituted import prepare_dense
 from tiny import write_chat_data, write_model
 
 from allhands.config import build_config
 from allhands.data.loader import MicroBatch, pad_targets
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import get_model
-from allhands.model.quantized import prepare_dense
-from allhands.train.gradient import make_gradient
-from allhands.train.step import TrainStep
+from allhands.parallel.gradient import make_gradient
+from allhands.train.step import StepOptions, make_step
+from allhands.train.updater import Rules
 
 Train = Callable[..., Run]
 # Adam's default of 1e-8 makes an update out of a gradient's rounding error: see test_data_parallel.py.
@@ -234,7 +235,12 @@ def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Exa
         network.model.norm.unfreeze()
         network.lm_head.unfreeze()
         optimizer = optim.Adam(1e-3, eps=1e-6)
-        step = TrainStep(network, optimizer, Alone(), eager=eager, compiled=compiled, max_grad_norm=1.0)
+        step = make_step(
+            network,
+            optimizer,
+            SingleProcess(),
+            StepOptions(cpu_native=eager, compiled=compiled, rules=Rules(max_grad_norm=1.0)),
+        )
         batches = [_micro_batch(part) for part in (train_chats[:3], train_chats[3:])]
         if not eager:
             batches = [pad_targets(batch) for batch in batches]

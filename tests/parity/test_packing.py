@@ -15,7 +15,8 @@ from allhands.data.tokens import PackedRows, TokenSet
 from allhands.errors import ConfigError
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.documents import require_isolation
-from allhands.train.gradient import batch_arrays, make_gradient
+from allhands.objectives.causal_lm import batch_arrays
+from allhands.parallel.gradient import make_gradient
 
 SHAPE = {
     "hidden_size": 32,

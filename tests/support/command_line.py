@@ -13,7 +13,8 @@ import pytest
 import typer.main
 
 from allhands.aliases import canonical_flag
-from allhands.cli.main import main, make_app, with_auto_resume
+from allhands.cli.main import main, make_app
+from allhands.cli.parser import with_auto_resume
 
 
 def call_allhands(

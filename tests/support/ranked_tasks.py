@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from mlx.utils import tree_map
 from unpainted import leave_unpainted
 
 from allhands.config import TrainConfig, build_config
-from allhands.data.loader import Loader, Sizing
+from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
@@ -35,22 +35,25 @@ from allhands.errors import DistributedError
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.fused.leaves import Leaves
 from allhands.model.load import load_model
+from allhands.objectives.causal_lm import make_loss
+from allhands.sizing import Sizing
 from allhands.train.datasets import load_data
-from allhands.train.gradient import make_loss
 from allhands.train.recipes import Surroundings, run_finetune
 
 
-def finetune(config: TrainConfig, communicator: Communicator | None = None) -> Path:
-    """Train as one rank of ``communicator`` (alone without one); the run's directory."""
+def finetune(
+    config: TrainConfig, communicator: Communicator | None = None, axes: Mapping[str, int] | None = None
+) -> Path:
+    """Train as one rank of ``communicator`` (alone without one), in a mesh of such ``axes``; the run's directory."""
     if communicator is None:
         return run_finetune(config, Surroundings()).adapter_path
     rank, size = communicator.rank, communicator.size
-    mesh = Mesh(rank, size, rank, size, tuple(config.rank_weights or (1.0,) * size))
+    mesh = Mesh(rank, size, rank, size, tuple(config.rank_weights or ()), **(axes or {}))
     return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator)).adapter_path
 
 
-def _finetune(communicator: Communicator, flags: dict[str, Any]) -> None:
-    finetune(build_config(flags), communicator)
+def _finetune(communicator: Communicator, flags: dict[str, Any], axes: dict[str, int] | None = None) -> None:
+    finetune(build_config(flags), communicator, axes)
 
 
 class Beside:

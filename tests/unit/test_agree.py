@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ import pytest
 from twins import ThreadCommunicator, errors_of, run_ranks
 
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.errors import DistributedError
 
 FACTS: dict[str, Any] = {
@@ -43,7 +44,7 @@ def test_equal_facts_pass_with_one_small_exchange(ranks: int) -> None:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    agree(Alone(), FACTS)
+    agree(SingleProcess(), FACTS)
 
 
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
@@ -102,3 +103,24 @@ def test_texts_of_very_unequal_length_and_foreign_letters_travel_whole() -> None
 def test_values_that_are_no_json_are_compared_by_their_text() -> None:
     assert outcome({"dtype": mx.float32}, {"dtype": mx.float32}) == [None, None]
     assert "bfloat16" in errors_of(outcome({"dtype": mx.float32}, {"dtype": mx.bfloat16}))[0]
+
+
+def test_only_what_the_strategy_calls_equal_is_compared() -> None:
+    """Stages of a pipeline have arrays of their own; those that all have must be the same."""
+    import mlx.nn as nn
+
+    from allhands.config import TrainConfig
+    from allhands.train.facts import RankFacts
+
+    def facts(shapes: dict[str, int], equal: set[str] | None) -> Any:
+        model: Any = nn.Module()
+        for name, size in shapes.items():
+            model[name] = mx.zeros((size,))
+        loaded: Any = SimpleNamespace(model=model, fingerprint="f", config={})
+        data: Any = SimpleNamespace(fingerprints=dict)
+        return RankFacts(TrainConfig(train=True), loaded, data, None, equal).values()
+
+    one, other = {"shared": 4, "first": 2}, {"shared": 4, "second": 3}
+    assert errors_of(outcome(facts(one, None), facts(other, None)))
+    assert outcome(facts(one, {"shared"}), facts(other, {"shared"})) == [None, None]
+    assert errors_of(outcome(facts(one, {"shared"}), facts({"shared": 5}, {"shared"})))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,45 +20,27 @@ import pytest
 import allhands
 from allhands.config import TrainConfig
 from allhands.data.records import ColumnNames
+from allhands.distributed.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 
 # The longest prefix that fits counts. Imports point to the same layer or further down.
+_LOWEST = """
+errors aliases yaml_files optimizer_arguments config config_errors config_values paths
+pretrain_config eval_config blas files staging without_torch threads formatting gpus http_guard
+faults memory sizing versions callers ports strict_json names terminal blame kernels native
+"""
 LAYERS: dict[str, int] = {
-    "allhands.errors": 0,
-    "allhands.aliases": 0,
-    "allhands.yaml_files": 0,
-    "allhands.optimizer_arguments": 0,
-    "allhands.config": 0,
-    "allhands.config_errors": 0,
-    "allhands.config_values": 0,
-    "allhands.paths": 0,
-    "allhands.pretrain_config": 0,
-    "allhands.eval_config": 0,
-    "allhands.blas": 0,
-    "allhands.files": 0,
-    "allhands.staging": 0,
-    "allhands.without_torch": 0,
-    "allhands.importing": 0,
-    "allhands.threads": 0,
-    "allhands.import_structures": 0,
-    "allhands.kept_structures": 0,
-    "allhands.formatting": 0,
-    "allhands.gpus": 0,
-    "allhands.http_guard": 0,
-    "allhands.faults": 0,
-    "allhands.versions": 0,
-    "allhands.callers": 0,
-    "allhands.ports": 0,
-    "allhands.strict_json": 0,
-    "allhands.names": 0,
-    "allhands.terminal": 0,
-    "allhands.blame": 0,
-    "allhands.kernels": 0,
-    "allhands.native": 0,
+    **{f"allhands.{name}": 0 for name in _LOWEST.split()},
     "allhands.checkpoints": 1,
-    "allhands.arrays": 2,
+    "allhands.checkpoints.arrays": 3,
+    "allhands.checkpoints.parts": 3,
+    "allhands.checkpoints.resuming": 3,
+    "allhands.checkpoints.saving": 3,
+    "allhands.checkpoints.settings": 3,
+    "allhands.checkpoints.rundir": 3,
+    "allhands.checkpoints.copies": 3,
     "allhands.data": 1,
     "allhands.metrics": 1,
     "allhands.monitor": 1,
@@ -65,29 +51,30 @@ LAYERS: dict[str, int] = {
     "allhands.report": 1,
     "allhands.reporting": 1,
     "allhands.distributed.mesh": 1,
+    "allhands.distributed.capabilities": 1,
+    "allhands.parallel.costs": 1,
+    "allhands.parallel.registry": 1,
     "allhands.trees": 2,
     "allhands.nested": 2,
     "allhands.model": 2,
-    "allhands.train.losses": 2,
     "allhands.distributed": 2,
     "allhands.accelerator": 2,
-    "allhands.train.gradient": 3,
+    "allhands.objectives": 3,
+    "allhands.parallel": 3,
     "allhands.train.optimizers": 3,
+    "allhands.train.graph_update": 3,
+    "allhands.train.strategy_choice": 3,
+    "allhands.train.updater": 3,
     "allhands.train.samples": 3,
     "allhands.model.fresh": 3,
     "allhands.train.step": 3,
     "allhands.train.optim": 3,
-    "allhands.train.runahead": 3,
-    "allhands.train.batch_memory": 3,
     "allhands.train.native_update": 3,
-    "allhands.train.lookups": 3,
     "allhands.train.result": 3,
-    "allhands.train.update": 3,
     "allhands.train.callbacks": 3,
     "allhands.train.explain": 3,
     "allhands.train.expecting": 3,
     "allhands.train.choosing": 3,
-    "allhands.train.dividing": 3,
     "allhands.train.operations": 3,
     "allhands.train.measuring": 3,
     "allhands.train.datasets": 3,
@@ -96,12 +83,8 @@ LAYERS: dict[str, int] = {
     "allhands.train.poison": 3,
     "allhands.train.unlearned": 3,
     "allhands.train.state": 3,
-    "allhands.train.resume": 3,
+    "allhands.train.sharded_state": 3,
     "allhands.train.facts": 3,
-    "allhands.train.restore": 3,
-    "allhands.train.saving": 3,
-    "allhands.train.copies": 3,
-    "allhands.train.rundir": 3,
     "allhands.evaluate": 3,
     "allhands.generate": 3,
     "allhands.conversation": 3,
@@ -124,8 +107,6 @@ LAYERS: dict[str, int] = {
     "allhands.__main__": 6,
     "allhands": 6,
 }
-# Without a device, hence without MLX (their own functions may call something above that has it).
-WITHOUT_MLX = ("allhands.cluster", *(name for name, layer in LAYERS.items() if layer <= 1))
 MLX = ("mlx", "mlx_lm")
 
 
@@ -267,7 +248,8 @@ def test_there_is_no_import_cycle() -> None:
 
 def test_the_lower_layers_and_the_cluster_do_without_mlx() -> None:
     for module in sources():
-        if any(module == prefix or module.startswith(prefix + ".") for prefix in WITHOUT_MLX):
+        # Without a device, hence without MLX (their own functions may call something above that has it).
+        if layer(module) <= 1 or f"{module}.".startswith("allhands.cluster."):
             users = [found for found in imports(module) if found.target.split(".")[0] in MLX]
             assert users == [], module
 
@@ -280,6 +262,17 @@ def test_only_distributed_touches_mlxs_distributed() -> None:
     users |= {m for m in sources() for found in imports(m) if found.target.startswith("mlx.core.distributed")}
     assert users
     assert all(module.startswith("allhands.distributed") for module in users), users
+
+
+def test_every_capability_of_a_backend_is_asked_for_by_name() -> None:
+    """An entry that nobody reads is a promise that nobody keeps; a name that no back-end has is a slip."""
+    asked = {
+        node.args[1].value
+        for _, node in nodes(ast.Call)
+        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "can" and len(node.args) == 2
+        if isinstance(node.args[1], ast.Constant)
+    }
+    assert asked == set().union(*CAPABILITIES.values())
 
 
 def test_only_rendering_touches_chat_templates() -> None:
@@ -298,8 +291,8 @@ def test_only_the_step_divides_gradients_by_token_counts() -> None:
         and isinstance(node.op, ast.Div)
         and any("num_targets" in dotted(part) for part in ast.walk(node.right))
     }
-    # The step (gradients; in a graph train.update does it); loop and evaluator divide sums of losses for people.
-    assert users == {"allhands.train.step", "allhands.train.loop", "allhands.evaluate"}
+    # The updaters (gradients; in a graph train.graph_update does it); loop and evaluator divide sums of losses.
+    assert users == {"allhands.train.updater", "allhands.train.loop", "allhands.evaluate"}
 
 
 def test_nothing_is_pickled() -> None:
@@ -422,3 +415,69 @@ def test_every_error_class_has_its_own_documented_exit_code() -> None:
     assert len(set(codes.values())) == len(codes), codes
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert all(f"| {code} |" in page for code in codes.values())
+
+
+def _modules_of(tree: ast.Module) -> set[str]:
+    """The names that stand for modules in a file: of ``import a.b as c``, ``import a``, and ``from a import b``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.asname or each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {e.asname or e.name for e in node.names if _is_module(f"{node.module}.{e.name}")}
+    return names
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _changed(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to or deletes; of ``setattr`` and ``delattr`` the object, as if of an attribute."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        yield from node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        yield ast.Attribute(node.args[0], "", ast.Store())
+
+
+def _patches(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = _modules_of(tree)
+    targets = [target for node in ast.walk(tree) for target in _changed(node) if isinstance(target, ast.Attribute)]
+    # What a module is told that is meant for it: its documentation says that these may be set.
+    return [
+        f"{path.name}:{target.value.lineno}: {ast.unparse(target)}"
+        for target in targets
+        if isinstance(target.value, ast.Name)
+        and target.value.id in modules
+        and target.attr not in ("excepthook", "stdout", "stderr")
+    ]
+
+
+def test_nothing_is_set_on_a_module_and_no_import_is_hooked() -> None:
+    for path in (SOURCE / "allhands").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"meta_path|path_hooks", text), path
+        assert _patches(path) == []
+
+
+def test_one_module_changes_the_class_of_instances() -> None:
+    found = {path.name for path in SOURCE.rglob("*.py") if "__class__ =" in path.read_text(encoding="utf-8")}
+    assert found == {"instances.py"}
+
+
+@pytest.mark.parametrize("program", ["train.py", "allhands"])
+def test_importing_allhands_changes_no_variable(program: str) -> None:
+    code = (
+        f"import os, sys\nsys.argv = [{program!r}]\nbefore, hooks = dict(os.environ), list(sys.meta_path)\n"
+        "import allhands, allhands.cli.main\nassert dict(os.environ) == before and sys.meta_path == hooks"
+    )
+    # What the directory of the tests has set would hide it.
+    environ = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "TMP", "TEMP", "TEMPDIR")}
+    subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)

@@ -15,10 +15,12 @@ import pytest
 from safetensors import safe_open
 from twins import ThreadCommunicator, run_ranks
 
-from allhands import arrays as arrays_module
-from allhands.arrays import hand_out, hand_out_json, hold, load_arrays, load_tree, tensors_of
-from allhands.checkpoints.tensors import safetensors_pieces
-from allhands.distributed.backend import Alone
+from allhands.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
+from allhands.checkpoints.arrays import held, local_arrays, owned_tree, shared_arrays, tensors_of
+from allhands.checkpoints.format import Box, Flat
+from allhands.distributed import handout
+from allhands.distributed.backend import SingleProcess
+from allhands.distributed.handout import gather_json, hand_out_json
 
 DTYPES = ["bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "complex64"]
@@ -49,57 +51,75 @@ def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
     return {n: raw(a) for n, a in one.items()} == {n: raw(a) for n, a in other.items()}
 
 
-def test_through_a_file(tmp_path: Path) -> None:
+def written(path: Path, tensors: Any) -> Checkpoint:
+    return write_checkpoint(path / "c", 1, "run", {}, {"tree.safetensors": tensors})
+
+
+def read(checkpoint: Checkpoint) -> dict[str, mx.array]:
+    return {name: stored.read() for name, stored in local_arrays(checkpoint, "tree.safetensors").items()}
+
+
+def test_through_a_checkpoint(tmp_path: Path) -> None:
     tree = {"layers": [{"weights": every_type()}, {"other": mx.ones((2,))}]}
-    file = tmp_path / "tree.safetensors"
-    with file.open("wb") as stream:
-        stream.writelines(safetensors_pieces(tensors_of(tree)))
-    back: Any = load_tree(file)
-    assert same(back["layers"][0]["weights"], tree["layers"][0]["weights"])
-    assert same(back["layers"][1], tree["layers"][1])
-    with safe_open(file, framework="np") as opened:
+    checkpoint = written(tmp_path, tensors_of(tree))
+    back = read(open_checkpoint(checkpoint.path))
+    flat = {f"layers.0.weights.{name}": array for name, array in every_type().items()}
+    assert same(back, {**flat, "layers.1.other": mx.ones((2,))})
+    with safe_open(checkpoint.path / "tree.safetensors", framework="np") as opened:
         assert opened.get_tensor("layers.0.weights.turned").tolist() == np.arange(12).reshape(3, 4).T.tolist()
-    assert sorted(load_arrays(file)) == sorted(t.name for t in tensors_of(tree))
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_what_is_held_stays_while_training_goes_on(own: bool) -> None:
     """Asked for in another thread, as it is when it is written."""
     weight = mx.ones((1000,))
-    get = hold({"weight": weight}, on_device=own)
+    (tensor,) = held(owned_tree({"weight": weight}), on_device=own)
     for _ in range(5):
         weight = weight * 2
         mx.eval(weight)
     with ThreadPoolExecutor(1) as thread:
-        held = thread.submit(get).result()[0]
-    assert np.frombuffer(held.data, dtype=np.float32).tolist() == [1.0] * 1000
+        content = thread.submit(tensor.content).result()
+    assert np.frombuffer(content, dtype=np.float32).tolist() == [1.0] * 1000
     assert weight[0].item() == 32
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_what_is_held_is_the_same_bit_for_bit(own: bool, tmp_path: Path) -> None:
     tree = every_type()
-    with (tmp_path / "tree").open("wb") as stream:
-        stream.writelines(safetensors_pieces(hold(tree, on_device=own)()))
-    assert same(load_arrays(tmp_path / "tree"), tree)
+    assert same(read(written(tmp_path, held(owned_tree(tree), on_device=own))), tree)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [8, 100, 1 << 20])
-def test_rank_0_hands_out(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays_module, "_CHUNK_BYTES", chunk)
+@pytest.mark.parametrize("piece", [8, 100, 1 << 20])
+def test_rank_0_hands_out(size: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handout, "_PIECE_BYTES", piece)
     mine = every_type()
+    checkpoint = written(tmp_path, tensors_of(mine))
 
     def work(communicator: ThreadCommunicator) -> bool:
-        # What the others bring does not matter.
-        brought = mine if communicator.rank == 0 else {"junk": mx.ones((7,))}
-        value = hand_out_json(communicator, {"rank": communicator.rank, "text": "grüß"})
-        return same(hand_out(communicator, brought), mine) and value == {"rank": 0, "text": "grüß"}
+        rank = communicator.rank
+        value = hand_out_json(communicator, {"rank": rank, "text": "grüß"})
+        stored = shared_arrays(communicator, checkpoint if rank == 0 else None, "tree.safetensors")
+        whole = {name: each.read() for name, each in stored.items()}
+        # Each takes what it needs, and nothing where it needs nothing.
+        part = stored["float32"].read(Flat(4 * rank, 4 * rank + 3) if rank else Flat(7, 7))
+        box = stored["int16"].read(Box((1, rank), (2, 2)))
+        parts = raw(part) == raw(mine["float32"].reshape(-1)[4 * rank : 4 * rank + (3 if rank else 0)])
+        boxes = raw(box) == raw(mine["int16"][1:3, rank : rank + 2])
+        return same(whole, mine) and parts and boxes and value == {"rank": 0, "text": "grüß"}
 
     assert run_ranks(size, work) == [True] * size
 
 
-def test_alone_it_is_the_same() -> None:
+@pytest.mark.parametrize("piece", [8, 1 << 20])
+def test_everybody_says_something(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handout, "_PIECE_BYTES", piece)
+    said = ["", ["a" * 50, None], {"grüß": 1.5}]
+    assert run_ranks(3, lambda communicator: gather_json(communicator, said[communicator.rank])) == [said] * 3
+
+
+def test_alone_it_is_the_same(tmp_path: Path) -> None:
     mine = every_type()
-    assert same(hand_out(Alone(), mine), mine)
-    assert hand_out_json(Alone(), [1, None]) == [1, None]
+    stored = shared_arrays(SingleProcess(), written(tmp_path, tensors_of(mine)), "tree.safetensors")
+    assert same({name: each.read() for name, each in stored.items()}, mine)
+    assert hand_out_json(SingleProcess(), [1, None]) == [1, None]

@@ -10,7 +10,7 @@ from twins import ThreadCommunicator, run_ranks
 
 import allhands
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.distributed.reduce import (
     Exchange,
     count_parts,
@@ -21,7 +21,7 @@ from allhands.distributed.reduce import (
 )
 from allhands.errors import ConfigError
 from allhands.train.optimizers import SGD
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, make_step
 
 
 def rank_arrays(rank: int) -> list[np.ndarray]:
@@ -112,7 +112,7 @@ def test_counts_are_exact_beyond_what_float32_holds(counts: list[int]) -> None:
 @pytest.mark.parametrize("count", [0, 1, 4095, 4096, 2**24 - 1, 2**24 + 2, 2**30 + 128])
 def test_counts_come_in_any_type(kind: object, count: int) -> None:
     given = mx.array(count, dtype=kind) if isinstance(kind, mx.Dtype) else kind(count)  # type: ignore[operator]
-    _, totals = sum_over_ranks(Alone(), [], count_parts(given))
+    _, totals = sum_over_ranks(SingleProcess(), [], count_parts(given))
     assert whole_count(*(float(value) for value in np.array(totals))) == count
 
 
@@ -139,7 +139,7 @@ def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(counts: l
         more = {"model_type": "llama", "vocab_size": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
         model = Model(ModelArgs.from_dict(shape | more))
         mx.eval(model.parameters())
-        step = TrainStep(model, SGD(learning_rate=0.0), communicator, eager=eager, compiled=False)
+        step = make_step(model, SGD(learning_rate=0.0), communicator, StepOptions(cpu_native=eager, compiled=False))
         result = step([batch(count) for count in counts[communicator.rank]])
         return result.num_targets, result.num_tokens, result.grad_norm
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from allhands.train import batch_memory
-from allhands.train.batch_memory import BatchMemory
+from allhands.parallel import batch_memory
+from allhands.parallel.batch_memory import BatchMemory
 
 
 def values(number: int, rows: int = 2) -> list[np.ndarray[Any, Any]]:

@@ -9,10 +9,10 @@ import pytest
 from computers import cluster, facts, host
 from twins import run_ranks
 
-from allhands.blame import SOFTWARE, Circumstances, MisfitError, Statement, Verdict, init_command, judge
+from allhands.blame import SOFTWARE, BlameVerdict, Circumstances, MisfitError, Statement, init_command, judge
 from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.setup import plan
-from allhands.cluster.setup.state import HostState, Installed, Source, Wanted
+from allhands.cluster.setup.state import Installed, SetupHostState, SetupSource, WantedSetup
 from allhands.distributed.agree import Witness, agree
 from allhands.versions import SOURCE, merely_different, required, unequal
 
@@ -34,7 +34,7 @@ def computer(name: str, weights: str = SUM, train: str = SUM, rank: int = 8, **s
     return Statement(name, facts, files, {"model": f"/{name}/m", "data": f"/{name}/d"}, have)
 
 
-def verdict(*statements: Statement, given: Circumstances = GIVEN) -> Verdict:
+def verdict(*statements: Statement, given: Circumstances = GIVEN) -> BlameVerdict:
     found = judge(statements, given)
     assert found is not None
     return found
@@ -214,10 +214,10 @@ def test_init_check_and_train_go_by_one_rule(changes: dict[str, str], forbidden:
     packages = {
         name: version for name, version in usual.items() if name not in ("python", SOURCE, "allhands", "mlx-cpu")
     }
-    wanted = Wanted(Source("0.1.0", Path("a.whl"), usual[SOURCE]), (3, 11), versions=packages)
+    wanted = WantedSetup(SetupSource("0.1.0", Path("a.whl"), usual[SOURCE]), (3, 11), versions=packages)
     there = {name: version for name, version in other.items() if name not in ("python", SOURCE)}
     numbers = tuple(map(int, other["python"].split(".")))
-    state = HostState(
+    state = SetupHostState(
         "node2", home="/me", env_dir="/me/env", installed=(Installed("/own/python", numbers, there, other[SOURCE]),)
     )
     assert (plan.fitting(state, wanted) is None) == bool(forbidden)

@@ -99,14 +99,25 @@ def test_a_good_copy_is_kept_and_a_corrupted_one_remade(cache: Path) -> None:
     assert sha256(library) == good
 
 
-def test_it_is_loaded_when_mlx_is_and_not_before(cache: Path) -> None:
+LOADED = "import sys, allhands\nprint('libopenblas_cblas' in open('/proc/self/maps').read(), sys.meta_path == before)"
+
+
+@pytest.mark.parametrize(
+    ("program", "loaded"),
+    [("train.py", True), ("/home/me/allhands/train.py", True), ("-c", True), ("/usr/bin/allhands", False)],
+)
+def test_a_program_loads_it_with_allhands_and_a_command_does_not(cache: Path, program: str, loaded: bool) -> None:
+    code = f"import sys\nsys.argv = [{program!r}]\nbefore = list(sys.meta_path)\n{LOADED}"
+    assert run_python(code, cache).split() == [str(loaded), "True"]
+
+
+def test_commands_that_compute_load_it_before_mlx(cache: Path) -> None:
     code = (
-        "import sys, allhands\n"
-        "def loaded(): return 'libopenblas_cblas' in open('/proc/self/maps').read()\n"
-        "import numpy; print(loaded()); finders = len(sys.meta_path)\n"
-        "import mlx.core; print(loaded(), finders - len(sys.meta_path))"
+        "import sys\nsys.argv = ['allhands', 'env']\nfrom allhands.__main__ import run\n"
+        "try:\n    run()\nexcept SystemExit:\n    pass\n"
+        "from allhands.blas import preload_blas\nprint('mlx.core' in sys.modules, preload_blas().state)"
     )
-    assert run_python(code, cache).splitlines() == ["False", "True 1"]
+    assert run_python(code, cache).splitlines()[-1] == "True fast"
 
 
 @pytest.mark.long

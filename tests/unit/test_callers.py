@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strangers import HANDED, changed, hello, inputs, loopback_sources, pestering, say, say_all
 
 from allhands import callers
-from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Conversation, Unproved, key_for, listen_at
+from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
 from allhands.cluster.meeting import _Hello
 from allhands.strict_json import read_object
 
@@ -86,14 +86,14 @@ def test_keys_of_different_secrets_differ() -> None:
 
 
 def test_a_line_proves_nothing_in_any_other_conversation_role_or_words() -> None:
-    one = Conversation(KEY, b"1" * 64, b"2" * 64)
+    one = Handshake(KEY, b"1" * 64, b"2" * 64)
     line = one.sealed(CALLER, b"hello")
     assert one.opened(CALLER, line) == b"hello"
     assert one.opened(CALLER, line.rstrip(b"\n")) == b"hello"
     assert one.opened(LISTENER, line) is None  # sent back to who has said it
     for other in (replace(one, listener=b"3" * 64), replace(one, caller=b"3" * 64), replace(one, key=b"")):
         assert other.opened(CALLER, line) is None
-    assert Conversation(KEY, one.caller, one.listener).opened(CALLER, line) is None
+    assert Handshake(KEY, one.caller, one.listener).opened(CALLER, line) is None
     for index in range(len(line) - 1):
         assert one.opened(CALLER, line[:index] + bytes([line[index] ^ 1]) + line[index + 1 :]) is None
     assert one.opened(CALLER, b"") is None
@@ -147,7 +147,7 @@ def test_my_own_number_sent_back_to_me_is_refused() -> None:
         for key in (KEY, b""):
             with socket.create_connection(address, 5.0) as one:
                 number = challenge(one)
-                one.sendall(number + b"\n" + Conversation(key, number, number).sealed(CALLER, b"hello"))
+                one.sendall(number + b"\n" + Handshake(key, number, number).sealed(CALLER, b"hello"))
                 assert rest(one) == b""
         assert ask(address) == b"HELLO"
 
@@ -160,7 +160,7 @@ def test_of_two_conversations_at_once_nothing_fits_the_other() -> None:
         own = b"1" * 64
         for one, theirs in zip(ends[:3], (own, own, numbers[0]), strict=True):
             one.sendall(theirs + b"\n")
-        good = Conversation(KEY, numbers[0], own)
+        good = Handshake(KEY, numbers[0], own)
         ends[1].sendall(good.sealed(CALLER, b"hello"))
         assert rest(ends[1]) == b""
         ends[2].sendall(good.sealed(CALLER, b"hello"))  # with the other's number for its own
@@ -178,7 +178,7 @@ def test_a_recorded_conversation_is_refused_in_either_direction() -> None:
     with listening() as address:
         with socket.create_connection(address, 5.0) as one:
             number, own = challenge(one), b"2" * 64
-            said = own + b"\n" + Conversation(KEY, number, own).sealed(CALLER, b"hello")
+            said = own + b"\n" + Handshake(KEY, number, own).sealed(CALLER, b"hello")
             one.sendall(said)
             answered = number + b"\n" + challenge(one) + b"\n"
         with socket.create_connection(address, 5.0) as again:
@@ -352,7 +352,7 @@ def test_what_is_read_is_what_was_written_or_nothing(value: object) -> None:
 
 def test_a_hundred_thousand_hellos_are_none() -> None:
     """No HMAC fits, and no words that a rank would not say are taken for a rank's."""
-    conversation = Conversation(KEY, b"0" * 64, b"1" * 64)
+    conversation = Handshake(KEY, b"0" * 64, b"1" * 64)
     random_ = random.Random(3)
     for _ in range(100_000):
         line = changed(random_, hello(random_))

@@ -25,7 +25,7 @@ from allhands.cli.check import (
     check as check_command,
 )
 from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
-from allhands.data.check import CheckOptions, Examiner, Finding, SplitReport, check, template_findings
+from allhands.data.check import CheckOptions, DataFinding, Examiner, SplitReport, check, template_findings
 from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.data.shapes import Example
@@ -67,7 +67,7 @@ def chats(number: int = 6) -> list[Example]:
 
 def look(
     items: Iterable[Example | DataError], tokenizer: Any = None, **options: Any
-) -> tuple[SplitReport, dict[str, Finding]]:
+) -> tuple[SplitReport, dict[str, DataFinding]]:
     """The numbers of a training set, and its findings by code."""
     options = {"mask_prompt": True, "batch_size": 2} | options
     examiner = Examiner(tiny(ZEPHYR) if tokenizer is None else tokenizer, CheckOptions(**options))
@@ -454,7 +454,7 @@ def test_json_has_numbers_findings_and_what_is_shown(tmp_path: Path, tiny_model:
     assert train["padding"]["batches_per_epoch"] == 2
     assert [one["code"] for one in found["findings"]] == ["bad-rows", "few-validation", "many-epochs"]
     finding = found["findings"][0]
-    assert set(finding) == {"message", "remedy", *Finding.__dataclass_fields__}
+    assert set(finding) == {"message", "remedy", *DataFinding.__dataclass_fields__}
     assert (finding["code"], finding["severity"], finding["places"]) == ("bad-rows", "ruins", ["train.jsonl:7"])
     assert found["ruined"] is True
     (shown,) = found["shown"]

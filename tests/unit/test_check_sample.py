@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_check import chat
 
-from allhands.cli.check import Sample
+from allhands.cli.check import ShownSample
 
 
 @settings(max_examples=40, deadline=None, database=None)
 @given(st.integers(1, 6), st.integers(0, 400))
 def test_shown_examples_are_spread_over_the_set(number: int, rows: int) -> None:
-    sample = Sample(number, ())
+    sample = ShownSample(number, ())
     items = [chat("q", "a", line) for line in range(1, rows + 1)]
     assert list(sample.watch(items)) == items
     lines = [record.line for record in sample.chosen()]
@@ -27,6 +27,6 @@ def test_shown_examples_are_spread_over_the_set(number: int, rows: int) -> None:
 
 
 def test_asked_lines_come_first() -> None:
-    sample = Sample(1, [5, 3])
+    sample = ShownSample(1, [5, 3])
     list(sample.watch(chat("q", "a", line) for line in range(1, 9)))
     assert [record.line for record in sample.chosen()] == [3, 5, 1]

@@ -84,11 +84,11 @@ def test_damaged_ones_are_left_out_and_told(run: Path) -> None:
 def test_one_that_is_pruned_or_replaced_while_it_is_read_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from allhands.checkpoints import runs
+    from allhands.checkpoints import finding
 
     write(run / "best", 50)
     done: list[Path] = []
-    real = runs.check_sizes
+    real = finding.check_sizes
 
     def meanwhile(found: Checkpoint) -> None:
         if found.path.name in ("step-0000100", "best") and found.path not in done:
@@ -98,7 +98,7 @@ def test_one_that_is_pruned_or_replaced_while_it_is_read_is_no_damage(
                 write(found.path, 60)
         real(found)
 
-    monkeypatch.setattr(runs, "check_sizes", meanwhile)
+    monkeypatch.setattr(finding, "check_sizes", meanwhile)
     seen = [(look.path.name, look.checkpoint and look.checkpoint.step, look.error) for look in survey(run)]
     assert seen == [("step-0000300", 300, None), ("step-0000200", 200, None), ("best", 60, None)]
     assert len(done) == 2
@@ -167,11 +167,11 @@ def test_what_is_not_a_checkpoint_of_ours_is_not_touched(run: Path, tmp_path: Pa
 
 
 def test_the_one_just_written_is_not_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allhands.checkpoints import runs
+    from allhands.checkpoints import finding
 
     write(checkpoint_path(run, 50), 50, "the run that this one goes on from")
     written = write(checkpoint_path(run, 400), 400)
-    monkeypatch.setattr(runs, "with_state", lambda *_, **__: pytest.fail("the contents were read"))
+    monkeypatch.setattr(finding, "with_state", lambda *_, **__: pytest.fail("the contents were read"))
     removed = prune(run, 1, None, (), written)
     assert removed == [checkpoint_path(run, step) for step in (300, 200, 100, 50)]
     assert names(run / "checkpoints") == ["step-0000400"]

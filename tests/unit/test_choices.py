@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,34 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from substituted import prepare_dense, prepare_quantized
 from twins import run_ranks
 
 from allhands.accelerator import Accelerator
 from allhands.cli.main import main
 from allhands.errors import ConfigError, ModelError
 from allhands.model import choices, measurements, native, native_products
-from allhands.model.choices import FORMS, Choices, Kind, Measured, Problem, chosen, parse_wishes, settle, tolerance
+from allhands.model.choices import (
+    BY_RULE,
+    FORMS,
+    Choices,
+    FormTimes,
+    KernelSelection,
+    Kind,
+    SizedOperation,
+    parse_wishes,
+    tolerance,
+)
 from allhands.model.fused import linear
 from allhands.model.fused.blocks import fuse
-from allhands.model.quantized import prepare_dense, prepare_quantized
+from allhands.objectives.cross_entropy import eager_linear_cross_entropy
 from allhands.train import measuring, operations
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.explain import kernel_choices
-from allhands.train.losses import eager_linear_cross_entropy
 
 KINDS: tuple[Kind, ...] = ("cpu", "metal", "cuda")
 EVERY = [(name, kind) for name in FORMS for kind in KINDS if kind in FORMS[name]]
-NORM = Problem("rms_norm", "float32", (64,), 512)
+NORM = SizedOperation("rms_norm", "float32", (64,), 512)
 SIZES = operations.ModelSizes(64, 96, 4, 2, 16, 257, 4, 32, "float32")
 
 
@@ -42,18 +51,12 @@ def cpu(**changes: Any) -> Accelerator:
     return Accelerator(**facts | changes)
 
 
-def measured(problem: Problem = NORM, *, native_ms: float, plain_ms: float, off: float = 0.0) -> Measured:
+def measured(problem: SizedOperation = NORM, *, native_ms: float, plain_ms: float, off: float = 0.0) -> FormTimes:
     times = {"native": native_ms, "plain": plain_ms}
-    return Measured(problem, "cpu", times, times, {"native": off, "plain": 0.0})
+    return FormTimes(problem, "cpu", times, times, {"native": off, "plain": 0.0})
 
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
-
-
-@pytest.fixture(autouse=True)
-def by_rule() -> Iterator[None]:
-    yield
-    settle(Choices())
 
 
 @pytest.fixture
@@ -68,21 +71,22 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
 def test_by_rule_it_is_the_first_form(name: str, kind: Kind) -> None:
-    assert chosen(name, kind, mx.float32, 1000, (8,)) == FORMS[name][kind][0]
+    assert BY_RULE.select(name, kind, mx.float32, 1000, (8,)) == FORMS[name][kind][0]
 
 
 def test_few_tokens_are_multiplied_by_the_quantised_weight_itself() -> None:
-    assert [chosen("quantized_linear", "cuda", mx.bfloat16, n, (8, 8, 4, 32)) for n in (199, 200)] == ["plain", "dense"]
+    found = [BY_RULE.select("quantized_linear", "cuda", mx.bfloat16, n, (8, 8, 4, 32)) for n in (199, 200)]
+    assert found == ["plain", "dense"]
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
 def test_no_wish_and_no_table_gives_what_the_device_does_not_have(name: str, kind: Kind) -> None:
-    problem = Problem(name, "float32", (8,), 512)
+    problem = SizedOperation(name, "float32", (8,), 512)
     foreign = {form for forms in FORMS[name].values() for each in forms for form in (each,)} - set(FORMS[name][kind])
     for form in (*foreign, "unheard-of"):
         times = {form: 1.0, "plain": 2.0}
-        settle(Choices([Measured(problem, kind, times, times, dict.fromkeys(times, 0.0))], {name: form}))
-        assert chosen(name, kind, mx.float32, 512, (8,)) in FORMS[name][kind]
+        choices = Choices([FormTimes(problem, kind, times, times, dict.fromkeys(times, 0.0))], {name: form})
+        assert choices.select(name, kind, mx.float32, 512, (8,)) in FORMS[name][kind]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,7 @@ def test_no_wish_and_no_table_gives_what_the_device_does_not_have(name: str, kin
 def test_the_faster_form_is_taken_if_it_is_right(native_ms: float, plain_ms: float, off: float, best: str) -> None:
     found = measured(native_ms=native_ms, plain_ms=plain_ms, off=off)
     assert found.best == best
-    settle(Choices([found]))
-    assert chosen("rms_norm", "cpu", mx.float32, 512, (64,)) == best
+    assert Choices([found]).select("rms_norm", "cpu", mx.float32, 512, (64,)) == best
 
 
 def test_a_disturbed_measurement_changes_nothing() -> None:
@@ -121,17 +124,17 @@ def test_a_form_that_is_missing_is_neither_taken_nor_told() -> None:
 @pytest.mark.parametrize(("tokens", "form"), [(64, "native"), (65, "plain"), (2048, "plain"), (2049, "native")])
 def test_a_measurement_speaks_for_its_neighbours(tokens: int, form: str) -> None:
     """For the two powers of two above and below the 512 tokens that were measured, and for nothing else."""
-    settle(Choices([measured(native_ms=3.0, plain_ms=1.0)]))
-    assert chosen("rms_norm", "cpu", mx.float32, tokens, (64,)) == form
-    assert chosen("rms_norm", "cpu", mx.float32, 512, (65,)) == "native"
-    assert chosen("rms_norm", "cpu", mx.float16, 512, (64,)) == "native"
-    assert chosen("rms_norm", "cuda", mx.float32, 512, (64,)) == "fused"
+    found = Choices([measured(native_ms=3.0, plain_ms=1.0)])
+    assert found.select("rms_norm", "cpu", mx.float32, tokens, (64,)) == form
+    assert found.select("rms_norm", "cpu", mx.float32, 512, (65,)) == "native"
+    assert found.select("rms_norm", "cpu", mx.float16, 512, (64,)) == "native"
+    assert found.select("rms_norm", "cuda", mx.float32, 512, (64,)) == "fused"
 
 
 def test_the_nearest_measurement_decides() -> None:
     few, many = (replace(NORM, tokens=n) for n in (512, 2048))
-    settle(Choices([measured(few, native_ms=3, plain_ms=1), measured(many, native_ms=1, plain_ms=3)]))
-    found = [chosen("rms_norm", "cpu", mx.float32, n, (64,)) for n in (512, 1024, 1025, 4096)]
+    choices = Choices([measured(few, native_ms=3, plain_ms=1), measured(many, native_ms=1, plain_ms=3)])
+    found = [choices.select("rms_norm", "cpu", mx.float32, n, (64,)) for n in (512, 1024, 1025, 4096)]
     assert found == ["plain", "plain", "native", "native"]
 
 
@@ -146,8 +149,8 @@ def test_a_wish_wins_and_says_so() -> None:
 
 
 def test_plain_is_plain_wherever_there_is_such_a_form() -> None:
-    settle(Choices(wished=parse_wishes("plain, swiglu=polynomial", "cpu")))
-    found = {name: chosen(name, "cpu", mx.float32, 512, (8,)) for name in FORMS if "cpu" in FORMS[name]}
+    choices = Choices(wished=parse_wishes("plain, swiglu=polynomial", "cpu"))
+    found = {name: choices.select(name, "cpu", mx.float32, 512, (8,)) for name in FORMS if "cpu" in FORMS[name]}
     assert found.pop("swiglu") == "polynomial"
     assert found.pop("loss_chunk") == "256"
     assert set(found.values()) == {"plain"}
@@ -224,12 +227,13 @@ def test_a_model_computes_in_the_forms_that_are_chosen(wish: str, monkeypatch: p
     tokens = mx.random.randint(0, 101, (2, 40))
     expected = model(tokens)
     prepare_dense(model)
-    assert native.use_native(model) > 0
+    selection = KernelSelection()
+    assert native.use_native(model, selection) > 0
     calls = counted(monkeypatch, native, "rms_norm", "attention", "swiglu")
     assert mx.allclose(model(tokens), expected, atol=1e-4)
     assert set(calls) == {"rms_norm", "attention", "swiglu"}
     calls.clear()
-    settle(Choices(wished=parse_wishes(wish, "cpu")))
+    selection.select_by(Choices(wished=parse_wishes(wish, "cpu")))
     assert mx.allclose(model(tokens), expected, atol=1e-4)
     assert calls == []
 
@@ -261,16 +265,16 @@ def assert_alike(found: list[mx.array], expected: list[mx.array]) -> None:
         assert mx.abs(one - other).max().item() <= 1e-3 * mx.abs(other).max().item()
 
 
-def use_codes(model: Any) -> None:
+def use_codes(model: Any, selection: KernelSelection) -> None:
     prepare_quantized(model, cpu(), compact=True)
-    assert native.use_native(model) > 0
+    assert native.use_native(model, selection) > 0
 
 
 @pytest.mark.parametrize(
     ("prepare", "module", "name", "fast", "plain"),
     [
         (use_codes, native_products.CodedProduct, "run", "native", "plain"),
-        (lambda model: fuse(model, 120), linear, "dequantized", "dense", "plain"),
+        (lambda model, selection: fuse(model, 120, selection), linear, "dequantized", "dense", "plain"),
         # As on Metal, where the rule is the other way round.
         (linear.use_dense, linear, "dequantized", "dense", "plain"),
     ],
@@ -280,10 +284,11 @@ def test_quantised_layers_multiply_as_chosen(
     prepare: Any, module: Any, name: str, fast: str, plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, model = loss_and_gradients(quantised_model()), quantised_model()
-    prepare(model)
+    selection = KernelSelection()
+    prepare(model, selection)
     calls = counted(monkeypatch, module, name)
     for form, called in ((fast, True), (plain, False)):
-        settle(Choices(wished={"quantized_linear": form, "adapted_linear": form}))
+        selection.select_by(Choices(wished={"quantized_linear": form, "adapted_linear": form}))
         assert_alike(loss_and_gradients(model), expected)
         assert bool(calls) == called
         calls.clear()
@@ -294,8 +299,9 @@ def test_the_loss_goes_in_chunks_of_the_chosen_size(rows: str) -> None:
     mx.random.seed(3)
     hidden, weight = mx.random.normal((300, 16)), mx.random.normal((101, 16))
     targets = mx.random.randint(0, 101, (300,))
-    with choices.forced("loss_chunk", rows):
-        total, gradient, _ = eager_linear_cross_entropy(hidden, weight, targets, train_weight=False)
+    total, gradient, _ = eager_linear_cross_entropy(
+        hidden, weight, targets, train_weight=False, selection=Choices(wished={"loss_chunk": rows})
+    )
     expected = nn.losses.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     assert gradient is not None
@@ -350,8 +356,8 @@ def test_a_file_that_cannot_be_used_is_said_and_left_alone(how: str) -> None:
 def test_impossible_times_and_unknown_forms_are_left_out() -> None:
     facts = measurements.device_facts(cpu())
     times = {"native": -1.0, "plain": 2.0, "magic": 0.1}
-    odd = Measured(NORM, "cpu", times, times, dict.fromkeys(times, 0.0))
-    measurements.save_table(facts, [odd, Measured(replace(NORM, name="gone"), "cpu", {}, {}, {})])
+    odd = FormTimes(NORM, "cpu", times, times, dict.fromkeys(times, 0.0))
+    measurements.save_table(facts, [odd, FormTimes(replace(NORM, name="gone"), "cpu", {}, {}, {})])
     (found,) = measurements.load_table(facts)[0]
     assert found.best == "plain"
 
@@ -359,7 +365,7 @@ def test_impossible_times_and_unknown_forms_are_left_out() -> None:
 # --- several ranks, and resuming ---------------------------------------------------------------------
 
 
-def settlement(*rows: Measured, wishes: str = "", **facts: Any) -> Settlement:
+def settlement(*rows: FormTimes, wishes: str = "", **facts: Any) -> Settlement:
     return Settlement({"kind": "cpu", **facts}, wishes, Choices(rows, parse_wishes(wishes, "cpu"), "Xeon"))
 
 
@@ -441,7 +447,7 @@ def test_the_command_measures_tells_and_keeps(table: Path, capsys: pytest.Captur
     assert "16 x 576" in out
     assert str(file) in out.replace("\n", "")
     (row,) = own_choices(cpu(cores=found["device"]["cores"]), {}).choices.measured
-    assert row.problem == Problem("rms_norm", "float32", (576,), 16)
+    assert row.problem == SizedOperation("rms_norm", "float32", (576,), 16)
 
 
 @pytest.mark.parametrize(

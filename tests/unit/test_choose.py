@@ -14,42 +14,28 @@ from typing import Any
 
 import pytest
 
-from allhands.cluster import choose as module
-from allhands.cluster.choose import (
-    GRADIENT_BYTES,
-    SMALL_BYTES,
-    Choice,
-    Facts,
-    HostFacts,
-    Seams,
-    candidates,
-    choose,
-    explain,
-    facts_here,
-    facts_of,
-    slower_than_ours,
-    table_choice,
-)
+from allhands.cluster.candidates import Choice, Facts, HostTraits, candidates, facts_here, facts_of, table_choice
+from allhands.cluster.choose import GRADIENT_BYTES, SMALL_BYTES, ChoiceSeams, choose, explain, slower_than_ours
 from allhands.cluster.figures import Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
 from allhands.cluster.place import Launch
 from allhands.errors import DistributedError
 
-LINUX = HostFacts("one", 2, "Linux", 0, "5.0.11")
-FAR = HostFacts("far", 1, "Linux", 0, "5.0.11")
-GPUS = HostFacts("gpu", 2, "Linux", 2, "")
-MAC = HostFacts("mac", 1, "Darwin", 0, "", rdma=True)
-UNKNOWN = HostFacts("quiet", 1)
+LINUX = HostTraits("one", 2, "Linux", 0, "5.0.11")
+FAR = HostTraits("far", 1, "Linux", 0, "5.0.11")
+GPUS = HostTraits("gpu", 2, "Linux", 2, "")
+MAC = HostTraits("mac", 1, "Darwin", 0, "", rdma=True)
+UNKNOWN = HostTraits("quiet", 1)
 PRETENDED_SSH = '#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\nexec /bin/sh -c "$*"\n'
 
 # --- the table ----------------------------------------------------------------------------------------
 
-TABLE: dict[str, tuple[list[HostFacts], str]] = {
+TABLE: dict[str, tuple[list[HostTraits], str]] = {
     "one Linux computer": ([LINUX], "mpi"),
     "without Open MPI": ([replace(LINUX, mpi="")], "ring"),
     "with an old Open MPI": ([replace(LINUX, mpi="4.1.4")], "ring"),
     "with a newer one": ([replace(LINUX, mpi="10.0.0")], "mpi"),
-    "one Mac": ([HostFacts("mac", 2, "Darwin", 0, "5.0.11")], "ring"),
+    "one Mac": ([HostTraits("mac", 2, "Darwin", 0, "5.0.11")], "ring"),
     "a GPU a rank": ([GPUS], "nccl"),
     "a GPU too few": ([replace(GPUS, num_ranks=3, mpi="5.0.11")], "mpi"),
     "two computers": ([LINUX, FAR], "ring"),
@@ -81,7 +67,7 @@ def test_table(row: str) -> None:
         ([LINUX, FAR], "mpi", "mpirun itself"),
     ],
 )
-def test_why_not(hosts: list[HostFacts], backend: str, words: str) -> None:
+def test_why_not(hosts: list[HostTraits], backend: str, words: str) -> None:
     (found,) = [one for one in candidates(Facts(tuple(hosts))) if one.backend == backend]
     assert not found.possible
     assert words in found.reason
@@ -112,10 +98,10 @@ class Bench:
         return network(backend, *self.times[backend])
 
     @property
-    def seams(self) -> Seams:
-        return Seams(self.measure, self.directory, lambda: self.now)
+    def seams(self) -> ChoiceSeams:
+        return ChoiceSeams(self.measure, self.directory, lambda: self.now)
 
-    def choose(self, hosts: Sequence[HostFacts] = (LINUX,), **more: Any) -> Choice:
+    def choose(self, hosts: Sequence[HostTraits] = (LINUX,), **more: Any) -> Choice:
         return choose(Facts(tuple(hosts)), seams=self.seams, **more)
 
 
@@ -162,7 +148,7 @@ def test_short_runs_and_unknown_ones_take_the_table(make: Make) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[LINUX, FAR], [GPUS], [replace(LINUX, num_ranks=1)], [replace(LINUX, mpi="")]])
-def test_where_nothing_is_to_be_decided_nothing_is_measured(make: Make, hosts: list[HostFacts]) -> None:
+def test_where_nothing_is_to_be_decided_nothing_is_measured(make: Make, hosts: list[HostTraits]) -> None:
     bench = make(mpi=SLOW, ring=FAST)
     assert bench.choose(hosts, training_s=1e6).measured == {}
     assert bench.asked == []
@@ -230,7 +216,7 @@ def test_mpi_is_not_chosen_for_what_agents_start(tmp_path: Path) -> None:
     """Neither on one other computer nor on this one, if it stands in a hostfile."""
     for facts in (Facts((LINUX,), by_agents=True), Facts((replace(LINUX, here=False),))):
         assert table_choice(facts).backend == "ring"
-        assert choose(facts, seams=Seams(directory=tmp_path)).backend == "ring"
+        assert choose(facts, seams=ChoiceSeams(directory=tmp_path)).backend == "ring"
     assert table_choice(Facts((LINUX,))).backend == "mpi"
     assert [host.here for host in facts_of([Host("far", "far"), Host("here")]).hosts] == [False, True]
 
@@ -260,7 +246,7 @@ def launched(launcher: str = "mlx.launch", backend: str = "ring", size: int = 2,
 
 
 def test_a_ring_of_one_computer_is_told_of_what_is_faster(make: Make) -> None:
-    def told(launch: Launch, host: HostFacts = LINUX, bench: Bench | None = None) -> str | None:
+    def told(launch: Launch, host: HostTraits = LINUX, bench: Bench | None = None) -> str | None:
         return slower_than_ours(launch, "-n 2", Facts((host,)), (bench or make()).seams)
 
     assert "-n 2 takes mpi, and so does mpirun" in (told(launched()) or "")
@@ -269,7 +255,7 @@ def test_a_ring_of_one_computer_is_told_of_what_is_faster(make: Make) -> None:
     assert "mpirun" not in gpus
     # Not where it is no slower: without Open MPI, on a Mac, or where it was measured to be the faster one.
     assert told(launched(), replace(LINUX, mpi="")) is None
-    assert told(launched(), HostFacts("mac", 2, "Darwin", 0, "5.0.11")) is None
+    assert told(launched(), HostTraits("mac", 2, "Darwin", 0, "5.0.11")) is None
     bench = make(mpi=SLOW, ring=FAST)
     assert bench.choose(training_s=3600.0).backend == "ring"
     assert told(launched(), bench=bench) is None
@@ -303,14 +289,15 @@ def test_one_that_does_not_answer_is_not_known(answer: str, tmp_path: Path, monk
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{answer}\n")
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("ALLHANDS_SSH", shlex.quote(str(tmp_path / "ssh")))
-    monkeypatch.setattr(module, "_ASK_S", 0.5)
+    monkeypatch.setattr("allhands.cluster.candidates._ASK_S", 0.5)
     (found,) = facts_of([Host("far", "far")], ask=True).hosts
     assert (found.system, found.gpus, found.mpi) == (None, None, None)
 
 
 def test_a_supervisor_that_chooses_loads_neither_mlx_nor_numpy() -> None:
     code = (
-        "import sys, allhands.cli.train\nfrom allhands.cluster.choose import choose, facts_here\n"
+        "import sys, allhands.cli.train\nfrom allhands.cluster.candidates import facts_here\n"
+        "from allhands.cluster.choose import choose\n"
         "print(choose(facts_here(2)).backend, [name for name in ('mlx', 'numpy', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

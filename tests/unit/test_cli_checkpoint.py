@@ -241,15 +241,19 @@ def test_inspect_for_machines(full: Path) -> None:
     assert code == 0
     told = json.loads(text)
     found = open_checkpoint(full)
-    assert told.keys() == {"path", "step", "run_id", "time", "state", "files", "digest"}
+    assert told.keys() == {"path", "step", "run_id", "time", "state", "files", "arrays", "digest"}
     assert (told["path"], told["step"], told["run_id"], told["digest"]) == (str(full), 400, RUN, found.digest)
     assert told["state"] == STATE
     assert told["files"].keys() == found.files.keys()
     weights = told["files"]["adapters.safetensors"]
     assert weights["sha256"] == found.files["adapters.safetensors"].sha256
-    assert weights["tensors"]["model.layers.11.q_proj.lora_a"] == {"dtype": "BF16", "shape": [4, 2]}
-    assert weights["tensors"]["step"] == {"dtype": "U64", "shape": []}
-    assert told["files"]["state.json"]["tensors"] is None
+    assert len(told["arrays"]) == 13
+    assert told["arrays"][-1] == {
+        "name": "adapters.step",
+        "shape": [],
+        "dtype": "U64",
+        "slices": [{"file": "adapters.safetensors", "key": "step", "start": [], "shape": []}],
+    }
 
 
 def test_inspect_refuses_a_damaged_one(run: Path) -> None:

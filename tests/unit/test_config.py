@@ -226,8 +226,8 @@ def test_an_unknown_key_gets_a_suggestion(key: str, suggested: str, tmp_path: Pa
 
 
 def test_yaml_takes_on_and_off_for_booleans_and_they_are_what_was_written(tmp_path: Path) -> None:
-    config = build_config({}, yaml_of(tmp_path, "compile: on\nshard_optimizer: off\nmask_prompt: on\n"))
-    assert (config.compile, config.shard_optimizer, config.mask_prompt) == ("on", "off", True)
+    config = build_config({}, yaml_of(tmp_path, "compile: on\nstrategy: data\nmask_prompt: on\n"))
+    assert (config.compile, config.strategy, config.mask_prompt) == ("on", "data", True)
 
 
 def test_a_key_like_no_other_points_to_the_help() -> None:
@@ -382,7 +382,7 @@ FULL: dict[str, Any] = {
     "rank_weights": [2.0, 1.0], "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
     "resume": "auto", "keep_last": 1, "keep_every": 5, "checkpoint_copies": 1, "non_finite": "skip",
     "hostfile": "hosts", "min_ranks": 1, "max_restarts": 7, "hang_timeout_s": 8.0, "stop_grace_s": 9.0,
-    "tag_output": True, "profile": True, "gradient_check": "on", "shard_optimizer": "on", "deterministic": True,
+    "tag_output": True, "profile": True, "gradient_check": "on", "strategy": "zero1", "deterministic": True,
 }  # fmt: skip
 
 

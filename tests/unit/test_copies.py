@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from twins import Table, ThreadCommunicator
 
+from allhands.checkpoints import rundir
+from allhands.checkpoints.copies import NUMBERS, Copies
+from allhands.checkpoints.resuming import Restored
+from allhands.checkpoints.rundir import share_history
 from allhands.errors import AllhandsError, StorageError
 from allhands.metrics import METRICS_FILE, SavedReport, Warned
-from allhands.train import rundir
-from allhands.train.copies import NUMBERS, Copies
-from allhands.train.restore import Restored
-from allhands.train.rundir import share_history
 
 FULL = StorageError("cannot be written: No space left on device", where="/out")
 

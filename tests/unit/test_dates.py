@@ -9,7 +9,7 @@ import pytest
 from chat_tokenizers import CHATML, tiny
 
 from allhands.cli.findings import message_of
-from allhands.data.check import CheckOptions, Examiner, Finding, check
+from allhands.data.check import CheckOptions, DataFinding, Examiner, check
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Renderer
 from allhands.data.shapes import Example
@@ -110,7 +110,7 @@ def test_a_question_is_answered_today(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- data check --------------------------------------------------------------------------------------
 
 
-def found_in(records: list[Record], tokenizer: Any) -> dict[str, Finding]:
+def found_in(records: list[Record], tokenizer: Any) -> dict[str, DataFinding]:
     """Findings by code."""
     examiner = Examiner(tokenizer, CheckOptions(mask_prompt=True))
     items = [Example(record.kind, record, None) for record in records]

@@ -13,7 +13,7 @@ from statistics import mean
 import pytest
 
 from allhands.data.demo import (
-    Pair,
+    QuestionPair,
     demo_records,
     is_pirate_word,
     lexicon,
@@ -35,7 +35,7 @@ def words(text: str) -> frozenset[str]:
 
 
 @cache
-def topics() -> dict[Pair, frozenset[str]]:
+def topics() -> dict[QuestionPair, frozenset[str]]:
     """For each pair the words that tell what it is about: neither common ones nor pirate speech."""
     everything = {pair: words(f"{pair.question} {pair.answer}") for pair in pairs()}
     counts = Counter(word for found in everything.values() for word in found)
@@ -45,7 +45,7 @@ def topics() -> dict[Pair, frozenset[str]]:
     }
 
 
-def likeness(one: Pair, other: Pair) -> float:
+def likeness(one: QuestionPair, other: QuestionPair) -> float:
     """Share of the words on the subject that two pairs have in common, 0 to 1."""
     a, b = topics()[one], topics()[other]
     return len(a & b) / max(1, min(len(a), len(b)))

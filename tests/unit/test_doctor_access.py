@@ -10,7 +10,7 @@ from computers import VERSIONS, cluster, facts, host, mac_facts, only, told, wit
 
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.checks import CHECKS, findings_of, well
-from allhands.cluster.doctor.facts import HostFacts, Login, Trouble
+from allhands.cluster.doctor.facts import FactTrouble, HostFacts, Login
 
 
 def python(version: str = "3.11.7", **versions: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_every_check_has_a_name_of_its_own_and_does_not_fail_on_computers_that_t
     ],
 )
 def test_a_computer_that_cannot_be_asked_stops_training(kind: str, remedy: str) -> None:
-    ill = host(2, ssh="me@node2", facts=None, trouble=Trouble.model_validate({"kind": kind, "reason": "said so"}))
+    ill = host(2, ssh="me@node2", facts=None, trouble=FactTrouble.model_validate({"kind": kind, "reason": "said so"}))
     finding = only(cluster(host(1), ill, host(3)))
     assert (finding.check, finding.severity, finding.hosts) == ("ssh", "stop", ("node2",))
     assert "said so" in finding.message
@@ -111,7 +111,7 @@ def test_a_login_that_takes_long(login_s: float, expected: list[Any]) -> None:
 
 
 def login(source: str, target: str, kind: str) -> Login:
-    return Login(source=source, target=target, name=target, trouble=Trouble.model_validate({"kind": kind}))
+    return Login(source=source, target=target, name=target, trouble=FactTrouble.model_validate({"kind": kind}))
 
 
 def test_ssh_between_two_computers() -> None:
@@ -145,7 +145,7 @@ def test_where_no_connection_passes_ssh_is_not_told_again() -> None:
 
 @pytest.mark.parametrize("kind", ["no-python", "old-python"])
 def test_no_python_there(kind: str) -> None:
-    ill = host(2, facts=None, trouble=Trouble.model_validate({"kind": kind, "reason": "because"}))
+    ill = host(2, facts=None, trouble=FactTrouble.model_validate({"kind": kind, "reason": "because"}))
     finding = only(cluster(host(1), ill))
     assert (finding.check, finding.severity) == ("python", "stop")
     assert finding.remedy == "allhands cluster init --hosts node2"

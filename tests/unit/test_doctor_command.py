@@ -14,13 +14,13 @@ from typer.testing import CliRunner, Result
 from allhands.cli.cluster_check import cluster_check, network_lines, not_asked, verdict
 from allhands.cluster.doctor import run
 from allhands.cluster.doctor.checks import findings_of
-from allhands.cluster.doctor.facts import Cluster, Network, Trouble
-from allhands.cluster.doctor.run import CheckOptions
+from allhands.cluster.doctor.facts import Cluster, FactTrouble, Network
+from allhands.cluster.doctor.run import ClusterCheckOptions
 from allhands.errors import ConfigError
 
 ILL = cluster(
     host(1, ssh=None),
-    host(2, facts=None, trouble=Trouble(kind="auth", reason="Permission denied")),
+    host(2, facts=None, trouble=FactTrouble(kind="auth", reason="Permission denied")),
     host(3, facts(3, missing={"starts": "no answer"}), noise="Hello\n"),
 )
 
@@ -30,10 +30,10 @@ class Examined:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found = cluster()
-        self.asked: list[tuple[Any, CheckOptions]] = []
+        self.asked: list[tuple[Any, ClusterCheckOptions]] = []
         monkeypatch.setattr(run, "diagnose", self._diagnose)
 
-    def _diagnose(self, hosts: Any, options: CheckOptions) -> tuple[Cluster, Any]:
+    def _diagnose(self, hosts: Any, options: ClusterCheckOptions) -> tuple[Cluster, Any]:
         self.asked.append((hosts, options))
         return self.found, findings_of(self.found)
 
@@ -120,7 +120,7 @@ def test_options_reach_the_examination(check: Examined, tmp_path: Path) -> None:
     assert check("--hostfile", str(hostfile), *words).exit_code == 0
     ((hosts, options),) = check.asked
     assert [(h.name, h.slots) for h in hosts] == [("node1", 2)]
-    assert options == CheckOptions(
+    assert options == ClusterCheckOptions(
         option=f"--hostfile '{hostfile}'",
         backend="nccl",
         model="m",

@@ -13,7 +13,7 @@ from namespaces import Cluster as Computers
 from namespaces import namespaces
 
 from allhands.cluster.doctor.checks import well
-from allhands.cluster.doctor.run import CheckOptions, diagnose
+from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import Host, read_hostfile
 
 WELL = {
@@ -28,9 +28,9 @@ def computers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Computers]:
         yield found
 
 
-def examined(computers: Computers, tmp_path: Path, **options: object) -> tuple[tuple[Host, ...], CheckOptions]:
+def examined(computers: Computers, tmp_path: Path, **options: object) -> tuple[tuple[Host, ...], ClusterCheckOptions]:
     hosts = read_hostfile(computers.hostfile(tmp_path / "hosts.json"))
-    return hosts, CheckOptions(**{"bench": False, **options})  # type: ignore[arg-type]
+    return hosts, ClusterCheckOptions(**{"bench": False, **options})  # type: ignore[arg-type]
 
 
 def test_two_healthy_computers(computers: Computers, tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
@@ -72,7 +72,7 @@ def test_this_computer_takes_part_by_its_address_on_the_way_to_the_others(comput
 
 
 def test_names_without_addresses_are_those_of_ssh(computers: Computers) -> None:
-    cluster, findings = diagnose([Host("node0", "node0"), Host("node1", "node1")], CheckOptions(bench=False))
+    cluster, findings = diagnose([Host("node0", "node0"), Host("node1", "node1")], ClusterCheckOptions(bench=False))
     assert [host.addresses for host in cluster.hosts] == [(node.address,) for node in computers.nodes.values()]
     assert [finding for finding in findings if finding.severity == "stop"] == []
 

@@ -16,7 +16,7 @@ from allhands.cluster import probe
 from allhands.cluster.doctor import run, session
 from allhands.cluster.doctor.facts import Cluster
 from allhands.cluster.doctor.findings import Finding
-from allhands.cluster.doctor.run import CheckOptions, diagnose
+from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 from allhands.cluster.hosts import Host
 
 # What ssh is: it goes by the name of the host. Its last words are the host and the command.
@@ -67,7 +67,7 @@ def hosts(*names: str, **more: Any) -> list[Host]:
 
 
 def asked(*names: str, **options: Any) -> tuple[Cluster, list[Finding]]:
-    return diagnose(hosts(*names), CheckOptions(**{"bench": False, "timeout_s": 15.0, **options}))
+    return diagnose(hosts(*names), ClusterCheckOptions(**{"bench": False, "timeout_s": 15.0, **options}))
 
 
 def found(findings: list[Finding], *checks: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -177,7 +177,7 @@ def test_pythons_that_are_missing_or_old() -> None:
         Host("gone", "gone", ("127.0.0.1",), python="/no/such/python"),
         Host("here", None, ("127.0.0.1",), python="/no/such/python"),
     ]
-    cluster, findings = diagnose(computers, CheckOptions(bench=False))
+    cluster, findings = diagnose(computers, ClusterCheckOptions(bench=False))
     assert [host.trouble.kind for host in cluster.hosts if host.trouble] == ["no-python", "no-python"]
     assert found(findings) == [("python", ("gone",)), ("python", ("here",))]
 
@@ -192,7 +192,7 @@ def test_directories_models_and_addresses(tmp_path: Path) -> None:
         Host("b", "b", ("127.0.0.1", "192.0.2.9"), cwd=str(tmp_path / "two")),
         Host("c", "c", ("127.0.0.1",), cwd=str(tmp_path / "three")),
     ]
-    cluster, findings = diagnose(computers, CheckOptions(bench=False, model="model"))
+    cluster, findings = diagnose(computers, ClusterCheckOptions(bench=False, model="model"))
     assert found(findings, "model") == [("model", ("c",)), ("model", ("b",))]
     assert "config.json different" in next(f.message for f in findings if f.hosts == ("b",) and f.check == "model")
     assert found(findings, "directory", "address") == [("directory", ("c",)), ("address", ("b",))]
@@ -206,14 +206,16 @@ def test_sizes_only_do_not_read(tmp_path: Path) -> None:
         (tmp_path / name / "model").mkdir(parents=True)
         (tmp_path / name / "model" / "config.json").write_text(content)
     computers = [Host(n, n, ("127.0.0.1",), cwd=str(tmp_path / n)) for n in ("one", "two")]
-    quick = CheckOptions(bench=False, model="model", hashed=False)
+    quick = ClusterCheckOptions(bench=False, model="model", hashed=False)
     assert found(diagnose(computers, quick)[1], "model") == []
-    assert found(diagnose(computers, CheckOptions(bench=False, model="model"))[1], "model") == [("model", ("two",))]
+    assert found(diagnose(computers, ClusterCheckOptions(bench=False, model="model"))[1], "model") == [
+        ("model", ("two",))
+    ]
 
 
 @pytest.mark.usefixtures("remote")
 def test_names_are_looked_up_as_ssh_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, findings = diagnose([Host("x", "x"), Host("y", "y")], CheckOptions(bench=False))
+    cluster, findings = diagnose([Host("x", "x"), Host("y", "y")], ClusterCheckOptions(bench=False))
     # An alias of this computer's own loopback: others could not connect to that.
     assert found(findings, "ssh") == [("ssh", ("x",)), ("ssh", ("y",))]
     assert {host.trouble.kind for host in cluster.hosts if host.trouble} == {"address"}
@@ -263,10 +265,10 @@ def test_ctrl_c_ends_everything_at_once(slow_s: float, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("remote")
 def test_this_computer_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLHANDS_SSH", "/no/such/ssh")
-    cluster, findings = diagnose([Host("localhost")], CheckOptions(bench=False))
+    cluster, findings = diagnose([Host("localhost")], ClusterCheckOptions(bench=False))
     assert found(findings) == []
     assert cluster.hosts[0].facts is not None
     assert cluster.hosts[0].facts.cwd == os.getcwd()
-    gone = diagnose([Host("other", "other", ("127.0.0.1",))], CheckOptions(bench=False))[0]
+    gone = diagnose([Host("other", "other", ("127.0.0.1",))], ClusterCheckOptions(bench=False))[0]
     assert gone.hosts[0].trouble is not None
     assert gone.hosts[0].trouble.kind == "no-ssh"

@@ -1,4 +1,4 @@
-"""What `begin_sums` hands to the other stream, in which calls and in which order (numbers over ranks: tests/parity)."""
+"""What `start_all_reduce` hands to the other stream, in which calls and order (numbers over ranks: tests/parity)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allhands.distributed import reduce
-from allhands.distributed.reduce import Lookups, begin_sum, begin_sums
+from allhands.distributed.reduce import Lookups, start_all_reduce, start_sum
 from allhands.trees import flatten
 
 
@@ -71,7 +71,7 @@ def test_a_call_ends_before_attention_and_large_arrays_go_by_themselves(
     monkeypatch.setattr(reduce, "_ALONE_BYTES", 4 * 60)
     arrays = [mx.array(np.arange(count, dtype=np.float32) + layer) for layer in range(4) for count in LAYER]
     stream = mx.new_stream(mx.default_device())
-    begun = begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=stream, cuts={0, 4, 8, 12})
+    begun = start_all_reduce(twin, arrays, bucket_bytes=4 * 300, stream=stream, cuts={0, 4, 8, 12})
     # From the last layer on: down, gate and up, output; then each with the queries of the layer after it. Small ones
     # are together. What fits a bucket at the end is cut at a quarter of one.
     assert twin.calls == [160, 80, 20, *[160, 80, 30 + 20] * 2, 30, 80, 160, 20 + 30]
@@ -81,7 +81,7 @@ def test_a_call_ends_before_attention_and_large_arrays_go_by_themselves(
 
 def test_ranks_meet_before_each_bucket(twin: Twin) -> None:
     arrays = [mx.array(np.arange(count, dtype=np.float32)) + 1 for _ in range(2) for count in LAYER]
-    begun = begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()), cuts={0, 4})
+    begun = start_all_reduce(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()), cuts={0, 4})
     # One number, then the bucket's sums.
     assert twin.all_calls == [1, 80 + 160 + 20, 1, 30, 1, 80, 1, 160, 1, 20 + 30]
     for total, array in zip(begun.arrays, arrays, strict=True):
@@ -102,7 +102,7 @@ def test_ranks_meet_before_each_bucket(twin: Twin) -> None:
 
 def test_without_cuts_buckets_are_filled(twin: Twin) -> None:
     arrays = [mx.ones((count,)) for _ in range(4) for count in LAYER]
-    begin_sums(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()))
+    start_all_reduce(twin, arrays, bucket_bytes=4 * 300, stream=mx.new_stream(mx.default_device()))
     assert twin.calls == [80 + 160 + 20 + 30, 80 + 160 + 20 + 30, 80 + 160 + 20 + 30, 80, 160, 20 + 30]
 
 
@@ -113,7 +113,7 @@ def test_what_is_less_than_a_bucket_travels_in_parts_if_it_is_no_trifle(
     """As adapters' gradients are: in one call they would all be waited for after the backward pass."""
     monkeypatch.setattr(reduce, "_ONE_CALL_BYTES", 4 * one_call)
     arrays = [mx.ones((count,)) for _ in range(4) for count in LAYER]
-    begin_sums(twin, arrays, bucket_bytes=4 * 100_000, stream=mx.new_stream(mx.default_device()))
+    start_all_reduce(twin, arrays, bucket_bytes=4 * 100_000, stream=mx.new_stream(mx.default_device()))
     assert twin.calls == calls
 
 
@@ -123,7 +123,7 @@ def test_what_the_other_stream_takes_was_handed_out_before(twin: Twin) -> None:
     ids = mx.array([1, 0, 2]) + 0
     rows, grads = mx.ones((3, 4)) * 2, [mx.ones((5, 4)) * 3, mx.ones((7,)) * 4]
     lookups = Lookups(0, rows, ids, besides=True)
-    begin_sums(twin, grads, bucket_bytes=1 << 20, stream=stream, lookups=lookups)
+    start_all_reduce(twin, grads, bucket_bytes=1 << 20, stream=stream, lookups=lookups)
     assert twin.place_of(ids) < twin.first("gather")
     assert max(twin.place_of(grad) for grad in grads) < twin.first("sum")
     gathers = [at for at, (what, _) in enumerate(twin.events) if what == "gather"]
@@ -131,7 +131,7 @@ def test_what_the_other_stream_takes_was_handed_out_before(twin: Twin) -> None:
 
     loss = mx.ones(()) * 5
     before = len(twin.calls)
-    total = begin_sum(twin, [loss, 2.0], stream=stream)
+    total = start_sum(twin, [loss, 2.0], stream=stream)
     assert total.tolist() == [10.0, 4.0]
     summed = [at for at, (what, size) in enumerate(twin.events) if what == "sum" and size != 1][before]
     assert twin.place_of(loss) < summed

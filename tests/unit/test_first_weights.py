@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from allhands.arrays import tensors_of
+from allhands.checkpoints.arrays import tensors_of
 from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.errors import ModelError
 from allhands.model.pretraining import build_model, portable_tensors

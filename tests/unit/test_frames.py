@@ -18,7 +18,7 @@ import pytest
 from strangers import AGENT_HELLO, HANDED, changed
 
 from allhands.cluster.connection import Connection, HostError
-from allhands.cluster.frames import FROM_AGENT, FROM_SUPERVISOR, GARBLED, Frame, Link
+from allhands.cluster.frames import FROM_AGENT, FROM_SUPERVISOR, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
 
 SECRET = "5" * 64
@@ -63,7 +63,7 @@ def linked() -> Iterator[tuple[int, list[Frame | None], list[bytes], threading.E
         if frame is None:
             ended.set()
 
-    link = Link(reader, os.open(os.devnull, os.O_WRONLY), FROM_AGENT, SECRET, receive, noise.append)
+    link = FrameLink(reader, os.open(os.devnull, os.O_WRONLY), FROM_AGENT, SECRET, receive, noise.append)
     yield writer, frames, noise, ended
     link.close()
     link.join(5.0)

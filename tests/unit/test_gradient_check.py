@@ -23,10 +23,12 @@ from allhands.config import TrainConfig
 from allhands.errors import ModelError
 from allhands.model import known
 from allhands.model.adapters import make_trainable
-from allhands.model.choices import Choices
+from allhands.model.choices import KernelSelection
+from allhands.model.dropout import dropout_keys_of
+from allhands.model.passes import apply_passes
 from allhands.train import gradient_cost
-from allhands.train.gradient_check import GradientCheck, Verdict
-from allhands.train.preparing import put_forms_in
+from allhands.train.gradient_check import GradientCheck, GradientVerdict
+from allhands.train.preparing import pass_context
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 259, "tie_word_embeddings": True}
@@ -64,14 +66,14 @@ def build(kind: str, **more: Any) -> Any:
     return model
 
 
-def checked(model: Any, longest: int = 90, **settings: Any) -> Verdict:
+def checked(model: Any, longest: int = 90, **settings: Any) -> GradientVerdict:
     config = TrainConfig.model_validate({"train": True, **settings})
     accelerator = detect()
     make_trainable(model, config)
     check = GradientCheck(model, accelerator, SIZES, longest=longest, largest_token=258)
-    dropout = put_forms_in(model, config, accelerator)
+    apply_passes(model, pass_context(model, config, accelerator, KernelSelection()))
     eager = accelerator.eager and config.compile != "on"
-    return check.compare(model, kernels=Choices(), eager=eager, dropout=dropout)
+    return check.compare(model, eager=eager, dropout=dropout_keys_of(model))
 
 
 @pytest.mark.parametrize(
@@ -153,11 +155,11 @@ def test_in_half_precision_rounding_is_no_error_and_an_error_is_no_rounding(kind
     make_trainable(model, TrainConfig.model_validate({"train": True}))
     check = GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
     again = GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
-    assert check.compare(model, kernels=Choices(), eager=False, dropout=None).is_right
+    assert check.compare(model, eager=False, dropout=None).is_right
     kind_of = type(model.layers[0].mlp)
     for layer in model.layers:
         layer.mlp.__class__ = type("Off", (kind_of,), {"__call__": lambda self, x: -kind_of.__call__(self, x)})
-    assert not again.compare(model, kernels=Choices(), eager=False, dropout=None).is_right
+    assert not again.compare(model, eager=False, dropout=None).is_right
 
 
 def half_check(**more: Any) -> tuple[Any, GradientCheck]:
@@ -174,7 +176,7 @@ def half_check(**more: Any) -> tuple[Any, GradientCheck]:
 @pytest.mark.parametrize("more", [{}, {"quantised": True}], ids=str)
 def test_adapters_in_float32_do_not_make_a_model_one_of_float32(more: dict[str, Any]) -> None:
     model, check = half_check(**more)
-    verdict = check.compare(model, kernels=Choices(), eager=False, dropout=None)
+    verdict = check.compare(model, eager=False, dropout=None)
     assert verdict.is_right
     assert all(row.limit >= 0.15 for row in verdict.compared)
 
@@ -191,7 +193,7 @@ def test_in_half_precision_one_row_that_differs_may_be_chance(wrong: int, right:
         return (-1 if left[0] >= 0 else 1) * kind.__call__(self, x)
 
     model.layers[0].mlp.__class__ = type("Flips", (kind,), {"__call__": call})
-    assert check.compare(model, kernels=Choices(), eager=False, dropout=None).is_right is right
+    assert check.compare(model, eager=False, dropout=None).is_right is right
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1, True), (-1, False)])
@@ -208,7 +210,7 @@ def test_where_mlx_lms_own_is_no_number_float32_is_compared(
         patched.setattr(kind, "__call__", call)
         model, check = half_check()
     monkeypatch.setattr(kind, "__call__", lambda self, x: factor * plain(self, x))
-    verdict = check.compare(model, kernels=Choices(), eager=False, dropout=None)
+    verdict = check.compare(model, eager=False, dropout=None)
     assert verdict.is_right is right
     assert not verdict.is_complete
     assert any("not a number" in note for note in verdict.notes)

@@ -18,7 +18,9 @@ from allhands.accelerator import detect
 from allhands.config import TrainConfig
 from allhands.errors import ConfigError
 from allhands.model import known
-from allhands.train.preparing import put_forms_in
+from allhands.model.choices import KernelSelection
+from allhands.model.passes import apply_passes
+from allhands.train.preparing import pass_context
 
 # Digests of the sources of ``__call__`` that were read for each list, without types and comments. Where this fails,
 # mlx_lm has changed: read the class again, then put its new digest here, or take the class out of the list.
@@ -164,7 +166,7 @@ def test_recomputation_is_refused_where_it_would_have_no_effect() -> None:
     model: Any = iquestloopcoder.Model(iquestloopcoder.ModelArgs.from_dict(sizes))
     config = TrainConfig.model_validate({"grad_checkpoint": True})
     with pytest.raises(ConfigError) as caught:
-        put_forms_in(model, config, detect())
+        apply_passes(model, pass_context(model, config, detect(), KernelSelection()))
     assert caught.value.where == "--grad-checkpoint"
 
 

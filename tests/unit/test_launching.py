@@ -14,7 +14,7 @@ from tiny import run_allhands
 
 from allhands.checkpoints import checkpoint_path, write_checkpoint
 from allhands.cli import launching, notices
-from allhands.cli.launching import Job, step_in, way_on
+from allhands.cli.launching import TrainingJob, step_in, way_on
 from allhands.cli.notices import Notices, telling
 from allhands.cli.train import job_of
 from allhands.cluster import addresses
@@ -39,7 +39,7 @@ def of_training(way: str | None = _RESUME) -> Notices:
 
 
 def of_a_program(way: str | None = None) -> Notices:
-    return Notices(Job(Path(), Path()).memory_hint, lambda: way, 60.0, ranks_tell=False)
+    return Notices(TrainingJob(Path(), Path()).memory_hint, lambda: way, 60.0, ranks_tell=False)
 
 
 def show(told: Notices, *events: SupervisorEvent) -> None:
@@ -248,9 +248,9 @@ def test_what_is_on_the_screen_is_not_shown_again(err: Err) -> None:
 )
 def test_whose_lines_are_shown(tmp_path: Path, lines: str, asked: bool | None, train: bool, launch: bool) -> None:
     (tmp_path / "hosts").write_text(lines)
-    job = Job(tmp_path, tmp_path, hostfile=str(tmp_path / "hosts"), tag_output=asked)
+    job = TrainingJob(tmp_path, tmp_path, hostfile=str(tmp_path / "hosts"), tag_output=asked)
     assert (replace(job, tag_here=False).tagged, job.tagged) == (train, launch)
-    alone = Job(tmp_path, tmp_path, num_ranks=2)
+    alone = TrainingJob(tmp_path, tmp_path, num_ranks=2)
     assert (replace(alone, tag_here=False).tagged, alone.tagged) == (False, True)
 
 
@@ -321,7 +321,7 @@ def write(directory: Path, step: int, run_id: str) -> None:
 def test_from_which_step_and_with_what(tmp_path: Path) -> None:
     out, before = tmp_path / "out", tmp_path / "before"
     write(before, 30, "an earlier run")
-    job = Job(out, out / "logs", checkpoints=out)
+    job = TrainingJob(out, out / "logs", checkpoints=out)
     assert way_on(job, "this") is None
     assert way_on(replace(job, resume=before), "this") == "to go on from step 30: the same command"
     assert way_on(replace(job, hostfile="hosts"), "this") == (
@@ -345,7 +345,7 @@ def test_a_place_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path) -> Non
 def test_one_computer_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses.ssh, "real_name", lambda host: {"a": "192.0.2.7", "b": "192.0.2.8"}[host])
     hosts = tmp_path / "hosts"
-    job = Job(tmp_path, tmp_path, hostfile=str(hosts), backend="ring")
+    job = TrainingJob(tmp_path, tmp_path, hostfile=str(hosts), backend="ring")
     hosts.write_text("a\n192.0.2.7\n")
     with pytest.raises(ConfigError, match=r"a and 192\.0\.2\.7 are one computer") as refused:
         launching.check(job)
@@ -374,7 +374,7 @@ def test_more_ranks_than_slots_are_told(
     monkeypatch.setattr(launching, "supervise", lambda *_, **__: 0)
     hosts = tmp_path / "hosts"
     hosts.write_text(lines)
-    job = Job(tmp_path / "out", tmp_path / "out/logs", num_ranks=number, hostfile=str(hosts), backend="ring")
+    job = TrainingJob(tmp_path / "out", tmp_path / "out/logs", num_ranks=number, hostfile=str(hosts), backend="ring")
     assert launching.run(job, ["true"]) == 0
     assert err() == (f"allhands: {hosts} {words}\n" if words else "")
 
@@ -384,7 +384,7 @@ def test_ranks_of_this_computer_are_as_many_as_asked_for(
 ) -> None:
     monkeypatch.setattr(launching, "supervise", lambda *_, **__: 128 + signal.SIGTERM)
     monkeypatch.setattr(launching, "allowed_cores", lambda: 4)
-    job = Job(tmp_path / "out", tmp_path / "out/logs", num_ranks=3, backend="ring")
+    job = TrainingJob(tmp_path / "out", tmp_path / "out/logs", num_ranks=3, backend="ring")
     assert launching.run(job, ["true"]) == 143
     assert err() == ""
 
@@ -406,9 +406,9 @@ def test_more_processes_than_cores_can_carry_are_refused_at_once(monkeypatch: py
     from allhands.cli.netbench import chosen_hosts
 
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
-    launching.check(Job(Path(), Path(), num_ranks=16, backend="ring"))
+    launching.check(TrainingJob(Path(), Path(), num_ranks=16, backend="ring"))
     for ask in (
-        lambda: launching.check(Job(Path(), Path(), num_ranks=17, backend="ring")),
+        lambda: launching.check(TrainingJob(Path(), Path(), num_ranks=17, backend="ring")),
         lambda: chosen_hosts(None, None, 17),
     ):
         with pytest.raises(ConfigError, match="17 processes on 2 cores") as told:
@@ -430,7 +430,7 @@ def test_processes_that_take_turns_are_told_of(
 ) -> None:
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
     monkeypatch.setattr("allhands.gpus.nvidia_gpus", lambda: gpus)
-    launching._tell_cores(Job(Path(), Path(), num_ranks=ranks, backend="ring"))
+    launching._tell_cores(TrainingJob(Path(), Path(), num_ranks=ranks, backend="ring"))
     assert capsys.readouterr().err == told
 
 

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data.loader import Loader, MicroBatch, Sizing, best_ladder, collate, pad_targets
+from allhands.data.loader import Loader, MicroBatch, collate, pad_targets
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.distributed.mesh import Mesh
 from allhands.evaluate import Evaluator
+from allhands.sizing import Sizing, best_ladder
 
 quick = settings(max_examples=50, deadline=None, database=None)
 Example = tuple[list[int], list[bool]]  # tokens and mask
@@ -212,8 +213,9 @@ def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
     random = np.random.default_rng(3)
     content = [(random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1)) for n in random.integers(2, 60, 40)]
     model, sizing = Recorder(), Sizing(200, overhead_tokens=100, few_shapes=True, ladder=(16, 32, 48, 64))
-    evaluator = Evaluator(model, token_set(content), Alone(), Mesh(), sizing, batch_size=4, num_batches=-1, eager=True)
-    loss, num_targets = evaluator()
+    alone, every = SingleProcess(), {"batch_size": 4, "num_batches": -1}
+    evaluator = Evaluator(model, token_set(content), alone, Mesh(), sizing, **every, eager=True)
+    loss, num_targets, _ = evaluator()
     assert loss == pytest.approx(np.log(100), rel=1e-5)
     assert num_targets == sum(sum(mask) for _, mask in content)
     assert {width for _, width in model._shapes} <= {16, 32, 48, 64}

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from allhands.callers import CALLER, LISTENER, Call, Caller, Conversation, key_for
+from allhands.callers import CALLER, LISTENER, Call, Caller, Handshake, key_for
 from allhands.cluster import meeting
 from allhands.cluster.environment import recognise, rendezvous
 from allhands.cluster.meeting import Patience, meet
@@ -274,7 +274,7 @@ def _key(secret: str = "") -> bytes:
     return key_for("meeting of job 1", {"ALLHANDS_MEETING_KEY": secret})
 
 
-def _say_hello(call: Call, key: bytes, **changes: object) -> Conversation:
+def _say_hello(call: Call, key: bytes, **changes: object) -> Handshake:
     """What rank 1 of 3 says, or what it should not."""
     until = time.monotonic() + 5.0
     conversation = call.begin(key, until)

@@ -13,7 +13,7 @@ import pytest
 from allhands.cluster import membership
 from allhands.cluster.hosts import Host
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Roster
-from allhands.cluster.ssh import Trouble
+from allhands.cluster.ssh import SshTrouble
 from allhands.errors import ConfigError, DistributedError
 
 
@@ -25,7 +25,7 @@ class World:
         self.up = {"a", "b", "c"}
         self.steps: dict[str, int] = {}
         self.asked: list[str] = []
-        self.troubles: dict[str, Trouble] = {}
+        self.troubles: dict[str, SshTrouble] = {}
         self.fails: Exception | None = None
         self.write("a", "b", "c")
 
@@ -36,10 +36,10 @@ class World:
         os.utime(self.path, ns=(stamp, stamp))
         (self.path.parent / f"edit-{stamp}").touch()
 
-    def trouble(self, host: str, timeout_s: float) -> Trouble | None:
+    def trouble(self, host: str, timeout_s: float) -> SshTrouble | None:
         assert timeout_s == 0.5
         self.asked.append(host)
-        return None if host in self.up else self.troubles.get(host, Trouble(None, "switch it on"))
+        return None if host in self.up else self.troubles.get(host, SshTrouble(None, "switch it on"))
 
     def checkpoints(self, hosts: Sequence[Host]) -> dict[str, int]:
         if self.fails:
@@ -104,7 +104,7 @@ def test_who_does_not_answer_is_absent(world: World) -> None:
 def test_why_they_are_absent_and_what_waiting_can_lead_to(world: World) -> None:
     assert world.members().roster().troubles == {}
     assert world.members().roster().possible == 6
-    silent, unknown = Trouble(None, "switch it on"), Trouble("no such name", "correct it", lasting=True)
+    silent, unknown = SshTrouble(None, "switch it on"), SshTrouble("no such name", "correct it", lasting=True)
     world.up = {"a"}
     world.troubles = {"b": silent, "c": unknown}
     roster = world.members().roster()
@@ -323,9 +323,9 @@ def test_a_hostfile_broken_by_its_editor_is_kept_as_it_was(world: World, caplog:
 
 
 def test_changed_never_waits(world: World) -> None:
-    def slow(host: str, timeout_s: float) -> Trouble:
+    def slow(host: str, timeout_s: float) -> SshTrouble:
         time.sleep(0.5)
-        return Trouble(None, "wait")
+        return SshTrouble(None, "wait")
 
     members = HostfileMembers(world.path, trouble=slow)
     began = time.monotonic()

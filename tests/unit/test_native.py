@@ -16,14 +16,15 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from substituted import prepare_dense
 
 from allhands.blas import native_library
 from allhands.model import native, native_arrays, native_products
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.documents import Row, caches_for
-from allhands.model.quantized import UnpackedLinear, prepare_dense
+from allhands.model.documents import DocumentRow, caches_for
+from allhands.model.quantized import UnpackedLinear
 from allhands.native.library import architecture, wanted
-from allhands.train.gradient import make_gradient
+from allhands.parallel.gradient import make_gradient
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Arrays = tuple[mx.array, ...]
@@ -100,7 +101,7 @@ def test_attention(batch: int, length: int, heads: int, kv_heads: int, width: in
 def test_attention_that_does_not_cross_documents(width: int) -> None:
     mx.random.seed(3)
     numbers = mx.array([[0] * 5 + [1] * 40 + [2] * 48, [3] * 90 + [-1] * 3])
-    row, length, heads, kv_heads = Row(numbers), numbers.shape[1], 4, 2
+    row, length, heads, kv_heads = DocumentRow(numbers), numbers.shape[1], 4, 2
     assert row.starts.tolist() == [[0] * 5 + [5] * 40 + [45] * 48, [0] * 90 + [90] * 3]
     angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))[None]
     turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

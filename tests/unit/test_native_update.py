@@ -15,9 +15,9 @@ from mlx.utils import tree_map
 from allhands.blas import native_library
 from allhands.model import native
 from allhands.train import native_update
+from allhands.train.graph_update import initialise
 from allhands.train.native_update import NativeUpdate
 from allhands.train.optimizers import SGD, KernelAdam, KernelAdamW
-from allhands.train.update import initialise
 from allhands.trees import flatten, part_of, unflatten
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")

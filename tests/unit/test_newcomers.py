@@ -11,7 +11,7 @@ from test_restart_loop import _DONE, _KILLED, Members, Script, Stage, failed, ho
 
 from allhands.blame import TRUSTED_VARIABLE
 from allhands.cluster.connection import UnfitHosts
-from allhands.cluster.newcomers import Refusal
+from allhands.cluster.newcomers import NewcomerRefusal
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 
@@ -58,7 +58,7 @@ class Look:
 
     names: frozenset[str]
     fit: set[str]
-    unfit: dict[str, Refusal]
+    unfit: dict[str, NewcomerRefusal]
     done: bool = True
     stopped: int = 0
 
@@ -85,7 +85,7 @@ class Growing(Members):
         ({"c"}, {}, 1, []),
         (
             set[str](),
-            {"c": Refusal("c's train.jsonl differs", "c's train.jsonl differs\n  what to do: sync")},
+            {"c": NewcomerRefusal("c's train.jsonl differs", "c's train.jsonl differs\n  what to do: sync")},
             0,
             ["c"],
         ),
@@ -93,7 +93,7 @@ class Growing(Members):
     ],
 )
 def test_newcomers_are_looked_at_while_the_others_go_on(
-    stage: Callable[..., Stage], fit: set[str], unfit: dict[str, Refusal], regroups: int, left_out: list[str]
+    stage: Callable[..., Stage], fit: set[str], unfit: dict[str, NewcomerRefusal], regroups: int, left_out: list[str]
 ) -> None:
     looks: list[Look] = []
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
+from allhands.train.graph_update import GraphUpdate, initialise
 from allhands.train.optimizers import SGD, HiddenMuon, KernelAdamW, Muon, Optimizer, orthogonalised
-from allhands.train.update import GraphUpdate, initialise
 from allhands.trees import flatten, unflatten
 
 

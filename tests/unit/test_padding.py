@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from allhands.data.check import CheckOptions
-from allhands.data.loader import Sizing
 from allhands.data.order import GlobalOrder
 from allhands.data.padding import estimate_padding
+from allhands.sizing import Sizing
 
 
 def test_padding_is_that_of_the_batches() -> None:

@@ -23,7 +23,7 @@ from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import Job, Prices, look_ahead
 from allhands.plan.sizes import adapter_weights, all_weights, expert_weights, flops_per_token
 from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
-from allhands.plan.strategies import Strategy, ways_of_one, ways_of_team
+from allhands.plan.strategies import Way, ways_of_one, ways_of_team
 
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
@@ -146,7 +146,7 @@ def test_where_another_computer_saves_little() -> None:
 
 def strategies(
     work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Any, *, quantised: bool, divides: bool = True
-) -> list[Strategy]:
+) -> list[Way]:
     """All ways on one computer and on so many equal ones."""
     found = list(ways_of_one(work, of, quantised=quantised))
     if ranks > 1:
@@ -359,7 +359,7 @@ def test_rows_are_as_long_as_those_of_the_data_that_are_named(
     assert unnamed["notes"][0] == "for rows of 2048 tokens, the longest there can be: no --data is named"
     (tmp_path / "file").touch()
     unwritten = call_allhands(*words, "--iters", "9", "--picture", "file/chart.png", cwd=tmp_path)
-    assert (unwritten.returncode, unwritten.stdout) == (5, "")  # before anything is trained or measured
+    assert (unwritten.returncode, unwritten.stdout) == (2, "")  # before anything is trained or measured
     assert "file" in unwritten.stderr
     missing = call_allhands(*words, "--data", "nowhere", "--iters", "9", cwd=tmp_path)
     assert (missing.returncode, missing.stdout) == (3, "")
@@ -383,9 +383,9 @@ def test_computers_by_description(tmp_path: Path) -> None:
     assert any("good within a factor" in note for note in found["notes"])
     assert found["notes"][0] == "for rows of 2048 tokens, the longest there can be: rows are packed"
     shown = call_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
+    assert not any(line != line.rstrip() for line in shown.stdout.splitlines())
     assert "Is distributing worth it?" in shown.stdout
-    *lines, kept = shown.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    *_, kept = shown.stdout.splitlines()
     assert kept.startswith("the plan is kept in pretrained/plan.json: ")
 
 

@@ -38,7 +38,7 @@ def situation(**changed: Any) -> Situation:
     return replace(found, offer=replace(offer, training_s=found.alone_s / offer.speed_up))
 
 
-DIVIDED = {"flags": f"{HOSTS} --shard-optimizer on", "more": "--shard-optimizer on"}
+DIVIDED = {"flags": f"{HOSTS} --strategy zero1", "more": "--strategy zero1"}
 ALONE = {"machines": 1, "offer": None}
 
 

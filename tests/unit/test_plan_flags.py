@@ -55,7 +55,7 @@ def shown(found: Outlook) -> dict[str, str]:
 
 def test_smaller_micro_batches_beside_the_divided_optimizer_are_enough() -> None:
     found = planned(22.56)
-    divided = "--hostfile hosts.json --shard-optimizer on --micro-batch-tokens 4096"
+    divided = "--hostfile hosts.json --strategy zero1 --micro-batch-tokens 4096"
     assert shown(found) == {f"{BOTH} 2048": "no", divided: "yes"}
     advice = found.advice
     assert advice.outcome == "divide the optimizer"
@@ -80,7 +80,7 @@ def test_where_nothing_is_enough_the_least_of_all_shows_by_how_much() -> None:
     found = planned(9.4, machines=2)
     assert found.advice.outcome == "framework"
     assert set(shown(found).values()) == {"no"}
-    assert list(shown(found)) == [f"{BOTH} 2048", f"--hostfile hosts.json --shard-optimizer on {BOTH} 2048"]
+    assert list(shown(found)) == [f"{BOTH} 2048", f"--hostfile hosts.json --strategy zero1 {BOTH} 2048"]
 
 
 def test_flags_that_change_no_result_come_before_four_bits() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from allhands.cli import plan_calibration
 from allhands.cli.plan_calibration import Calibration, calibrate
-from allhands.cli.plan_noise import Watch
+from allhands.cli.plan_noise import LoadWatch
 from allhands.config import TrainConfig
 from allhands.metrics import JsonlSink, RunStarted, TrainReport
 
@@ -34,8 +34,8 @@ class Measured:
         self.said: list[str] = []
 
     @contextmanager
-    def watched(self) -> Generator[Watch]:
-        watch = Watch()
+    def watched(self) -> Generator[LoadWatch]:
+        watch = LoadWatch()
         watch.others = self.others.pop(0) if len(self.others) > 1 else self.others[0]
         yield watch
 

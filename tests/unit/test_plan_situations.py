@@ -12,7 +12,7 @@ from command_line import call_allhands
 from PIL import Image
 
 from allhands.cli import plan_noise
-from allhands.cli.plan_noise import Watch, busy, contradiction
+from allhands.cli.plan_noise import LoadWatch, busy, contradiction
 from allhands.plan import chart
 from allhands.plan.chart import bars_of, draw_chart, told_of
 from allhands.plan.computers import Computer, listed
@@ -239,7 +239,7 @@ def test_cores_of_others_are_those_that_this_process_has_not_used(monkeypatch: p
     monkeypatch.setattr(plan_noise, "_busy_s", lambda: now[1])
     monkeypatch.setattr(plan_noise, "_own_s", lambda: now[2])
     with plan_noise.watched() as watch:
-        assert isinstance(watch, Watch)
+        assert isinstance(watch, LoadWatch)
     # 15 s of the cores in 10 s, of which 5 were this process's.
     assert watch.others == pytest.approx(1.0)
 

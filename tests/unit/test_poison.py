@@ -21,18 +21,19 @@ from tiny import write_model
 
 from allhands.data.loader import MicroBatch, collate, pad_targets
 from allhands.data.tokens import TokenSet
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.errors import NumericsError
 from allhands.model.dropout import install_dropout
 from allhands.train.poison import NAMED, Blame, find_culprits
 from allhands.train.result import StepResult
-from allhands.train.step import TrainStep
+from allhands.train.step import StepOptions, make_step
+from allhands.train.updater import Rules
 
 POISON = 200
 FORMS = {
-    "eager": {"eager": True},
-    "lazy": {"eager": False, "compiled": False},
-    "compiled": {"eager": False, "compiled": True},
+    "eager": {"cpu_native": True},
+    "lazy": {"cpu_native": False, "compiled": False},
+    "compiled": {"cpu_native": False, "compiled": True},
 }
 # MLX's random state is one for all threads.
 SEEDING = threading.Lock()
@@ -69,16 +70,11 @@ class Trainer:
         self.model.train()
         self.optimizer = optim.Adam(1e-2)
         self.beats: list[str] = []
-        options.setdefault("eager", False)
+        options.setdefault("cpu_native", False)
         options.setdefault("compiled", False)
-        self.step = TrainStep(
-            self.model,
-            self.optimizer,
-            communicator or Alone(),
-            dropout=install_dropout(self.model, 0),
-            beat=self.beats.append,
-            **options,
-        )
+        dropout_keys, heartbeat = install_dropout(self.model, 0), self.beats.append
+        how = StepOptions(dropout=dropout_keys, heartbeat=heartbeat, **options)
+        self.step = make_step(self.model, self.optimizer, communicator or SingleProcess(), how)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         trees = {"model": self.model.parameters(), "optimizer": self.optimizer.state}
@@ -160,7 +156,7 @@ def test_bad_weights_are_told_without_looking_at_examples(path: Path) -> None:
     assert trainer.beats == ["compute", "reduce"]
 
 
-class Corrupting(Alone):
+class Corrupting(SingleProcess):
     """One process that is told of two, whose sum is spoilt on the way."""
 
     size = 2
@@ -189,7 +185,7 @@ def test_a_sum_that_no_example_spoils_is_nobodys_fault(path: Path) -> None:
 def test_callbacks_see_the_gradient_that_was_refused(path: Path) -> None:
     seen: list[Any] = []
     windows = tokens({0})
-    trainer = Trainer(path, non_finite="skip", after_backward=seen.append)
+    trainer = Trainer(path, non_finite="skip", rules=Rules(after_backward=seen.append))
     trainer.step([batch(windows, 0, 1)])
     assert len(seen) == 1
     assert any(not mx.isfinite(value).all().item() for _, value in tree_flatten(seen[0]))
@@ -329,7 +325,8 @@ def search(values: dict[int, float], count: int) -> Blame:
         return mx.array(values.get(int(example.examples[0]), 1.0)), {"weight": mx.zeros((2,))}
 
     weights = {"weight": mx.ones((2,))}
-    return find_culprits(gradient, weights, [batch(tokens(set(), count), *range(count))], Alone(), lambda _: None)
+    batches = [batch(tokens(set(), count), *range(count))]
+    return find_culprits(gradient, weights, batches, SingleProcess(), lambda _: None)
 
 
 def test_more_culprits_than_can_be_named_are_counted() -> None:
@@ -350,5 +347,5 @@ def test_a_gradient_is_at_fault_even_if_its_loss_is_not() -> None:
         value = float("nan") if example.examples[0] == 2 else 0.0
         return mx.array(1.0), {"a": mx.zeros((3,)), "b": mx.array([0.0, value])}
 
-    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], Alone(), lambda _: None)
+    found = find_culprits(gradient, {}, [batch(tokens(set()), 0, 2, 4)], SingleProcess(), lambda _: None)
     assert found.examples == (2,)

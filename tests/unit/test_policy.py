@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from allhands.cluster.outcome import Fault, Outcome
-from allhands.cluster.policy import Done, GiveUp, Limits, Past, Restart, judge
+from allhands.cluster.policy import GiveUp, Past, Restart, RestartLimits, RunDone, judge
 
 _HOSTS = ("a", "b", "c")
 _KILLED = Fault("killed", 1, "b", "rank 1 was killed by SIGKILL", 137, step=7)
 _ERROR = Fault("error", 1, "b", "rank 1 exited with code 1", 1, step=7, error="ValueError: no")
 _HANG = Fault("hang", 1, "b", "rank 1 made no progress", 7, step=7)
-_TEN = Limits(max_restarts=10)
+_TEN = RestartLimits(max_restarts=10)
 _REGROUPED = Past(Outcome(regroup=True, started=True, step=9), _HOSTS)
 
 
@@ -46,11 +46,11 @@ def at(fault: Fault, *steps: int | None, rank: int = 1) -> list[Past]:
     ],
 )
 def test_a_job_that_has_ended_is_done(outcome: Outcome, code: int) -> None:
-    assert judge([Past(outcome)], _TEN) == Done(code)
+    assert judge([Past(outcome)], _TEN) == RunDone(code)
 
 
 def test_no_restart_unless_allowed_and_not_after_a_persons_stop() -> None:
-    assert judge([past(_KILLED)], Limits()) == GiveUp(None, 137)
+    assert judge([past(_KILLED)], RestartLimits()) == GiveUp(None, 137)
     assert judge([Past(Outcome(_KILLED, stopped=2))], _TEN) == GiveUp(None, 137)
 
 
@@ -102,7 +102,7 @@ def test_a_persons_own_exit_codes_mean_nothing_to_us(code: int) -> None:
 )
 def test_the_pause_grows_while_nothing_is_gained(steps: list[int | None], pause_s: float) -> None:
     history = [past(replace(_KILLED, step=step, rank=n % 3)) for n, step in enumerate(steps)]
-    verdict = judge(history, Limits(max_restarts=10_000))
+    verdict = judge(history, RestartLimits(max_restarts=10_000))
     assert isinstance(verdict, Restart)
     assert (verdict.pause_s, verdict.fault, verdict.slack) == (pause_s, True, 1.0)
 
@@ -110,27 +110,27 @@ def test_the_pause_grows_while_nothing_is_gained(steps: list[int | None], pause_
 def test_the_budget_counts_faults_only() -> None:
     ports = Past(Outcome(_ERROR, ports_taken=True))
     history = [*at(_KILLED, 1, 2), _REGROUPED, ports, *at(_KILLED, 20)]
-    assert isinstance(judge(history, Limits(3)), Restart)
-    verdict = judge([*history, *at(_KILLED, 30)], Limits(3))
+    assert isinstance(judge(history, RestartLimits(3)), Restart)
+    verdict = judge([*history, *at(_KILLED, 30)], RestartLimits(3))
     assert isinstance(verdict, GiveUp)
     assert "3 times, which is what --max-restarts allows" in (verdict.reason or "")
     assert verdict.code == 137
 
 
 def test_regrouping_is_no_fault() -> None:
-    assert judge([_REGROUPED], Limits()) == Restart(0.0, "to go on with other ranks", fault=False)
+    assert judge([_REGROUPED], RestartLimits()) == Restart(0.0, "to go on with other ranks", fault=False)
 
 
 def test_taken_ports_are_tried_three_times_more() -> None:
     ports = Past(Outcome(_ERROR, ports_taken=True))
     for times in (1, 2, 3):
-        verdict = judge([ports] * times, Limits())
+        verdict = judge([ports] * times, RestartLimits())
         assert isinstance(verdict, Restart)
         assert (verdict.pause_s, verdict.fault) == (0.0, False)
     assert isinstance(judge([ports] * 3 + at(_KILLED, 7) + [ports], _TEN), Restart)
-    assert judge([ports] * 4, Limits()) == GiveUp("other programs have taken its ports 4 times in a row", 1)
+    assert judge([ports] * 4, RestartLimits()) == GiveUp("other programs have taken its ports 4 times in a row", 1)
     unknown = Past(Outcome(ports_taken=True))
-    assert judge([unknown] * 4, Limits()) == GiveUp("other programs have taken its ports 4 times in a row", 7)
+    assert judge([unknown] * 4, RestartLimits()) == GiveUp("other programs have taken its ports 4 times in a row", 7)
 
 
 # --- in the way -----------------------------------------------------------------------------------------
@@ -142,10 +142,10 @@ _CUT_OFF = replace(_ERROR, kind="blocked", exit_code=7, rank=2, error=None, step
 def test_who_has_never_been_connected_to_is_not_started_again() -> None:
     history = [Past(Outcome(_CUT_OFF), ("a", "b", "c"), apart=True)]
     assert judge(history, _TEN) == GiveUp("what is in the way would be there after a restart", 7)
-    without = judge(history, Limits(10, min_ranks=2))
+    without = judge(history, RestartLimits(10, min_ranks=2))
     assert isinstance(without, Restart)
     assert without.exclude == {"c"}
-    assert isinstance(judge(history, Limits(10, min_ranks=3)), GiveUp)
+    assert isinstance(judge(history, RestartLimits(10, min_ranks=3)), GiveUp)
     # Where the ranks have met before, the network may come back.
     before = Past(Outcome(_KILLED, started=True, step=5), ("a", "b", "c"), apart=True)
     assert isinstance(judge([before, *history], _TEN), Restart)
@@ -154,7 +154,7 @@ def test_who_has_never_been_connected_to_is_not_started_again() -> None:
 # --- the same again -------------------------------------------------------------------------------------
 
 
-def _gives_up(history: list[Past], limits: Limits = _TEN) -> str | None:
+def _gives_up(history: list[Past], limits: RestartLimits = _TEN) -> str | None:
     """Why it gives up; ``None`` if it does not. It must not have done so before the last attempt."""
     for length in range(1, len(history)):
         assert isinstance(judge(history[:length], limits), Restart), length
@@ -233,18 +233,18 @@ def test_after_a_hang_that_comes_again_the_deadlines_are_longer(steps: list[int]
 
 def test_a_slot_with_three_faults_in_a_row_is_left_out() -> None:
     history = at(_KILLED, 7, 6, 5)
-    verdict = judge(history, Limits(10, min_ranks=2))
+    verdict = judge(history, RestartLimits(10, min_ranks=2))
     assert isinstance(verdict, Restart)
     assert (verdict.exclude, verdict.pause_s) == ({"slot 1"}, 0.0)
-    assert judge(history[:2], Limits(10, min_ranks=2)) == Restart(1.0, "restart 2 of at most 10")
+    assert judge(history[:2], RestartLimits(10, min_ranks=2)) == Restart(1.0, "restart 2 of at most 10")
     # Where all are needed the usual rules and the budget decide.
-    needed = judge(history, Limits(10, min_ranks=3))
+    needed = judge(history, RestartLimits(10, min_ranks=3))
     assert isinstance(needed, Restart)
     assert needed.exclude == frozenset()
 
 
 def test_faults_of_others_and_progress_clear_a_slot() -> None:
-    limits = Limits(10, min_ranks=1)
+    limits = RestartLimits(10, min_ranks=1)
     for history in (
         [*at(_KILLED, 7, 6), *at(_KILLED, 5, rank=0), *at(_KILLED, 4, 3)],
         at(_KILLED, 7, 6, 8, 7),
@@ -256,7 +256,7 @@ def test_faults_of_others_and_progress_clear_a_slot() -> None:
 
 
 def test_what_happens_again_without_the_slot_is_given_up() -> None:
-    limits = Limits(10, min_ranks=1)
+    limits = RestartLimits(10, min_ranks=1)
     history = at(_KILLED, 7, 7, 7)
     verdict = judge(history, limits)
     assert isinstance(verdict, Restart)
@@ -269,10 +269,13 @@ def test_what_happens_again_without_the_slot_is_given_up() -> None:
 
 def test_a_computer_is_left_out_or_named() -> None:
     history = [on_hosts(replace(_KILLED, step=step)) for step in (7, 6, 5)]
-    verdict = judge(history, Limits(10, min_ranks=2))
+    verdict = judge(history, RestartLimits(10, min_ranks=2))
     assert isinstance(verdict, Restart)
     assert verdict.exclude == {"b"}
-    for limits, words in ((Limits(10), "all ranks are needed"), (Limits(10, min_ranks=3), "3 ranks are needed")):
+    for limits, words in (
+        (RestartLimits(10), "all ranks are needed"),
+        (RestartLimits(10, min_ranks=3), "3 ranks are needed"),
+    ):
         verdict = judge(history, limits)
         assert isinstance(verdict, GiveUp)
         assert "3 faults in a row, without getting further, were due to b" in (verdict.reason or "")
@@ -281,14 +284,14 @@ def test_a_computer_is_left_out_or_named() -> None:
 
 def test_all_ranks_of_a_computer_go_with_it() -> None:
     history = [past(replace(_KILLED, step=step), seats=("a", "b", "b"), apart=True) for step in (7, 6, 5)]
-    assert isinstance(judge(history, Limits(10, min_ranks=2)), GiveUp)
-    verdict = judge(history, Limits(10, min_ranks=1))
+    assert isinstance(judge(history, RestartLimits(10, min_ranks=2)), GiveUp)
+    verdict = judge(history, RestartLimits(10, min_ranks=1))
     assert isinstance(verdict, Restart)
     assert verdict.exclude == {"b"}
 
 
 def test_the_same_error_twice_on_one_computer_is_tried_without_it_and_then_given_up() -> None:
-    limits = Limits(10, min_ranks=2)
+    limits = RestartLimits(10, min_ranks=2)
     history = [on_hosts(_ERROR)] * 2
     verdict = judge(history, limits)
     assert isinstance(verdict, Restart)
@@ -301,7 +304,7 @@ def test_the_same_error_twice_on_one_computer_is_tried_without_it_and_then_given
 
 
 def test_a_changed_hostfile_forgives() -> None:
-    limits = Limits(10, min_ranks=2)
+    limits = RestartLimits(10, min_ranks=2)
     history = [on_hosts(replace(_KILLED, step=step)) for step in (7, 6, 5)]
     history.append(on_hosts(replace(_KILLED, step=4), edition=1))
     verdict = judge(history, limits)
@@ -312,7 +315,7 @@ def test_a_changed_hostfile_forgives() -> None:
 def test_a_fault_of_no_rank_is_nobodys() -> None:
     fault = Fault("not started", -1, "", "ssh has failed", 7)
     history = [past(fault)] * 2
-    verdict = judge(history, Limits(10, min_ranks=1))
+    verdict = judge(history, RestartLimits(10, min_ranks=1))
     assert isinstance(verdict, Restart)
     assert verdict.exclude == frozenset()
 
@@ -330,16 +333,16 @@ def unstarted(fault: Fault, seats: tuple[str, ...] = _HOSTS) -> Past:
 
 @pytest.mark.parametrize("fault", [_MISFIT, _LACKS])
 def test_who_does_not_fit_is_left_out_at_once_where_the_others_are_enough(fault: Fault) -> None:
-    for limits in (Limits(10, min_ranks=2), Limits(0, min_ranks=1)):
+    for limits in (RestartLimits(10, min_ranks=2), RestartLimits(0, min_ranks=1)):
         verdict = judge([unstarted(fault)], limits)
         assert isinstance(verdict, Restart)
         assert (verdict.exclude, verdict.pause_s, verdict.fault) == ({"b"}, 0.0, False)
     # Where all are needed nothing is tried again.
-    for limits in (_TEN, Limits(10, min_ranks=3), Limits()):
+    for limits in (_TEN, RestartLimits(10, min_ranks=3), RestartLimits()):
         verdict = judge([unstarted(fault)], limits)
         assert isinstance(verdict, GiveUp)
         assert verdict.code == fault.exit_code
-    assert judge([Past(Outcome(fault, stopped=2), _HOSTS, apart=True)], Limits(10, min_ranks=1)) == GiveUp(
+    assert judge([Past(Outcome(fault, stopped=2), _HOSTS, apart=True)], RestartLimits(10, min_ranks=1)) == GiveUp(
         None, fault.exit_code
     )
 
@@ -347,20 +350,20 @@ def test_who_does_not_fit_is_left_out_at_once_where_the_others_are_enough(fault:
 def test_a_misfit_uses_up_no_restart_and_hides_no_repetition() -> None:
     without = ("a", "c")
     killed = [past(replace(_KILLED, step=step), seats=without, apart=True) for step in (7, 8, 9)]
-    assert isinstance(judge([unstarted(_MISFIT), *killed], Limits(3, min_ranks=2)), Restart)
-    assert isinstance(judge([unstarted(_MISFIT), *killed, killed[-1]], Limits(3, min_ranks=2)), GiveUp)
+    assert isinstance(judge([unstarted(_MISFIT), *killed], RestartLimits(3, min_ranks=2)), Restart)
+    assert isinstance(judge([unstarted(_MISFIT), *killed, killed[-1]], RestartLimits(3, min_ranks=2)), GiveUp)
     # The same twice, with a misfit in between, is the same twice in a row.
-    verdict = judge([*at(_ERROR, None), unstarted(_MISFIT), *at(_ERROR, None)], Limits(10, min_ranks=2))
+    verdict = judge([*at(_ERROR, None), unstarted(_MISFIT), *at(_ERROR, None)], RestartLimits(10, min_ranks=2))
     assert isinstance(verdict, Restart)
     assert (verdict.exclude, verdict.reason) == ({"slot 1"}, "restart 2 of at most 10")
 
 
 def test_where_nobody_can_be_blamed_nobody_is_left_out() -> None:
-    assert judge([unstarted(replace(_MISFIT, misfits=()))], Limits(10, min_ranks=1)) == GiveUp(None, 7)
+    assert judge([unstarted(replace(_MISFIT, misfits=()))], RestartLimits(10, min_ranks=1)) == GiveUp(None, 7)
 
 
 def test_what_all_computers_lack_is_no_single_ones() -> None:
-    limits = Limits(10, min_ranks=1)
+    limits = RestartLimits(10, min_ranks=1)
     everybody = judge([unstarted(replace(_LACKS, misfits=(0, 1, 2)))], limits)
     assert isinstance(everybody, GiveUp)
     assert "the model would be the same" in (everybody.reason or "")

@@ -24,9 +24,9 @@ from allhands.cluster.processes import reserve_ports
 from allhands.distributed.ring import PortTakenError, take_turns
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.http_guard import listen
-from allhands.ports import Settings, cannot_listen, fate_of, is_blocked, kind_of
+from allhands.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
-SETTINGS = Settings("--port", "--host")
+SETTINGS = PortSettings("--port", "--host")
 
 
 def failed(number: int) -> OSError:

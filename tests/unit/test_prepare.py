@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from rows import WORDS, report_of, rows_of, sentence, texts, write
 
 from allhands.data.intake import PrepareOptions
-from allhands.data.outcome import Outcome
+from allhands.data.outcome import PrepareOutcome
 from allhands.data.prepare import NothingLeft, prepare
 from allhands.data.reading import read_records
 from allhands.data.records import ColumnNames, Record
 from allhands.data.sources import SourceOptions, find_sources
 from allhands.data.splitting import (
     SPLITS,
-    Share,
+    SplitShare,
 )
 from allhands.errors import ConfigError, DataError, StorageError
 from allhands.histograms import draw_lengths
@@ -34,7 +34,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allhands.histograms.draw_lengths", lambda *_: None)
 
 
-def run(folder: Path, files: Mapping[str, Iterable[Any]], **options: Any) -> Outcome:
+def run(folder: Path, files: Mapping[str, Iterable[Any]], **options: Any) -> PrepareOutcome:
     """Prepare ``files`` into ``folder/out``."""
     measure = options.pop("measure", None)
     sources = find_sources(write(folder / "raw", files), SourceOptions())
@@ -61,7 +61,7 @@ def test_neither_the_order_of_files_nor_of_rows_matters(tmp_path: Path) -> None:
 
 
 def test_sizes_are_exact_and_every_row_is_there_once(tmp_path: Path) -> None:
-    outcome = run(tmp_path, {"a.jsonl": texts(range(200))}, valid=Share(0.1, False), test=Share(7, True))
+    outcome = run(tmp_path, {"a.jsonl": texts(range(200))}, valid=SplitShare(0.1, False), test=SplitShare(7, True))
     assert outcome.kept == {"train": 173, "valid": 20, "test": 7}
     found = splits_of(tmp_path / "out")
     assert {name: len(rows) for name, rows in found.items()} == outcome.kept
@@ -84,7 +84,7 @@ def test_rows_of_one_key_are_in_one_split(tmp_path: Path, by: str) -> None:
         row = {"text": sentence(number), "user": user, "meta": {"user": user}}
         files[f"{user}.jsonl" if by == "source" else "all.jsonl"].append(row)
         key[row["text"]] = user
-    outcome = run(tmp_path, files, split_by=by, valid=Share(0.2, False), test=Share(0.2, False))
+    outcome = run(tmp_path, files, split_by=by, valid=SplitShare(0.2, False), test=SplitShare(0.2, False))
     found = splits_of(tmp_path / "out")
     users = {name: {key[row] for row in rows} for name, rows in found.items()}
     assert all(users.values())
@@ -105,7 +105,7 @@ def test_twins_are_never_on_both_sides_of_a_split(tmp_path: Path) -> None:
     exact = [{"text": "  " + row["text"].upper()} for row in rows]
     near = [{"text": row["text"] + " finally " + row["text"][:5]} for row in texts(range(1000, 1050))]
     rows += texts(range(1000, 1050))
-    outcome = run(tmp_path, {"a.jsonl": rows + exact + near}, valid=Share(0.2, False), near_threshold=0.6)
+    outcome = run(tmp_path, {"a.jsonl": rows + exact + near}, valid=SplitShare(0.2, False), near_threshold=0.6)
     assert outcome.duplicates.exact == 100
     assert outcome.duplicates.near == 50
     assert outcome.duplicates.across == {}
@@ -155,10 +155,10 @@ def test_resplit_forgets_the_given_splits(tmp_path: Path) -> None:
 def test_a_held_out_size_for_a_given_split_is_refused(tmp_path: Path) -> None:
     files = {"train.jsonl": texts(range(10)), "valid.jsonl": texts(range(10, 20))}
     with pytest.raises(ConfigError, match="valid") as caught:
-        run(tmp_path, files, valid=Share(0.1, False))
+        run(tmp_path, files, valid=SplitShare(0.1, False))
     assert caught.value.where == "--valid"
     assert "--resplit" in str(caught.value.hint)
-    assert run(tmp_path, files, test=Share(3, True)).kept == {"train": 7, "valid": 10, "test": 3}
+    assert run(tmp_path, files, test=SplitShare(3, True)).kept == {"train": 7, "valid": 10, "test": 3}
 
 
 def test_train_alone_is_no_split(tmp_path: Path) -> None:
@@ -235,7 +235,9 @@ def test_mixtures_go_into_one_folder_and_preferences_beside(tmp_path: Path) -> N
         for i in range(30)
     ]
     pairs = [{"prompt": sentence(100 + i), "chosen": "aye", "rejected": "nay"} for i in range(30)]
-    outcome = run(tmp_path, {"a.jsonl": chats, "b.jsonl": [*pairs, *texts(range(200, 210))]}, valid=Share(0.2, False))
+    outcome = run(
+        tmp_path, {"a.jsonl": chats, "b.jsonl": [*pairs, *texts(range(200, 210))]}, valid=SplitShare(0.2, False)
+    )
     assert outcome.shapes == {"chat": 30, "preference": 30, "text": 10}
     assert sum(outcome.kept.values()) == 40
     assert sum(outcome.preference.values()) == 30
@@ -347,7 +349,7 @@ def test_a_chain_of_near_duplicates_is_not_torn(tmp_path: Path) -> None:
     for step in range(12):
         words = [*words[: 14 * step], *(f"new{step}x{i}" for i in range(14)), *words[14 * step + 14 :]]
         chain_rows.append({"text": " ".join(words)})
-    held_out = {"valid": Share(0.3, False), "test": Share(0.3, False)}
+    held_out = {"valid": SplitShare(0.3, False), "test": SplitShare(0.3, False)}
     outcome = run(tmp_path, {"a.jsonl": [*chain_rows, *texts(range(400))]}, **held_out)
     alike = {row["text"] for row in chain_rows}
     assert [bool(alike & set(found)) for found in splits_of(tmp_path / "out").values()].count(True) == 1

@@ -11,7 +11,7 @@ from rows import report_of, rows_of, sentence, texts, write
 from test_cli_prepare import invoke
 
 from allhands.data.outcome import Reasons, as_flags
-from allhands.data.rows import Problem, ReadOptions
+from allhands.data.rows import ReadOptions, RowProblem
 from allhands.data.tables import rows_of_table, separator_of
 
 
@@ -191,14 +191,14 @@ def test_another_separator_that_is_certain_is_used(content: str, delimiter: str,
 )
 def test_a_separator_that_is_not_certain_is_refused_once(content: str) -> None:
     (problem,) = table(content)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert "separator" in problem.message
 
 
 @pytest.mark.parametrize("content", ['"q;a"\n1\n', "q;a,b\n1,2\n"])
 def test_semicolons_in_a_name_are_no_separators(content: str) -> None:
     (row,) = table(content)
-    assert not isinstance(row, Problem)
+    assert not isinstance(row, RowProblem)
     assert "q;a" in row.value
 
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from substituted import prepare_quantized
 from tiny import write_model
 
 from allhands.accelerator import Accelerator
 from allhands.model.load import load_model
-from allhands.model.quantized import UnpackedLinear, prepare_quantized
+from allhands.model.quantized import UnpackedLinear
 
 
 def quantized(bits: int, group_size: int, bias: bool = False) -> nn.QuantizedLinear:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from allhands.data import jsontext
 from allhands.data.reading import file_type, read_rows
-from allhands.data.rows import Problem, ReadOptions, Row
+from allhands.data.rows import ReadOptions, Row, RowProblem
 from allhands.errors import ConfigError, DataError
 
 SUFFIXES = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
@@ -41,28 +41,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reading")
 
 
-def read(folder: Path, content: bytes | str, name: str = "f.jsonl", **options: Any) -> list[Row | Problem]:
+def read(folder: Path, content: bytes | str, name: str = "f.jsonl", **options: Any) -> list[Row | RowProblem]:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     items = list(read_rows(path, ReadOptions(**options)))
     for item in items:
-        assert isinstance(item, Row | Problem)
-        if isinstance(item, Problem):
+        assert isinstance(item, Row | RowProblem)
+        if isinstance(item, RowProblem):
             assert item.message
             assert isinstance(item.error(), DataError)
     return items
 
 
-def values(items: list[Row | Problem]) -> list[Any]:
-    assert [item for item in items if isinstance(item, Problem)] == []
+def values(items: list[Row | RowProblem]) -> list[Any]:
+    assert [item for item in items if isinstance(item, RowProblem)] == []
     return rows_of(items)
 
 
-def rows_of(items: list[Row | Problem]) -> list[Any]:
+def rows_of(items: list[Row | RowProblem]) -> list[Any]:
     return [item.value for item in items if isinstance(item, Row)]
 
 
-def outline(items: list[Row | Problem]) -> list[Any]:
+def outline(items: list[Row | RowProblem]) -> list[Any]:
     """Values of rows, and (line, first words) of problems."""
     return [item.value if isinstance(item, Row) else (item.line, item.message.partition(":")[0]) for item in items]
 
@@ -185,8 +185,8 @@ def test_nan_infinity_and_floats(tmp_path: Path) -> None:
 def test_the_rest_goes_on(tmp_path: Path, name: str, content: bytes, expected: list[Any]) -> None:
     items = read(tmp_path, content, name, documents="line")
     assert outline(items) == expected
-    assert not any("the rest" in item.message for item in items if isinstance(item, Problem))
-    assert all(item.hint for item in items if isinstance(item, Problem))
+    assert not any("the rest" in item.message for item in items if isinstance(item, RowProblem))
+    assert all(item.hint for item in items if isinstance(item, RowProblem))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_rest_is_not_read_where_its_rows_are_uncertain(
         item.value if isinstance(item, Row) else (item.line, item.message.partition(",")[0]) for item in items
     ] == expected
     last = items[-1]
-    assert isinstance(last, Problem)
+    assert isinstance(last, RowProblem)
     assert "the rest of the file from here was not read" in last.message
 
 
@@ -229,7 +229,7 @@ def test_a_broken_element_costs_no_other(folder: Path, rows: list[Any], data: st
     items = read(folder, "\n".join(lines), "f.json")
     got = rows_of(items)
     assert len([value for value in got if value not in rows]) <= 1
-    is_stopped = any("the rest" in item.message for item in items if isinstance(item, Problem))
+    is_stopped = any("the rest" in item.message for item in items if isinstance(item, RowProblem))
     following = iter(got)
     for row in rows[:broken] + ([] if is_stopped else rows[broken + 1 :]):
         assert any(value == row for value in following)
@@ -245,7 +245,7 @@ def test_gigantic_lines(tmp_path: Path) -> None:
     assert outline(items) == [{"a": "1", "b": "2"}, (3, "not a row of a table"), {"a": "4", "b": "5"}]
     array = b"[\n1,\n" + long + b",\n2]"
     items = read(tmp_path, array, "f.json", max_row_bytes=2_000_000)
-    assert isinstance(items[1], Problem)
+    assert isinstance(items[1], RowProblem)
     assert (items[1].line, "too long" in items[1].message) == (3, True)
     parts = values(read(tmp_path, b"x" * 3_000_000, "f.txt"))
     assert "".join(part["text"] for part in parts) == "x" * 3_000_000
@@ -260,7 +260,7 @@ def test_a_damaged_parquet_file(tmp_path: Path) -> None:
     late = pa.table({"t": pa.array([0, 2**62, 1], pa.timestamp("us"))})
     pq.write_table(late, tmp_path / "late.parquet")
     items = list(read_rows(tmp_path / "late.parquet"))
-    assert [(type(item), item.line) for item in items] == [(Row, 1), (Problem, 2), (Row, 3)]
+    assert [(type(item), item.line) for item in items] == [(Row, 1), (RowProblem, 2), (Row, 3)]
     with mock.patch.dict(sys.modules, {"pyarrow.parquet": None, "pyarrow": None}):
         assert "need pyarrow" in read(tmp_path, whole, "f.parquet")[0].message  # type: ignore[union-attr]
 
@@ -272,7 +272,7 @@ def test_empty_files_and_wrong_ones(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "none" / name
     for bad in (path, tmp_path):
         found = list(read_rows(bad if bad is path else tmp_path.rename(tmp_path.with_suffix(f".{suffix}"))))
-        assert [(type(item), item.line, item.source) for item in found] == [(Problem, 0, str(found[0].source))]
+        assert [(type(item), item.line, item.source) for item in found] == [(RowProblem, 0, str(found[0].source))]
         assert found[0].message.startswith("cannot read the file")  # type: ignore[union-attr]
 
 
@@ -281,11 +281,11 @@ def test_compressed_and_foreign_content(tmp_path: Path) -> None:
     for name in ("f.jsonl", "f.json", "f.csv", "f.txt"):
         for content, words in ((packed, "gzip"), (b"PK\x03\x04", "zip"), ("a".encode("utf-16"), "UTF-16")):
             (item,) = read(tmp_path, content, name)
-            assert isinstance(item, Problem)
+            assert isinstance(item, RowProblem)
             assert words in item.message
             assert item.where == name
     (item,) = read(tmp_path, b'{"a": 1}', "f.jsonl.gz")
-    assert isinstance(item, Problem)
+    assert isinstance(item, RowProblem)
     assert "not gzip" in item.message
     assert outline(read(tmp_path, b"", "f.pdf")) == [(0, "files of this type cannot be read")]
 
@@ -302,7 +302,7 @@ def test_a_torn_gzip_gives_the_rows_before_the_tear(tmp_path: Path) -> None:
             items = read(tmp_path, packed[:size], name)
             whole = rows_of(items)
             assert whole == rows[: len(whole)]
-            assert isinstance(items[-1], Problem)
+            assert isinstance(items[-1], RowProblem)
             assert "to its end" in items[-1].message
             counts.append(len(whole))
         assert counts == sorted(counts)
@@ -313,8 +313,8 @@ def test_options() -> None:
     with pytest.raises(ConfigError) as caught:
         ReadOptions(documents="")
     assert caught.value.where == "--documents"
-    assert Problem("f", 3, "m").where == "f:3"
-    assert Problem("f", 0, "m").where == "f"
+    assert RowProblem("f", 3, "m").where == "f:3"
+    assert RowProblem("f", 0, "m").where == "f"
     assert [file_type(Path(name)) for name in ("a.JSONL.gz", "a.pq", "a.tar.gz", "jsonl", "a.md")] == [
         "jsonl", "parquet", None, None, "text",
     ]  # fmt: skip
@@ -366,7 +366,7 @@ def test_files_cut_anywhere(tmp_path: Path, samples: dict[str, bytes], suffix: s
         if suffix == "jsonl":
             assert len(items) == max(1, len(whole[:size].splitlines()))
         elif suffix in ("json", "parquet"):
-            assert isinstance(items[-1], Problem)
+            assert isinstance(items[-1], RowProblem)
 
 
 @given(st.sampled_from(SUFFIXES), st.binary(max_size=300), st.booleans())
@@ -422,7 +422,7 @@ def test_bad_inputs(shared_data: Path) -> None:
         if path.name == "real-malformed-json-missing-comma.json":
             continue
         items = list(read_rows(path))
-        assert [(i.line, re.split("[:,]", i.message)[0]) for i in items if isinstance(i, Problem)] == problems.pop(
+        assert [(i.line, re.split("[:,]", i.message)[0]) for i in items if isinstance(i, RowProblem)] == problems.pop(
             path.name, []
         )
         if len(rows_of(items)) == len(items):
@@ -433,7 +433,7 @@ def test_bad_inputs(shared_data: Path) -> None:
 def test_of_a_real_malformed_file_only_the_broken_elements_are_missing(shared_data: Path) -> None:
     path = shared_data / "bad-inputs" / "real-malformed-json-missing-comma.json"
     items = list(read_rows(path))
-    problems = [item for item in items if isinstance(item, Problem)]
+    problems = [item for item in items if isinstance(item, RowProblem)]
     whole = path.read_text().count('"en":')
     assert 0 < len(problems) < 10
     assert not any("the rest" in problem.message for problem in problems)

@@ -13,14 +13,14 @@ import pytest
 from twins import ThreadCommunicator, run_ranks
 
 from allhands.cli.main import main
-from allhands.distributed.backend import Alone
+from allhands.distributed.backend import SingleProcess
 from allhands.errors import ConfigError
 from allhands.metrics.history import read_metrics
 from allhands.monitor import Sample, encode_sample, monitor_file
 from allhands.recorder import Metrics
 from allhands.world import World
 
-ALONE = World(0, 1, 0, 1, "none", "single", Alone())
+ALONE = World(0, 1, 0, 1, "none", "single", SingleProcess())
 
 
 def lines(place: Path, *kinds: str) -> list[dict[str, Any]]:

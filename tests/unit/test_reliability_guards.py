@@ -149,7 +149,7 @@ def test_the_launcher_holds_directories_for_its_ranks(tmp_path: Path, monkeypatc
         return 0
 
     monkeypatch.setattr(launching, "supervise", supervise)
-    job = launching.Job(directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"})
+    job = launching.TrainingJob(directories[0], directories[0], checkpoints=directories[1], env={"MINE": "1"})
     assert launching.run(job, ["true"]) == 0
     assert seen == [claim_mark(directory) for directory in directories]
     for directory in directories:
@@ -173,7 +173,7 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
             raise StorageError("cannot be written: No space left on device", where=str(target))
         return write_checkpoint(target, *arguments, **named)
 
-    monkeypatch.setattr("allhands.train.saving.write_checkpoint", write)
+    monkeypatch.setattr("allhands.checkpoints.saving.write_checkpoint", write)
     results = on_computers(
         2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
     )
@@ -211,7 +211,7 @@ def _without_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise StorageError("cannot be written: No space left on device", where=str(target))
         return write_checkpoint(target, *arguments, **named)
 
-    monkeypatch.setattr("allhands.train.saving.write_checkpoint", write)
+    monkeypatch.setattr("allhands.checkpoints.saving.write_checkpoint", write)
 
 
 @pytest.mark.parametrize("end", ["finished", "stopped", "not a number"])

@@ -235,6 +235,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 def _outcome(ranks: _Freezing, directory: Path, monkeypatch: pytest.MonkeyPatch, *places: Place) -> Outcome:
     monkeypatch.setattr(processes, "start", lambda *_: ranks)
+    monkeypatch.setattr("allhands.cluster.attempt.start_remote", lambda *_: ranks)
     spec = LaunchSpec(["train"], 2, "ring", directory, places=places)
     reaper: Any = object()  # nothing that it would have to know of is started
     return Attempt(spec, directory / "1", deque(), lambda event: None, reaper).run()

@@ -127,12 +127,10 @@ def test_what_is_no_run_is_one_clear_error(tmp_path: Path, kind: str, capsys: py
     assert not list(tmp_path.rglob("report.html"))
 
 
-def test_a_directory_that_cannot_be_written_is_a_storage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     code, _, err = run_main(capsys, write_run(tmp_path / "run"), "--out", tmp_path / "file" / "report.html")
-    assert code == 5
+    assert code == 2
     assert "Traceback" not in err
 
 

@@ -381,14 +381,15 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
         "backend",
         "micro-batches",
         "step",
-        "blocks",
         "loss",
         "all-reduce",
         "optimizer",
     ]
     # Of each operation's form tests/unit/test_choices.py has more.
     assert [name for name in lines if " at " not in name] == names
-    assert lines["blocks"] == "as the model's own"
+    # Of passes tests/unit/test_passes.py has more.
+    assert "pass: fused blocks: not applied" in text
+    assert "pass:" not in quiet
     assert lines["backend"] == "none (one process)"
     assert lines["micro-batches"].startswith("at most 300 tokens (asked for)")
     assert lines["loss"] == "chunked over the vocabulary, at the trained tokens only"

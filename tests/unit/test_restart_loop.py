@@ -21,7 +21,7 @@ from allhands.cluster.membership import Roster
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
-from allhands.cluster.supervisor import Seams, SuperviseOptions, SupervisorEvent, supervise
+from allhands.cluster.supervisor import SuperviseOptions, SupervisorEvent, SupervisorSeams, supervise
 from allhands.errors import DistributedError
 
 Script = Outcome | Exception | Callable[[], Outcome]
@@ -87,7 +87,7 @@ class Stage:
 
     def run(self, members: Members | None = None, **options: object) -> int:
         journal = Journal(self.directory / "events.jsonl")
-        seams = Seams(self.make, lambda: self.clock, self.sleep)
+        seams = SupervisorSeams(self.make, lambda: self.clock, self.sleep)
         chosen = SuperviseOptions(**options)  # type: ignore[arg-type]
         try:
             return supervise(self.spec, self.told.append, options=chosen, members=members, journal=journal, seams=seams)

@@ -12,10 +12,10 @@ from twins import run_ranks
 
 from allhands.checkpoints import RUN_NAME, checkpoint_path, checkpoints_in, find, find_latest
 from allhands.checkpoints import reading as checkpoint_reading
+from allhands.checkpoints.resuming import find_checkpoint, tell_kept_aside
 from allhands.cli.train import train
 from allhands.config import build_config
 from allhands.errors import CheckpointError
-from allhands.train.restore import find_checkpoint, tell_kept_aside
 
 SHORT, ALTERED = "bytes instead of", "SHA-256 sum is wrong"
 
@@ -200,3 +200,27 @@ def test_the_look_before_the_start_reads_no_tensors(
     assert nothing_starts == ["ranks"] * 3
     with pytest.raises(AssertionError):
         find_latest(run)
+
+
+# --- of another version ------------------------------------------------------------------------------
+
+
+def of_an_earlier_version(path: Path) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+
+
+def test_one_of_an_earlier_version_is_no_damage_and_its_weights_can_be_used(run: Path, tmp_path: Path) -> None:
+    damage_all(run, of_an_earlier_version)
+    weights = checkpoint_path(run, 200) / "adapters.safetensors"
+    for resume in (str(checkpoint_path(run, 200)), str(run), "auto"):
+        with pytest.raises(CheckpointError, match="earlier version") as caught:
+            chosen(run, resume)
+        assert caught.value.exit_code == 9
+        assert "damaged" not in caught.value.message
+        assert f"--resume-adapter-file {weights}" in str(caught.value.hint)
+    # One that can be read is taken, and the others are told.
+    write(checkpoint_path(run, 50), 50)
+    step, notes = chosen(run)
+    assert step == 50
+    assert "earlier version" in notes

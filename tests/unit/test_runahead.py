@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allhands.train.runahead import RunAhead, limit_for
+from allhands.parallel.runahead import RunAhead, limit_for
 
 OWN = 10_000
 GB = 10**9

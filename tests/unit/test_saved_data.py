@@ -23,7 +23,7 @@ from allhands.config import TrainConfig
 from allhands.data.other_types import way_from
 from allhands.data.reading import notes_of, read_rows
 from allhands.data.records import ColumnNames, Record, parse_record
-from allhands.data.rows import Item, Problem, Row
+from allhands.data.rows import Item, Row, RowProblem
 from allhands.data.sources import find_sources
 from allhands.data.splits import load_split, split_of_folder
 from allhands.errors import AllhandsError, DataError
@@ -146,10 +146,10 @@ def test_a_torn_arrow_file_is_a_problem(tmp_path: Path) -> None:
     _stream(tmp_path / "a.arrow", pa.Table.from_pylist(ROWS))
     (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes()[:-200])
     *rows, problem = read_rows(tmp_path / "a.arrow")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert rows_of(rows) == ROWS[: len(rows)]
     (tmp_path / "b.arrow").write_text("no arrow at all\n")
-    assert isinstance(next(iter(read_rows(tmp_path / "b.arrow"))), Problem)
+    assert isinstance(next(iter(read_rows(tmp_path / "b.arrow"))), RowProblem)
 
 
 # --- compressed -------------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ def test_compressed_files_that_are_cut_or_something_else_are_said(tmp_path: Path
     whole = PACKERS[suffix](lines)
     (tmp_path / f"cut.jsonl.{suffix}").write_bytes(whole[: len(whole) // 2])
     last = list(read_rows(tmp_path / f"cut.jsonl.{suffix}"))[-1]
-    assert isinstance(last, Problem)
+    assert isinstance(last, RowProblem)
     (tmp_path / f"plain.jsonl.{suffix}").write_bytes(lines)
     (problem,) = read_rows(tmp_path / f"plain.jsonl.{suffix}")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert "content is not" in problem.message, problem
 
 
@@ -252,7 +252,7 @@ def test_a_document_with_the_name_of_a_table(tmp_path: Path, member: str, told: 
     with zipfile.ZipFile(tmp_path / "train.csv", "w") as packed:
         packed.writestr(member, "x")
     (problem,) = read_rows(tmp_path / "train.csv")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert told in (problem.hint or "")
 
 
@@ -312,7 +312,7 @@ def test_long_documents_with_rows_under_a_key_are_streamed(tmp_path: Path) -> No
     assert rows_of(list(read_rows(path))) == rows
     path.write_text(json.dumps({"data": rows}, indent=1)[:-3000], encoding="utf-8")
     *most, problem = read_rows(path)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert rows_of(most) == rows[: len(most)]
 
 
@@ -320,7 +320,7 @@ def test_broken_rows_under_a_key_are_told_and_the_rest_is_read(tmp_path: Path) -
     path = tmp_path / "a.json"
     path.write_text('{"data": [\n {"text": "a"},\n {"text" "b"},\n {"text": "c"}\n]}\n', encoding="utf-8")
     first, problem, last = read_rows(path)
-    assert (rows_of([first, last]), isinstance(problem, Problem)) == ([{"text": "a"}, {"text": "c"}], True)
+    assert (rows_of([first, last]), isinstance(problem, RowProblem)) == ([{"text": "a"}, {"text": "c"}], True)
     assert problem.line == 3
 
 
@@ -348,7 +348,7 @@ def test_a_table_by_columns_says_how_to_write_it_by_rows(tmp_path: Path, table: 
     path = tmp_path / "train.json"
     path.write_text(json.dumps(table), encoding="utf-8")
     (problem,) = read_rows(path)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert "orient='records'" in (problem.hint or "")
 
 

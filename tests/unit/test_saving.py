@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from allhands.checkpoints import Tensor, checkpoint_path, open_checkpoint
+from allhands.checkpoints.format import WEIGHTS_FILE
+from allhands.checkpoints.saving import SaveKind, SavePlan, Saver
 from allhands.errors import StorageError
 from allhands.metrics import SavedReport
-from allhands.train.saving import SaveKind, SavePlan, Saver
-from allhands.train.state import WEIGHTS_FILE, LoopState
+from allhands.train.state import LoopState
 
 
 class JustDone(Future[SavedReport]):
@@ -124,3 +125,13 @@ def test_what_is_written_of_one_batch_is_held_once_and_not_for_longer(tmp_path: 
     saver.close()  # the thread has let go of the last one, too
     assert [each() for each in held] == [None, None]
     assert [report.step for report in reports if isinstance(report, SavedReport)] == [5, 5, 6]
+
+
+def test_where_there_is_no_room_for_two_versions_training_waits(tmp_path: Path) -> None:
+    plan = SavePlan(tmp_path, "run", 0, 2, None, True, {}, dict)
+    saver = Saver(plan, lambda: lambda: tensors(0), lambda state: {}, waits=lambda: True)
+    saver.save(LoopState(iteration=5), "last")
+    (report,) = saver.saved(False)
+    assert isinstance(report, SavedReport)
+    assert report.pause_s >= report.write_s
+    saver.close()

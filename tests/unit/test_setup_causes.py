@@ -7,7 +7,7 @@ import pytest
 from allhands.cluster.setup.causes import Cause, cause_of
 from allhands.cluster.setup.execute import Failed
 from allhands.cluster.setup.plan import Step
-from allhands.cluster.setup.shell import Done
+from allhands.cluster.setup.shell import CommandDone
 
 OFFLINE_PIP = """\
 WARNING: Retrying (Retry(total=0, connect=None, read=None, redirect=None, status=None)) after connection broken by \
@@ -55,51 +55,53 @@ NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (
     ("done", "text", "hint"),
     [
         (
-            Done(1, "", OFFLINE_PIP),
+            CommandDone(1, "", OFFLINE_PIP),
             "it cannot reach the package index: Temporary failure in name resolution "
             "(ERROR: No matching distribution found for mlx==0.32.4)",
             NO_NETWORK,
         ),
         (
-            Done(1, "", OFFLINE_UV),
+            CommandDone(1, "", OFFLINE_UV),
             "it cannot reach the package index: Temporary failure in name resolution "
             "(error: Request failed after 1 retry in 1.7s)",
             NO_NETWORK,
         ),
         (
-            Done(1, "", OFFLINE_PIP.replace("[Errno -3] Temporary failure in name resolution", "what nobody knows")),
+            CommandDone(
+                1, "", OFFLINE_PIP.replace("[Errno -3] Temporary failure in name resolution", "what nobody knows")
+            ),
             "it cannot reach the package index (ERROR: No matching distribution found for mlx==0.32.4)",
             NO_NETWORK,
         ),
-        (Done(1, "", ABSENT_PIP), "ERROR: No matching distribution found for mlx==9", ""),
+        (CommandDone(1, "", ABSENT_PIP), "ERROR: No matching distribution found for mlx==9", ""),
         (
-            Done(1, "", FULL_AFTER_A_RETRY),
+            CommandDone(1, "", FULL_AFTER_A_RETRY),
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
             "",
         ),
         (
-            Done(1, DEBIAN_VENV),
+            CommandDone(1, DEBIAN_VENV),
             "its Python has no ensurepip, which puts pip into an environment",
             "install it there: sudo apt install python3.11-venv",
         ),
         (
-            Done(1, "", VENV),
+            CommandDone(1, "", VENV),
             "ensurepip of its Python does not work, which puts pip into an environment",
             "mend that Python, install uv there, or name another Python with --python",
         ),
-        (Done(1, "it is too warm today\n\nFailing command: /e/bin/python"), "it is too warm today", ""),
-        (Done(1, "Failing command: /e/bin/python"), "Failing command: /e/bin/python", ""),
-        (Done(None), "no answer in time", ""),
+        (CommandDone(1, "it is too warm today\n\nFailing command: /e/bin/python"), "it is too warm today", ""),
+        (CommandDone(1, "Failing command: /e/bin/python"), "Failing command: /e/bin/python", ""),
+        (CommandDone(None), "no answer in time", ""),
     ],
     ids=["pip", "uv", "unknown", "absent", "full", "debian", "venv", "before", "alone", "late"],
 )
-def test_the_cause_is_told_and_not_what_follows_from_it(done: Done, text: str, hint: str) -> None:
+def test_the_cause_is_told_and_not_what_follows_from_it(done: CommandDone, text: str, hint: str) -> None:
     assert cause_of(done) == Cause(text, hint)
 
 
 def test_a_step_that_failed_has_a_remedy_in_any_case() -> None:
     step = Step("node1", "install MLX", ("pip", "install", "mlx"))
-    offline, absent = Failed(step, Done(1, "", OFFLINE_PIP)), Failed(step, Done(1, "", ABSENT_PIP))
+    offline, absent = Failed(step, CommandDone(1, "", OFFLINE_PIP)), Failed(step, CommandDone(1, "", ABSENT_PIP))
     assert str(offline).startswith("install MLX: it cannot reach the package index")
     assert offline.hint == f"{NO_NETWORK}, then run this again; by hand: pip install mlx"
     assert absent.hint == "run it by hand: pip install mlx"

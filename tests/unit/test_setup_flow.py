@@ -21,14 +21,14 @@ from allhands.cluster.setup.flow import SetUp
 from allhands.cluster.setup.outcome import Mode, Report, Wishes
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.shell import Shell
-from allhands.cluster.setup.state import CannotSetUp, HostState, Installed, Source, Wanted
+from allhands.cluster.setup.state import CannotSetUp, Installed, SetupHostState, SetupSource, WantedSetup
 from allhands.errors import ConfigError
 
 HAS = {"allhands": "1.2", "mlx": "0.32.4", "mlx-metal": "0.32.4"}
-WANTED = Wanted(Source("1.2"), (3, 11), versions={"mlx": "0.32.4"})
+WANTED = WantedSetup(SetupSource("1.2"), (3, 11), versions={"mlx": "0.32.4"})
 
 
-def mac(number: int, peer: int, devices: Sequence[str] = ()) -> HostState:
+def mac(number: int, peer: int, devices: Sequence[str] = ()) -> SetupHostState:
     """A Mac on Wi-Fi, with a Thunderbolt cable to another one, that has everything."""
     port = {"receptacle": "1", "connected": True, "domain": f"D{number}", "peers": [f"D{peer}"]}
     wifi = {"name": "en0", "kind": "wifi", "addresses": [{"ip": f"10.0.0.{number}", "prefix": 24}]}
@@ -40,16 +40,16 @@ def mac(number: int, peer: int, devices: Sequence[str] = ()) -> HostState:
     }
     installed = Installed("/env/bin/python", (3, 11, 1), HAS)
     facts = HostFacts.model_validate(content)
-    return HostState(f"mac{number}", f"mac{number}", "Darwin", installed=(installed,), facts=facts, cwd="/work")
+    return SetupHostState(f"mac{number}", f"mac{number}", "Darwin", installed=(installed,), facts=facts, cwd="/work")
 
 
 @dataclass(frozen=True)
 class OnPaper:
     """Stands for the surveyor."""
 
-    states: dict[str, HostState | CannotSetUp]
+    states: dict[str, SetupHostState | CannotSetUp]
 
-    def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> HostState:
+    def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> SetupHostState:
         state = self.states[host.name]
         if isinstance(state, CannotSetUp):
             raise state
@@ -92,12 +92,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def wishes_for(place: Path, *states: HostState, mode: Mode = "ask", wanted: Wanted = WANTED) -> Wishes:
+def wishes_for(place: Path, *states: SetupHostState, mode: Mode = "ask", wanted: WantedSetup = WANTED) -> Wishes:
     surveyor: Any = OnPaper({state.name: state for state in states})
     return Wishes([state.name for state in states], place / "hosts.json", wanted, surveyor, mode=mode)
 
 
-def set_up(place: Path, person: Answers, *states: HostState, mode: Mode = "ask", wanted: Wanted = WANTED) -> Report:
+def set_up(
+    place: Path, person: Answers, *states: SetupHostState, mode: Mode = "ask", wanted: WantedSetup = WANTED
+) -> Report:
     return SetUp(wishes_for(place, *states, mode=mode, wanted=wanted), person).run()
 
 
@@ -228,7 +230,7 @@ def test_one_that_tells_nothing_of_itself_is_not_passed_over(place: Path) -> Non
 
 def test_what_runs_here_is_packed_only_for_who_needs_it(place: Path) -> None:
     pack = (sys.executable, "-c", "raise SystemExit(1)")
-    wanted = replace(WANTED, source=Source("1.2", place / "allhands.whl", made_by=pack))
+    wanted = replace(WANTED, source=SetupSource("1.2", place / "allhands.whl", made_by=pack))
     lacks_a_directory = replace(mac(1, 9), cwd_exists=False)
     shown = set_up(place, Answers(), lacks_a_directory, mode="dry-run", wanted=wanted).shown
     assert [step.argv[0] for step in shown] == ["mkdir"]
@@ -333,7 +335,7 @@ OLD = {"mac1": "10.0.0.1", "mac2": "10.0.0.2", "far": "10.0.9.1", "farther": "10
 
 def earlier(place: Path) -> str:
     """A hostfile of an earlier run, over more computers."""
-    entries = [hostfile.Entry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()]
+    entries = [hostfile.HostEntry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()]
     (place / "hosts.json").write_text(hostfile.compose(entries))
     return (place / "hosts.json").read_text()
 

@@ -15,12 +15,12 @@ from allhands.cluster.setup.state import (
     Access,
     CannotSetUp,
     HostKey,
-    HostState,
-    Identity,
     Installed,
     Interpreter,
-    Source,
-    Wanted,
+    SetupHostState,
+    SetupIdentity,
+    SetupSource,
+    WantedSetup,
 )
 from allhands.errors import ConfigError
 
@@ -28,10 +28,10 @@ ENV = "/home/me/.allhands/env"
 PYTHON = f"{ENV}/bin/python"
 WHEEL = Path("/here/allhands-1.2-py3-none-any.whl")
 PINS = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
-WANTED = Wanted(Source("1.2", WHEEL, "f00d", size=77), (3, 11), versions=PINS)
-RELEASE = Wanted(Source("1.2"), (3, 11), versions=PINS, mpi="5.0.11")
+WANTED = WantedSetup(SetupSource("1.2", WHEEL, "f00d", size=77), (3, 11), versions=PINS)
+RELEASE = WantedSetup(SetupSource("1.2"), (3, 11), versions=PINS, mpi="5.0.11")
 P311, P312 = Interpreter("/usr/bin/python3.11", (3, 11, 2)), Interpreter("/usr/bin/python3.12", (3, 12, 1))
-BARE = HostState("node1", "me@node1", "Linux", home="/home/me", env_dir=ENV, pythons=(P312, P311), cwd="/work")
+BARE = SetupHostState("node1", "me@node1", "Linux", home="/home/me", env_dir=ENV, pythons=(P312, P311), cwd="/work")
 HAS = {"allhands": "1.2", "mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-cpu": "0.32.4", "pip": "23.2"}
 WHOLE = Installed(PYTHON, (3, 11, 2), HAS, "f00d")
 ENVIRONMENT = replace(BARE, place="complete", installed=(WHOLE,))
@@ -138,7 +138,7 @@ ALL_STEPS = ["not finished", "make its", "copy", "install", "is finished"]
         ),
     ],
 )
-def test_what_is_done(state: HostState, wanted: Wanted, expected: list[str]) -> None:
+def test_what_is_done(state: SetupHostState, wanted: WantedSetup, expected: list[str]) -> None:
     steps = plan.environment_steps(state, wanted)
     assert verbs(steps) == expected
     assert {(step.host, step.ssh, step.changes, step.terminal) for step in steps} == {
@@ -189,7 +189,7 @@ def test_a_place_with_blanks_survives_the_shell_and_the_address() -> None:
         (replace(BARE, env_dir="/home/me/x/../.."), WANTED, "is no place"),
     ],
 )
-def test_what_cannot_be_done(state: HostState, wanted: Wanted, message: str) -> None:
+def test_what_cannot_be_done(state: SetupHostState, wanted: WantedSetup, message: str) -> None:
     with pytest.raises(CannotSetUp, match=message) as caught:
         plan.environment_steps(state, wanted)
     assert caught.value.hint
@@ -244,7 +244,7 @@ def test_removing_takes_the_environment_and_nothing_beside_it(tmp_path: Path) ->
 
 # --- access ---------------------------------------------------------------------------------------------
 
-NEW, OLD = Identity(Path("/home/me/.ssh/id_ed25519"), False), Identity(Path("/home/me/.ssh/id_rsa"), True)
+NEW, OLD = SetupIdentity(Path("/home/me/.ssh/id_ed25519"), False), SetupIdentity(Path("/home/me/.ssh/id_rsa"), True)
 
 
 def test_an_unknown_key_is_appended_as_it_was_shown(tmp_path: Path) -> None:
@@ -276,7 +276,9 @@ def test_one_key_is_made_for_all_and_installed_on_each() -> None:
 
 def test_a_key_is_made_with_its_public_half_and_never_over_another(tmp_path: Path) -> None:
     key = tmp_path / "me" / ".ssh" / "id_ed25519"
-    (step,) = [s for s in plan.login_steps([("a", "a", Access("denied", identity=Identity(key, False)))]) if not s.host]
+    (step,) = [
+        s for s in plan.login_steps([("a", "a", Access("denied", identity=SetupIdentity(key, False)))]) if not s.host
+    ]
     assert run_step(step) == 0
     made = key.read_bytes()
     assert key.stat().st_mode & 0o777 == 0o600
@@ -287,8 +289,8 @@ def test_a_key_is_made_with_its_public_half_and_never_over_another(tmp_path: Pat
 
 def test_ssh_copy_id_gets_its_directory(tmp_path: Path) -> None:
     own = tmp_path / "me" / ".ssh"
-    elsewhere = [("a", "a", Access("denied", identity=Identity(tmp_path / "keys" / "id", False)))]
-    here = [("a", "a", Access("denied", identity=Identity(own / "id_ed25519", False)))]
+    elsewhere = [("a", "a", Access("denied", identity=SetupIdentity(tmp_path / "keys" / "id", False)))]
+    here = [("a", "a", Access("denied", identity=SetupIdentity(own / "id_ed25519", False)))]
     make, key, copy = plan.login_steps(elsewhere, own)
     assert (make.host, key.host, copy.argv[0]) == ("", "", "ssh-copy-id")
     assert run_step(make) == 0

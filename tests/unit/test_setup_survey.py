@@ -10,8 +10,8 @@ import pytest
 
 from allhands.cluster.hosts import Host
 from allhands.cluster.setup.outcome import hosts_of
-from allhands.cluster.setup.shell import Done, Shell, identity_of, known_hosts_of
-from allhands.cluster.setup.state import CannotSetUp, HostState, Identity, Source
+from allhands.cluster.setup.shell import CommandDone, Shell, identity_of, known_hosts_of
+from allhands.cluster.setup.state import CannotSetUp, SetupHostState, SetupIdentity, SetupSource
 from allhands.cluster.setup.survey import Surveyor, state_from, version_of, wanted_from
 from allhands.errors import ConfigError
 
@@ -40,7 +40,7 @@ def few_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def looked(
     place: str = "~/.allhands/env", cwd: str = "/no/such/place", *, candidates: tuple[str, ...] = ()
-) -> HostState:
+) -> SetupHostState:
     return Surveyor(place, Path(cwd), candidates).look_at(Shell(), Host("node1", "node1"))
 
 
@@ -129,7 +129,7 @@ def test_the_home_itself_is_the_other_home(home: Path, monkeypatch: pytest.Monke
 def test_pythons_are_told_with_what_they_can_do() -> None:
     lines = [*SAID, ("python", "3.11.2 no /usr/bin/python3.11"), ("python", "3.13.0 yes /opt/my pythons/python3.13")]
     lines += [("python", "3.8.1 yes /old"), ("has", "/a b/python"), ("uv", "/opt/uv")]
-    state, others = state_from(HostState("a", "a"), lines, Path("/work"))
+    state, others = state_from(SetupHostState("a", "a"), lines, Path("/work"))
     assert [(one.path, one.version, one.makes) for one in state.pythons] == [
         ("/opt/my pythons/python3.13", (3, 13, 0), True),
         ("/usr/bin/python3.11", (3, 11, 2), False),
@@ -139,7 +139,7 @@ def test_pythons_are_told_with_what_they_can_do() -> None:
 
 def test_a_shell_that_stops_midway_is_no_answer() -> None:
     with pytest.raises(CannotSetUp, match="POSIX shell"):
-        state_from(HostState("a", "a"), SAID[:-1], Path("/work"))
+        state_from(SetupHostState("a", "a"), SAID[:-1], Path("/work"))
 
 
 def test_a_computer_that_runs_no_commands(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -170,30 +170,30 @@ def test_where_host_keys_are_noted(value: str, expected: str | None) -> None:
 def test_the_persons_key(tmp_path: Path) -> None:
     rsa, ed25519, other = (tmp_path / name for name in ("id_rsa", "id_ed25519", "other"))
     usual = {"identityfile": [str(rsa), str(ed25519)]}
-    assert identity_of(usual) == Identity(ed25519, False)
-    assert identity_of({"identityfile": [str(other)]}) == Identity(other, False)
+    assert identity_of(usual) == SetupIdentity(ed25519, False)
+    assert identity_of({"identityfile": [str(other)]}) == SetupIdentity(other, False)
     # A private key without its public half is never written over.
     ed25519.touch()
     assert identity_of(usual) is None
     rsa.touch()
     rsa.with_name("id_rsa.pub").touch()
-    assert identity_of(usual) == Identity(rsa, True)
+    assert identity_of(usual) == SetupIdentity(rsa, True)
     ed25519.with_name("id_ed25519.pub").touch()
-    assert identity_of(usual) == Identity(ed25519, True)
+    assert identity_of(usual) == SetupIdentity(ed25519, True)
 
 
 @pytest.mark.parametrize(
     ("done", "said"),
     [
-        (Done(None), "no answer in time"),
-        (Done(3), "it ended with code 3"),
-        (Done(1, "out\n", "first\n\nlast\x1b[2J  \n\n"), "last[2J"),
-        (Done(1, "out\n"), "out"),
-        (Done(1, "", "ERROR: a\nERROR: no mlx==9\n\nnote: see the\nmanual"), "ERROR: no mlx==9"),
-        (Done(2, "", "  \u00d7 No interpreter found\n  hint: look\n"), "\u00d7 No interpreter found"),
+        (CommandDone(None), "no answer in time"),
+        (CommandDone(3), "it ended with code 3"),
+        (CommandDone(1, "out\n", "first\n\nlast\x1b[2J  \n\n"), "last[2J"),
+        (CommandDone(1, "out\n"), "out"),
+        (CommandDone(1, "", "ERROR: a\nERROR: no mlx==9\n\nnote: see the\nmanual"), "ERROR: no mlx==9"),
+        (CommandDone(2, "", "  \u00d7 No interpreter found\n  hint: look\n"), "\u00d7 No interpreter found"),
     ],
 )
-def test_the_last_word_of_a_command(done: Done, said: str) -> None:
+def test_the_last_word_of_a_command(done: CommandDone, said: str) -> None:
     assert done.last_line == said
 
 
@@ -216,7 +216,7 @@ def test_what_are_no_names(text: str) -> None:
 
 
 def test_the_python_that_is_asked_for() -> None:
-    source = Source("1.0")
+    source = SetupSource("1.0")
     own = sys.version_info[:2]
     assert wanted_from(source, None).python == own
     assert wanted_from(source, "3.12").python == (3, 12)

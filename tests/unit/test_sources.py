@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from allhands.data import tables
 from allhands.data.reading import read_rows
-from allhands.data.rows import Problem, ReadOptions, Row
+from allhands.data.rows import ReadOptions, Row, RowProblem
 from allhands.data.sources import Source, SourceOptions, find_sources
 from allhands.errors import AllhandsError, ConfigError, DataError
 
@@ -127,7 +127,7 @@ def test_rows_carry_the_name_and_stop_at_the_limit(tmp_path: Path) -> None:
     (source,) = find(path, limit=3)
     for _ in range(2):
         items = list(source.rows())
-        assert [item.where if isinstance(item, Problem) else item.value for item in items] == [
+        assert [item.where if isinstance(item, RowProblem) else item.value for item in items] == [
             {"n": 1},
             f"{path}:2",
             {"n": 3},
@@ -245,7 +245,7 @@ def test_a_directory_is_taken_before_the_hub(
     assert calls == []
     assert [source.name for source in find("hf://some/one")] == ["some/one[train]"]
     failure(ConfigError, "hf://a/b/c")
-    assert [p.message for p in find("other/one")[0].rows() if isinstance(p, Problem)] == ["the split is empty"]
+    assert [p.message for p in find("other/one")[0].rows() if isinstance(p, RowProblem)] == ["the split is empty"]
 
 
 class Gated(FileNotFoundError):
@@ -288,7 +288,7 @@ def test_a_download_that_breaks_off(hub: Callable[[Any], list[Any]]) -> None:
     hub({"train": rows()})
     first, second = find("a/b", streaming=True)[0].rows()
     assert first == Row({"n": 1}, "a/b[train]", 1)
-    assert isinstance(second, Problem)
+    assert isinstance(second, RowProblem)
     assert (second.line, "reset by peer" in second.message) == (2, True)
     assert "the rest" in second.message
 
@@ -342,14 +342,14 @@ def test_the_real_library(tmp_path: Path) -> None:
 # Plain text
 
 
-def read(folder: Path, content: bytes | str, **options: Any) -> list[Row | Problem]:
+def read(folder: Path, content: bytes | str, **options: Any) -> list[Row | RowProblem]:
     path = folder / "f.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return list(read_rows(path, ReadOptions(**options)))
 
 
-def texts_of(items: list[Row | Problem]) -> list[str]:
-    assert not [item for item in items if isinstance(item, Problem)]
+def texts_of(items: list[Row | RowProblem]) -> list[str]:
+    assert not [item for item in items if isinstance(item, RowProblem)]
     return [item.value["text"] for item in items if isinstance(item, Row)]
 
 
@@ -363,7 +363,7 @@ def test_text_by_document(folder: Path, texts: list[str]) -> None:
         joined = mark.join(text.replace(mark, "") for text in texts)
         documents = "auto" if mark == "<|endoftext|>" else mark.replace("\n", "\\n")
         items = read(folder, joined, documents=documents)
-        assert texts_of(items) == kept if kept else [type(item) for item in items] == [Problem]
+        assert texts_of(items) == kept if kept else [type(item) for item in items] == [RowProblem]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.model.split import split
-from allhands.train.gradient import make_gradient, make_loss
+from allhands.objectives.causal_lm import make_loss
+from allhands.parallel.gradient import make_gradient
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

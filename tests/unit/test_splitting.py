@@ -15,8 +15,8 @@ from allhands.data.splitting import (
     TRAIN,
     VALID,
     Groups,
-    Share,
-    Wanted,
+    SplitShare,
+    WantedSplit,
     assign,
     hash64,
     keepers,
@@ -30,13 +30,13 @@ from allhands.errors import ConfigError
     [("0.05", 1000, 50), ("0.05", 10, 1), ("0.1", 25, 2), ("200", 1000, 200), ("0", 9, 0), ("0.0", 9, 0), ("1", 9, 1)],
 )
 def test_a_share_is_a_fraction_or_a_number(text: str, total: int, rows: int) -> None:
-    assert Share.parse(text, "--valid").rows(total) == rows
+    assert SplitShare.parse(text, "--valid").rows(total) == rows
 
 
 @pytest.mark.parametrize("text", ["-0.1", "1.5", "many", "nan", "inf", "-3", ""])
 def test_other_shares_are_refused_with_their_flag(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Share.parse(text, "--test")
+        SplitShare.parse(text, "--test")
     assert caught.value.where == "--test"
 
 
@@ -76,7 +76,7 @@ def test_groups_stay_whole_and_their_split_does_not_depend_on_the_order(
     label = np.array(labels, dtype=np.int64)
     keys = np.array([hash64(f"{group} {i}") for i, group in enumerate(labels)], dtype=np.uint64)
     none = np.full(len(labels), NONE, dtype=np.int8)
-    split = assign(label, keys, none, Wanted(*wanted), seed)
+    split = assign(label, keys, none, WantedSplit(*wanted), seed)
     for group in set(labels):
         assert len(set(split[label == group].tolist())) == 1
     sizes = [int(np.sum(label == group)) for group in set(labels)]
@@ -87,13 +87,13 @@ def test_groups_stay_whole_and_their_split_does_not_depend_on_the_order(
     mixed = list(range(len(labels)))
     order.shuffle(mixed)
     # The labels themselves come from the order of rows: other names, the same groups.
-    assert np.array_equal(assign(100 - label[mixed], keys[mixed], none, Wanted(*wanted), seed), split[mixed])
+    assert np.array_equal(assign(100 - label[mixed], keys[mixed], none, WantedSplit(*wanted), seed), split[mixed])
 
 
 def test_single_rows_give_exact_counts_and_seeds_differ() -> None:
     keys = np.array([hash64(str(i)) for i in range(1000)], dtype=np.uint64)
     rows, none = np.arange(1000), np.full(1000, NONE, dtype=np.int8)
-    first, second = (assign(rows, keys, none, Wanted(50, 37), seed) for seed in (0, 1))
+    first, second = (assign(rows, keys, none, WantedSplit(50, 37), seed) for seed in (0, 1))
     for split in (first, second):
         assert np.bincount(split, minlength=3).tolist() == [913, 50, 37]
     # Of 37 rows, two independent choices out of 1000 share 1.4 on average.
@@ -104,10 +104,10 @@ def test_given_splits_stay_and_undecided_rows_follow_their_twins() -> None:
     labels = np.array([0, 0, 0, 3, 3, 5, 6])
     given_splits = np.array([TRAIN, VALID, NONE, TEST, NONE, TRAIN, NONE], dtype=np.int8)
     keys = np.arange(7, dtype=np.uint64)
-    split = assign(labels, keys, given_splits, Wanted(0, 0), 0)
+    split = assign(labels, keys, given_splits, WantedSplit(0, 0), 0)
     assert split.tolist() == [TRAIN, VALID, VALID, TEST, TEST, TRAIN, TRAIN]
     # Train is cut only where a whole group is free: 5 and 6.
-    cut = assign(labels, keys, given_splits, Wanted(0, 1), 0)
+    cut = assign(labels, keys, given_splits, WantedSplit(0, 1), 0)
     assert cut.tolist()[:5] == split.tolist()[:5]
     assert sorted(cut.tolist()[5:]) == [TRAIN, TEST]
 

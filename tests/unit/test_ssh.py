@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from allhands.cluster import ssh
-from allhands.cluster.ssh import SshOptions, Trouble
+from allhands.cluster.ssh import SshOptions, SshTrouble
 from allhands.errors import ConfigError
 
 # Does with its words what ssh and sshd do: everything after the host is joined and given to the person's shell.
@@ -155,9 +155,11 @@ def test_answers_within_its_time(pretended: Path, monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - began < 2
     _pretend(monkeypatch, tmp_path, "exec sleep 30")
     silent = ssh.trouble("node1", 0.3)
-    assert silent == Trouble(None, "look whether it is switched on; make `ssh node1 true` work without a question")
+    assert silent == SshTrouble(None, "look whether it is switched on; make `ssh node1 true` work without a question")
     _pretend(monkeypatch, tmp_path, "exit 1")
-    assert ssh.trouble("node1", 10) == Trouble("ssh ended with code 1", "make `ssh node1 true` work without a question")
+    assert ssh.trouble("node1", 10) == SshTrouble(
+        "ssh ended with code 1", "make `ssh node1 true` work without a question"
+    )
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:

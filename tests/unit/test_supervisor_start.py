@@ -15,15 +15,15 @@ from allhands.cluster.membership import Roster
 from allhands.cluster.outcome import Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
-from allhands.cluster.ssh import Trouble
-from allhands.cluster.supervisor import Seams, SuperviseOptions, SupervisorEvent, supervise
+from allhands.cluster.ssh import SshTrouble
+from allhands.cluster.supervisor import SuperviseOptions, SupervisorEvent, SupervisorSeams, supervise
 
-UNKNOWN = Trouble("ssh: Could not resolve hostname b: Name or service not known", "correct the name", lasting=True)
-REFUSED = Trouble("ssh: connect to host c port 22: Connection refused", "start the ssh server there")
-SILENT = Trouble(None, "look whether it is switched on")
+UNKNOWN = SshTrouble("ssh: Could not resolve hostname b: Name or service not known", "correct the name", lasting=True)
+REFUSED = SshTrouble("ssh: connect to host c port 22: Connection refused", "start the ssh server there")
+SILENT = SshTrouble(None, "look whether it is switched on")
 
 
-def roster(*names: str, possible: int = 3, **troubles: Trouble) -> Roster:
+def roster(*names: str, possible: int = 3, **troubles: SshTrouble) -> Roster:
     places, every = tuple(Place(name, 1) for name in names), ("a", "b", "c")
     absent = tuple(name for name in every if name not in names)
     return Roster(names, places, every, apart=True, absent=absent, troubles=troubles, possible=possible)
@@ -69,7 +69,7 @@ class Stage:
     def run(self, *rosters: Roster, min_ranks: int | None = None, max_restarts: int = 3) -> int:
         spec = LaunchSpec(["train"], 3, "ring", self.directory / "logs")
         options = SuperviseOptions(max_restarts, min_ranks)
-        seams = Seams(self._make, lambda: self.clock, self._sleep)
+        seams = SupervisorSeams(self._make, lambda: self.clock, self._sleep)
         journal = Journal(self.directory / "events.jsonl")
         try:
             return supervise(

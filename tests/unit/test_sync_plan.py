@@ -13,7 +13,7 @@ import typer
 from allhands.blas import cache_dir
 from allhands.cli.cluster_sync import sync
 from allhands.cluster.hosts import Host
-from allhands.cluster.sync.plan import Found, Root, environment_of, make_plan, parents
+from allhands.cluster.sync.plan import FoundFiles, Root, environment_of, make_plan, parents
 from allhands.cluster.sync.worker import base_directory, root_directory
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
@@ -41,7 +41,7 @@ def names(words: list[str]) -> list[tuple[str, str, str]]:
     return [(found.root.base, found.root.at, "/".join(found.parts)) for found in make_plan(words).files]
 
 
-def on(host: Host, found: Found, environment: dict[str, str]) -> str:
+def on(host: Host, found: FoundFiles, environment: dict[str, str]) -> str:
     return os.path.join(root_directory(found.root.on(host), environment), *found.parts)
 
 

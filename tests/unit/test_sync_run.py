@@ -23,7 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 from allhands.cli import cluster_sync
-from allhands.cli.cluster_sync import Wanted, run_sync
+from allhands.cli.cluster_sync import WantedSync, run_sync
 from allhands.cluster.hosts import Host
 from allhands.cluster.sync import SyncOptions, SyncState, make_plan, run, synchronise
 from allhands.cluster.sync.blocks import BLOCK_BYTES
@@ -168,7 +168,7 @@ def test_what_cannot_be_written_fails_that_host_and_the_chain_goes_on(hosts: Hos
     # Found before anything is sent, and so nothing is left there.
     assert (state.hosts[1].received, hosts.got("b")) == (0, {})
     assert (hosts.got("a"), hosts.got("c")) == (hosts.has(), hosts.has())
-    assert state.exit_code == 5
+    assert state.exit_code == 2
     assert bring(made, dry_run=True).hosts[1].state == "failed"
     (hosts.home("b") / "there" / "model" / "weights").rmdir()
     state = bring(made)
@@ -354,12 +354,12 @@ def _right_blocks(path: Path, folder: Path) -> int:
 
 def test_no_way_between_hosts_is_no_trouble(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are told wrong ports, as behind a firewall: this computer feeds them over ssh."""
-    real = run._Run._on_hello
+    real = run._SyncRun._on_hello
 
     def elsewhere(self: Any, number: int, said: dict[str, Any]) -> None:
         real(self, number, {**said, "addresses": [["127.0.0.1", 1]], "source": "192.0.2.1"})
 
-    monkeypatch.setattr(run._Run, "_on_hello", elsewhere)
+    monkeypatch.setattr(run._SyncRun, "_on_hello", elsewhere)
     state = bring(hosts.make("a", "b"))
     assert state.exit_code == 0
     assert [host.parent for host in state.hosts] == ["this computer over ssh"] * 2
@@ -479,7 +479,7 @@ def test_the_demo_model_goes_to_the_cache(hosts: Hosts, monkeypatch: pytest.Monk
     (model / "config.json").write_text("{}")
     monkeypatch.setattr("allhands.model.sources.resolve", lambda source, report: model)
     made = [replace(hosts.make("a")[0], envs={"ALLHANDS_CACHE": str(hosts.place / "other")})]
-    assert run_sync(Wanted("demo", "demo", None, ()), made, SyncOptions(), as_json=False) == 0
+    assert run_sync(WantedSync("demo", "demo", None, ()), made, SyncOptions(), as_json=False) == 0
     assert (hosts.place / "other" / "SmolLM" / "config.json").read_text() == "{}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.cluster.sync.blocks import BLOCK_BYTES, Entry, HashCache
+from allhands.cluster.sync.blocks import BLOCK_BYTES, BlockEntry, HashCache
 from allhands.cluster.sync.shelf import Destination, WrongBlock
 
 CONTENT = os.urandom(3 * BLOCK_BYTES + 100)
@@ -20,18 +20,18 @@ def pieces(content: bytes) -> list[bytes]:
     return [content[place : place + BLOCK_BYTES] for place in range(0, len(content), BLOCK_BYTES)]
 
 
-def entry_of(content: bytes, *parts: str, mode: int = 0o640) -> Entry:
+def entry_of(content: bytes, *parts: str, mode: int = 0o640) -> BlockEntry:
     digests = b"".join(hashlib.sha256(piece).digest() for piece in pieces(content))
-    return Entry(0, parts or ("file",), len(content), 1_600_000_000_000_000_123, mode, digests)
+    return BlockEntry(0, parts or ("file",), len(content), 1_600_000_000_000_000_123, mode, digests)
 
 
-def destination(root: Path, *entries: Entry) -> Destination:
+def destination(root: Path, *entries: BlockEntry) -> Destination:
     found = Destination([str(root)], entries, HashCache(None))
     found.look(lambda count: None)
     return found
 
 
-def partial(root: Path, entry: Entry) -> Path:
+def partial(root: Path, entry: BlockEntry) -> Path:
     return root.joinpath(*entry.parts[:-1], entry.partial_name)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allhands.cluster.sync import blocks, member
-from allhands.cluster.sync.blocks import BLOCK_BYTES, Entry, HashCache, Refused, read_manifest, safe_parts
+from allhands.cluster.sync.blocks import BLOCK_BYTES, BlockEntry, BlockRefused, HashCache, read_manifest, safe_parts
 
 FOLDER = Path(blocks.__file__).parent
 HASH = "ab" * 32
@@ -95,9 +95,9 @@ def test_a_host_without_that_python_uses_the_one_on_its_path(tmp_path: Path) -> 
     ],
 )
 def test_hostile_names_are_refused(path: object) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(BlockRefused):
         safe_parts(path)
-    with pytest.raises(Refused):
+    with pytest.raises(BlockRefused):
         read_manifest([entry(path=path)], 1)
 
 
@@ -105,7 +105,7 @@ def test_hostile_names_are_refused(path: object) -> None:
 def test_what_is_let_through_stays_below_its_root(path: str) -> None:
     try:
         parts = safe_parts(path)
-    except Refused:
+    except BlockRefused:
         return
     joined = os.path.normpath(os.path.join("/root/of/files", *parts))
     assert joined == f"/root/of/files/{path}"
@@ -127,13 +127,13 @@ def test_unusual_names_are_names(path: str) -> None:
     ],
 )
 def test_manifests_that_make_no_sense_are_refused(listed: object) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(BlockRefused):
         read_manifest(listed, 1)
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
     size = 2 * BLOCK_BYTES + 7
-    before = Entry(1, ("a", "\udcff"), size, 12345678901234567, 0o640, bytes(range(96)))
+    before = BlockEntry(1, ("a", "\udcff"), size, 12345678901234567, 0o640, bytes(range(96)))
     after = read_manifest(json.loads(json.dumps([before.as_json()])), 2)[0]
     assert vars(after) == vars(before)
     assert [after.block_size(block) for block in range(after.num_blocks)] == [BLOCK_BYTES, BLOCK_BYTES, 7]

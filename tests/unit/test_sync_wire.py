@@ -17,7 +17,7 @@ import pytest
 from strangers import in_between, inputs, loopback_sources, pestering, say, say_all
 
 from allhands.cluster.sync import relay, wire
-from allhands.cluster.sync.blocks import BLOCK_BYTES, Entry, HashCache, sha256
+from allhands.cluster.sync.blocks import BLOCK_BYTES, BlockEntry, HashCache, sha256
 from allhands.cluster.sync.relay import Listener, ask, fetch, serve, wanted
 from allhands.cluster.sync.shelf import Destination, Shelf, WrongBlock
 from allhands.cluster.sync.source import SourceShelf, make_certificate
@@ -27,9 +27,9 @@ from allhands.errors import ConfigError
 CONTENT = os.urandom(2 * BLOCK_BYTES + 5)
 
 
-def entry_of(content: bytes, name: str = "file") -> Entry:
+def entry_of(content: bytes, name: str = "file") -> BlockEntry:
     pieces = [content[place : place + BLOCK_BYTES] for place in range(0, len(content), BLOCK_BYTES)]
-    return Entry(0, (name,), len(content), 0, 0o600, b"".join(map(sha256, pieces)))
+    return BlockEntry(0, (name,), len(content), 0, 0o600, b"".join(map(sha256, pieces)))
 
 
 @pytest.fixture(scope="module")

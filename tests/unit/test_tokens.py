@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.data.loader import MicroBatch, Sizing, collate, collate_share
+from allhands.data.loader import MicroBatch, collate, collate_share
 from allhands.data.tokens import PackedRows, TokenSet, Window, joined_fingerprint, pack_mask
+from allhands.sizing import Sizing
 
 quick = settings(max_examples=60, deadline=None, database=None)
 Example = tuple[list[int], list[bool]]

@@ -16,9 +16,9 @@ import pytest
 from mlx.utils import tree_map
 
 from allhands.model.fused import kernels
+from allhands.train.graph_update import GraphUpdate
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, KernelAdamW
-from allhands.train.update import GraphUpdate
 from allhands.trees import flatten, number, unflatten
 
 TOKENS = 37.0

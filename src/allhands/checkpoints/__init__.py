@@ -4,6 +4,19 @@ A checkpoint is a directory of safetensors and JSON files. ``manifest.json``, wr
 SHA-256 sum of each, and a sum of itself. A run keeps them as ``RUN/checkpoints/step-0000100`` and ``RUN/best``.
 """
 
+from allhands.checkpoints.finding import (
+    FoundCheckpoint,
+    damage,
+    find,
+    find_latest,
+    is_checkpoint,
+    kept_aside,
+    latest,
+    look_at,
+    quick_step,
+    survey,
+)
+from allhands.checkpoints.format import StoredFile
 from allhands.checkpoints.layout import (
     BEST,
     CHECKPOINTS,
@@ -15,9 +28,8 @@ from allhands.checkpoints.layout import (
     checkpoints_in,
     run_name,
 )
-from allhands.checkpoints.reading import Checkpoint, StoredFile, open_checkpoint
-from allhands.checkpoints.resuming import damage, find, find_latest, kept_aside
-from allhands.checkpoints.runs import Found, is_checkpoint, latest, look_at, prune, quick_step, survey
+from allhands.checkpoints.pruning import prune
+from allhands.checkpoints.reading import Checkpoint, open_checkpoint
 from allhands.checkpoints.tensors import Tensor
 from allhands.checkpoints.writing import write_checkpoint
 
@@ -28,7 +40,7 @@ __all__ = [
     "RUN_NAME",
     "STATE",
     "Checkpoint",
-    "Found",
+    "FoundCheckpoint",
     "StoredFile",
     "Tensor",
     "best_in",

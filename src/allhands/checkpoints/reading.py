@@ -10,20 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from allhands.checkpoints.format import FORMAT, WEIGHTS_FILE, StoredArray, StoredFile, manifest_text
 from allhands.checkpoints.layout import MANIFEST, STATE, is_plain, run_of
 from allhands.errors import CheckpointError
 
-# A new number whenever a checkpoint of this version could not be read by the ones before.
-FORMAT = 1
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint of another version of allhands."""
+
+
 _ALTERED = "its SHA-256 sum is wrong: it was altered after it had been written"
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Size in bytes and hexadecimal SHA-256 of a file."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,7 @@ class Checkpoint:
         time: when, in Unix seconds.
         state: content of ``state.json``; empty where only the manifest was read.
         files: every file but the manifest, by name.
+        arrays: every array, by name.
         digest: hexadecimal SHA-256 of the manifest, hence of everything.
     """
 
@@ -46,6 +43,7 @@ class Checkpoint:
     time: float
     state: Mapping[str, Any]
     files: Mapping[str, StoredFile]
+    arrays: tuple[StoredArray, ...]
     digest: str
 
     @property
@@ -75,17 +73,20 @@ def described(path: Path) -> Checkpoint:
     raw = _read(file)
     body = _parsed(raw, file)
     if (said := body.get("format")) != FORMAT:
-        raise _damaged(file, f"its format is {said!r}, not {FORMAT}: it is of another version of allhands, or altered")
+        raise _of_another_version(file, said)
     try:
         # Every byte counts, also those that mean nothing to JSON.
         same = raw == manifest_text({key: value for key, value in body.items() if key != "sha256"})
         files = {str(name): StoredFile(int(f["bytes"]), str(f["sha256"])) for name, f in body["files"].items()}
         step, run_id, time = int(body["step"]), str(body["run_id"]), float(body["time"])
+        arrays = tuple(map(StoredArray.from_json, body["arrays"]))
+        for array in arrays:
+            array.check(files)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise _damaged(file, "it is not a manifest of allhands") from None
+        raise damaged(file, "it is not a manifest of allhands") from None
     if not same or not all(map(is_plain, files)):
-        raise _damaged(file, _ALTERED)
-    return Checkpoint(path, step, run_id, time, {}, files, hashlib.sha256(raw).hexdigest())
+        raise damaged(file, _ALTERED)
+    return Checkpoint(path, step, run_id, time, {}, files, arrays, hashlib.sha256(raw).hexdigest())
 
 
 def check_sizes(found: Checkpoint) -> None:
@@ -99,11 +100,11 @@ def check_sizes(found: Checkpoint) -> None:
         try:
             there = file.stat()
         except OSError as error:
-            raise _unreadable(file, error) from None
+            raise unreadable(file, error) from None
         if not stat.S_ISREG(there.st_mode):
-            raise _damaged(file, "it is not a file")
+            raise damaged(file, "it is not a file")
         if there.st_size != facts.bytes:
-            raise _damaged(file, f"it has {there.st_size} bytes instead of {facts.bytes}")
+            raise damaged(file, f"it has {there.st_size} bytes instead of {facts.bytes}")
 
 
 def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
@@ -114,28 +115,14 @@ def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
     """
     file = found.path / STATE
     if STATE not in found.files:
-        raise _damaged(file, "the manifest does not name it")
+        raise damaged(file, "the manifest does not name it")
     content = _read(file)
     if hashlib.sha256(content).hexdigest() != found.files[STATE].sha256:
-        raise _damaged(file, _ALTERED)
+        raise damaged(file, _ALTERED)
     for name, facts in found.files.items() if verify else ():
         if name != STATE and sum_of(found.path / name) != facts.sha256:
-            raise _damaged(found.path / name, _ALTERED)
+            raise damaged(found.path / name, _ALTERED)
     return replace(found, state=_parsed(content, file))
-
-
-def dumped(values: Any) -> bytes:
-    """JSON in the one spelling that checkpoints have.
-
-    Raises:
-        ValueError: NaN or infinity, which JSON has not.
-    """
-    return json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
-
-
-def manifest_text(body: Mapping[str, Any]) -> bytes:
-    """The manifest of ``body``: with a sum of its own."""
-    return dumped({**body, "sha256": hashlib.sha256(dumped(body)).hexdigest()})
 
 
 def sum_of(file: Path) -> str:
@@ -148,16 +135,16 @@ def sum_of(file: Path) -> str:
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
 
 
 def _read(file: Path) -> bytes:
     try:
         if file.exists() and not file.is_file():
-            raise _damaged(file, "it is not a file")
+            raise damaged(file, "it is not a file")
         return file.read_bytes()
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
 
 
 def _parsed(content: bytes, file: Path) -> dict[str, Any]:
@@ -167,20 +154,33 @@ def _parsed(content: bytes, file: Path) -> dict[str, Any]:
     try:
         value: Any = json.loads(content, parse_constant=refuse)
     except (ValueError, RecursionError):
-        raise _damaged(file, "it is not JSON") from None
+        raise damaged(file, "it is not JSON") from None
     if not isinstance(value, dict):
-        raise _damaged(file, "it does not hold a JSON object")
+        raise damaged(file, "it does not hold a JSON object")
     return cast("dict[str, Any]", value)
 
 
-def _damaged(file: Path, what: str) -> CheckpointError:
+def _of_another_version(file: Path, said: object) -> CheckpointError:
+    if type(said) is not int or said < 1:
+        return damaged(file, f"its format is {said!r}, not {FORMAT}")
+    when = "an earlier" if said < FORMAT else "a later"
+    hint = "go on from it with the version that wrote it"
+    if (weights := file.parent / WEIGHTS_FILE).is_file():
+        hint += f"; or begin a new run from its weights: --resume-adapter-file {weights}"
+    what = f"it was written by {when} version of allhands: its format is {said}, this version reads {FORMAT}"
+    return OtherFormatError(what, where=str(file), hint=hint)
+
+
+def damaged(file: Path, what: str) -> CheckpointError:
+    """The error of a file that is not as it was written."""
     run = run_of(file.parent)
     hint = f"resume from another checkpoint: allhands checkpoint verify {run} tells which of them are whole"
     return CheckpointError(f"the checkpoint is damaged: {what}", where=str(file), hint=hint)
 
 
-def _unreadable(file: Path, error: OSError) -> CheckpointError:
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """The error of a file that is missing or cannot be read."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return _damaged(file, "it is missing")
+        return damaged(file, "it is missing")
     hint = "check the rights of the file, and the disk"
     return CheckpointError(f"the checkpoint cannot be read: {error.strerror}", where=str(file), hint=hint)

@@ -1,132 +1,269 @@
-"""The checkpoint that a person means by ``--resume``, and what to do where there is none that is whole."""
+"""From which checkpoint a run goes on, how it reaches every rank, and who keeps the new ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from allhands.checkpoints.layout import CHECKPOINTS, MANIFEST, listed
-from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
-from allhands.checkpoints.runs import is_checkpoint, latest, quick_step, survey
-from allhands.errors import CheckpointError
-from allhands.paths import meant
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 
-_WEIGHTS = "adapters.safetensors"
-_WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
+from allhands.checkpoints.arrays import StoredArrayReader, local_arrays, require_same, shared_arrays
+from allhands.checkpoints.finding import find, find_latest, kept_aside, latest, survey
+from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name, run_of
+from allhands.checkpoints.reading import Checkpoint, OtherFormatError, open_checkpoint
+from allhands.checkpoints.writing import sweep
+from allhands.config import TrainConfig
+from allhands.data.dates import DATE_KEY
+from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import hand_out_json
+from allhands.distributed.mesh import Mesh
+from allhands.distributed.reduce import barrier
+from allhands.errors import AllhandsError, CheckpointError
+from allhands.files import make_directory
+from allhands.metrics import read_metrics
+from allhands.model.adapters import trained_weights
+from allhands.trees import numbers, unflatten
+
+AUTO = "auto"
+_SEEN = ".seen-"
 
 
-def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run directory ``TEXT``.
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that a run goes on from.
+
+    Attributes:
+        state: what ``state.json`` says.
+        weights: the trained weights, to be read; so is ``optimizer``, its state.
+        place: the checkpoint's directory, as rank 0 sees it.
+        run_id: of the run that wrote it.
+        own: whether it is one of this run's directory on rank 0, and not set aside there. The path does not tell it
+            to other computers, which may have that directory elsewhere.
+    """
+
+    state: dict[str, Any]
+    weights: dict[str, StoredArrayReader]
+    optimizer: dict[str, StoredArrayReader]
+    place: str
+    run_id: str = ""
+    own: bool = False
+
+
+def find_checkpoint(
+    config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that this start goes on from, if any, and what a person should know of others.
+
+    A restart goes on from its own run's latest; if none is whole it begins as the first attempt did, because nobody
+    is there to decide otherwise.
 
     Args:
-        run_dir: where this run keeps its own, for advice.
         verify: whether to compute sums; else sizes are compared, which takes milliseconds.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: what was asked for is missing or damaged, or all that there is.
     """
-    path = Path(os.path.expanduser(text))
-    if path.is_file():
-        raise _not_a_directory(path)
-    if not path.is_dir():
-        raise _lost(path, "there is no such directory", meant(path, _advice(run_dir)))
-    if is_checkpoint(path):
-        return open_checkpoint(path, verify=verify)
     rejected: list[CheckpointError] = []
-    if (found := latest(path, verify=verify, rejected=rejected)) is not None:
-        return found
-    if rejected:
-        raise _lost(path, f"no checkpoint in it is whole: {_told(rejected)}", _from_weights(path) or _advice(run_dir))
-    if weights := [file for file in listed(path) if file.suffix == ".safetensors"]:
-        raise _lost(path, "it holds weights, but no checkpoint", f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}")
-    raise _lost(path, "it holds no checkpoint", _advice(run_dir))
+    found = latest(directory, run_id=run_id, verify=verify, rejected=rejected) if attempt > 1 else None
+    own_lost = found is None and bool(rejected)
+    if found is None and config.resume is not None:
+        found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
+    errors = {one.where: one for one in rejected}.values()
+    notes = [f"a {_kind(one)} checkpoint is left out: {one.where}: {one.message}" for one in errors]
+    if own_lost:
+        start = "the beginning" if found is None else str(found.path)
+        notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
+    elif found is None and config.resume == AUTO and attempt == 1:
+        notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins")
+    return found, notes
 
 
-def find_latest(
-    run_dir: Path, *, verify: bool = True, rejected: list[CheckpointError] | None = None
-) -> Checkpoint | None:
-    """The checkpoint that a person means by ``--resume auto``, or ``None`` if the run directory holds none at all.
-
-    Args:
-        verify: as in :func:`find`.
-        rejected: receives what is wrong with each one that was passed over.
-
-    Raises:
-        CheckpointError: it holds some, and none is whole: to begin anew then is a person's decision.
-    """
-    errors: list[CheckpointError] = []
-    found = latest(run_dir, verify=verify, rejected=errors)
-    if rejected is not None:
-        rejected += errors
-    if found is not None or not errors:
-        return found
-    kept = kept_aside(run_dir)
-    advice = [f"go on from another one with --resume PATH{f' (there is {kept[0]})' if kept else ''}"]
-    advice += ["leave --resume out to begin anew: the damaged ones are set aside then, not removed"]
-    advice += [text] if (text := _from_weights(run_dir)) else []
-    what = f"none of the checkpoints in {run_dir} is whole: {_told(errors)}"
-    raise CheckpointError(what, where="--resume auto", hint="; or ".join(advice))
+def _kind(error: CheckpointError) -> str:
+    return "foreign" if isinstance(error, OtherFormatError) else "damaged"
 
 
-def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
-    """What was last set aside in ``run_dir`` and has a whole checkpoint, with the last step of it, by sizes alone.
-
-    Raises:
-        CheckpointError: a directory cannot be read.
-    """
-    steps = ((path, quick_step(path)) for path in _aside(run_dir))
-    return next(((path, step) for path, step in steps if step is not None), None)
-
-
-def damage(error: CheckpointError) -> str:
-    """Which file of a checkpoint it is, and what is wrong with it."""
-    file = Path(error.where or "")
-    what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
-    return f"{file.parent.name}/{file.name}: {what}"
-
-
-def _told(errors: Iterable[CheckpointError]) -> str:
-    return "; ".join(damage(error) for error in errors)
-
-
-def _aside(run_dir: Path) -> list[Path]:
-    """What earlier runs left here, the latest first."""
-    found = [path for path in listed(run_dir) if path.name.startswith(f"{CHECKPOINTS}.") and path.is_dir()]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-def _from_weights(place: Path) -> str | None:
-    """What to do with weights that are whole in checkpoints that are not."""
-    for it in (found.checkpoint for found in survey(place, verify=False)):
-        facts = it.files.get(_WEIGHTS) if it else None
-        with suppress(CheckpointError):
-            if it is not None and facts is not None and sum_of(it.path / _WEIGHTS) == facts.sha256:
-                whole = f"begin a new run from the weights of step {it.step}, which are whole"
-                return f"{whole}: --resume-adapter-file {it.path / _WEIGHTS}"
+def seen_date(config: TrainConfig, directory: Path, run_id: str, attempt: int) -> datetime | None:
+    """:func:`date_of` the checkpoint that rank 0 will go on from, as far as another rank can tell without it."""
+    with suppress(AllhandsError):
+        found, _ = find_checkpoint(config, directory, run_id, attempt, verify=False)
+        return None if found is None else date_of(open_checkpoint(found.path, verify=False))
     return None
 
 
-def _lost(path: Path, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(what, where=f"--resume {path}", hint=hint)
+def date_of(checkpoint: Checkpoint) -> datetime | None:
+    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it wrote none, or unknown."""
+    data: dict[str, Any] = checkpoint.state.get("data", {})
+    if DATE_KEY in data:
+        return datetime.fromisoformat(data[DATE_KEY]) if data[DATE_KEY] else None
+    # One of an earlier version, whose tokens were made when the run began.
+    with suppress(AllhandsError):
+        if starts := read_metrics(run_of(checkpoint.path)).starts:
+            return datetime.fromtimestamp(starts[0].time)
+    return None
 
 
-def _not_a_directory(path: Path) -> CheckpointError:
-    if (path.parent / MANIFEST).exists():
-        hint = f"give the checkpoint's directory: --resume {path.parent}"
-        if path.suffix == ".safetensors":
-            hint += f"; {_WEIGHTS_ONLY}: --resume-adapter-file {path}"
-    elif path.suffix == ".safetensors":
-        hint = f"{_WEIGHTS_ONLY}: --resume-adapter-file {path}"
+def tell_kept_aside(communicator: Communicator, directory: Path) -> list[str]:
+    """Where an earlier run's checkpoints were set aside, on any computer, if so; called on all ranks together.
+
+    For ``--resume auto`` that finds nothing: on another computer a person would not see them.
+    """
+    try:
+        kept = kept_aside(directory)
+    except CheckpointError:
+        kept = None
+    number, step = (int(kept[0].suffix[1:] or 0), kept[1]) if kept else (-1, -1)
+    everyone = numbers(communicator.all_gather(mx.array([float(number), float(step)])))
+    found = [(everyone[2 * rank + 1], -rank, int(everyone[2 * rank])) for rank in range(communicator.size)]
+    last, rank, number = max(found)
+    if last < 0:
+        return []
+    path = directory / f"{CHECKPOINTS}.{number}"
+    where = f" on the computer of rank {-rank}" if rank else ""
+    return [f"an earlier run's checkpoints, up to step {last:g}, are kept{where}: to go on from them --resume {path}"]
+
+
+def _asked_for(
+    resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError], verify: bool
+) -> Checkpoint | None:
+    """What ``--resume`` means; ``run_id``: to a restart of that run, whose own checkpoints are not whole."""
+    if resume != AUTO:
+        return find(resume, directory, verify=verify)
+    if run_id is not None and _began_without(directory, run_id):
+        return latest(directory, verify=verify, rejected=rejected)
+    return find_latest(directory, verify=verify, rejected=rejected)
+
+
+def _began_without(directory: Path, run_id: str) -> bool:
+    """Whether the run's first attempt found nothing to go on from: all that is here is the run's own."""
+    runs = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
+    try:
+        return run_name(directory) == run_id and runs <= {run_id}
+    except OSError:
+        return False
+
+
+def receive(
+    communicator: Communicator,
+    checkpoint: Checkpoint | None,
+    directory: Path,
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Restored | None:
+    """The checkpoint that rank 0 has found, on every rank; called on all of them together.
+
+    Where all ranks find the same one at the same path each reads what it needs there; otherwise rank 0 hands it out,
+    an array at a time, as they are read.
+
+    Args:
+        directory: of this run, on this rank's computer.
+        busy: a context for what may take long and waits for no other rank.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    mine = None if checkpoint is None else _described(checkpoint, directory)
+    told: dict[str, Any] | None = hand_out_json(communicator, mine)
+    if told is None:
+        return None
+    with busy():
+        own = checkpoint or _same_here(told["path"], told["digest"])
+    everywhere = numbers(communicator.all_sum(mx.array([float(own is not None)])))[0] == communicator.size
+    if everywhere:
+        assert own is not None
+        state: Any = own.state
+        weights, optimizer = (local_arrays(own, file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
     else:
-        hint = "give the directory of a checkpoint or of a run"
-    return _lost(path, "this is a file, and a checkpoint is a directory", hint)
+        state = hand_out_json(communicator, None if checkpoint is None else dict(checkpoint.state))
+        weights, optimizer = (shared_arrays(communicator, checkpoint, f) for f in (WEIGHTS_FILE, OPTIMIZER_FILE))
+    return Restored(dict(state), weights, optimizer, told["path"], told["run_id"], told["own"])
 
 
-def _advice(run_dir: Path) -> str:
-    """What there is to resume from instead."""
-    there = [str(found.path) for found in survey(run_dir, verify=False) if found.error is None]
-    if not there:
-        return "give the directory of a checkpoint or of a run that has some"
-    return f"there is {', '.join(there[:3])}; or --resume auto for the latest of --adapter-path {run_dir}"
+def restore_weights(model: nn.Module, restored: Restored, progress: Callable[[], None] = lambda: None) -> None:
+    """Put a checkpoint's weights in place of the trained ones, one after the other.
+
+    Args:
+        progress: called after each array.
+
+    Raises:
+        CheckpointError: they are not of the same names, shapes and types.
+    """
+    wanted = [(name, array.shape, array.dtype) for name, array in trained_weights(model).items()]
+    require_same(restored.weights, wanted, restored.place)
+    for name, stored in restored.weights.items():
+        model.update(unflatten([(name, stored.read())]))
+        progress()
+
+
+def restore_optimizer(
+    optimizer: optim.Optimizer, restored: Restored, progress: Callable[[], None] = lambda: None
+) -> None:
+    """Give the optimizer the state that it had, all of it; ``progress`` as in :func:`restore_weights`."""
+    state: list[tuple[str, mx.array]] = []
+    for name, stored in restored.optimizer.items():
+        state.append((name, stored.read()))
+        progress()
+    optimizer.state = unflatten(state)
+
+
+def _described(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
+    path, run = checkpoint.path.resolve(), directory.resolve()
+    return {
+        "path": str(path),
+        "digest": checkpoint.digest,
+        "run_id": checkpoint.run_id,
+        "own": path in (run / CHECKPOINTS / path.name, run / BEST),
+    }
+
+
+def _same_here(path: str, digest: str) -> Checkpoint | None:
+    """The checkpoint at ``path`` if this computer has it too, whole."""
+    try:
+        found = open_checkpoint(Path(path))
+    except CheckpointError:
+        return None
+    return found if found.digest == digest else None
+
+
+def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies: int) -> bool:
+    """Whether this rank writes the run's files: rank 0, and one rank on each of a few hosts that cannot see them.
+
+    So the loss of rank 0's computer loses nothing. Called on all ranks together.
+    """
+    if copies < 2 or mesh.local_size == mesh.size:
+        return mesh.is_main
+    seen = sees_main(communicator, directory)
+    blind = mesh.local_rank == 0 and not seen
+    if blind:
+        # What a computer that lost its power was writing; where nothing will be written nobody else looks.
+        with suppress(OSError):
+            sweep(directory / CHECKPOINTS)
+        with suppress(OSError):
+            sweep(directory)
+    flags = numbers(communicator.all_gather(mx.array([float(blind)])))
+    chosen = [rank for rank, flag in enumerate(flags) if flag][: copies - 1]
+    return mesh.is_main or mesh.rank in chosen
+
+
+def sees_main(communicator: Communicator, directory: Path) -> bool:
+    """Whether this rank's ``directory`` is rank 0's; called on all ranks together."""
+    probe = directory / hand_out_json(communicator, f"{_SEEN}{secrets.token_hex(8)}")
+    leads = communicator.rank == 0
+    if leads:
+        make_directory(directory, private=True)
+        for old in directory.glob(f"{_SEEN}*"):  # of a start that was killed here
+            old.unlink(missing_ok=True)
+        probe.touch()
+    barrier(communicator)
+    seen = os.path.exists(probe)
+    barrier(communicator)
+    if leads:
+        probe.unlink(missing_ok=True)
+    return seen

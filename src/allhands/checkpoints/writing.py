@@ -5,21 +5,106 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allhands.checkpoints.format import (
+    FORMAT,
+    StoredArray,
+    StoredFile,
+    StoredSlice,
+    array_name,
+    dumped,
+    everything,
+    manifest_text,
+    merged,
+)
 from allhands.checkpoints.layout import MANIFEST, STATE, entries, is_plain, leftovers
-from allhands.checkpoints.reading import FORMAT, Checkpoint, StoredFile, described, dumped, manifest_text
+from allhands.checkpoints.reading import Checkpoint, described
 from allhands.checkpoints.tensors import Tensor, safetensors_pieces
 from allhands.errors import CheckpointError, StorageError
 from allhands.files import make_directory, storage_error, sync
 from allhands.staging import publish, staging
 
 _Pieces = Iterable[bytes | memoryview]
+_OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What another writer has put into the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
+
+    files: dict[str, StoredFile]
+    arrays: Sequence[StoredArray]
+
+
+@dataclass(frozen=True)
+class CheckpointDraft:
+    """A checkpoint in the making: a directory beside ``target`` that others may put files into, too."""
+
+    target: Path
+    directory: Path
+
+    def publish(
+        self,
+        step: int,
+        run_id: str,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Sequence[Tensor]],
+        texts: Mapping[str, str] | None = None,
+        progress: Callable[[], None] = lambda: None,
+        parts: Callable[[], Iterable[WrittenPart]] = tuple,
+    ) -> Checkpoint:
+        """Write the rest, the manifest last, and put it in its place; see :func:`write_checkpoint`.
+
+        Args:
+            parts: gives what others have written, once it is there.
+        """
+        contents = _contents(state, tensors, texts or {})
+        _refuse_others(self.target, contents)
+        arrays = [_whole_or_part(file, tensor) for file, listed in tensors.items() for tensor in listed]
+        files = {name: write_file(self.directory / name, pieces, progress) for name, pieces in contents.items()}
+        for part in parts():
+            files |= part.files
+            arrays += part.arrays
+        whole = merged(arrays)
+        for array in whole:
+            array.check(files)
+        body: dict[str, Any] = {"format": FORMAT, "step": step, "run_id": run_id, "time": round(time.time(), 3)}
+        described = {
+            "files": {name: vars(file) for name, file in files.items()},
+            "arrays": [array.to_json() for array in whole],
+        }
+        written = write_file(self.directory / MANIFEST, [manifest_text(body | described)], progress)
+        publish(self.directory, self.target, private=True)
+        known = json.loads(dumped(state))
+        return Checkpoint(self.target, step, run_id, body["time"], known, files, tuple(whole), written.sha256)
+
+
+@contextmanager
+def drafting(target: Path) -> Generator[CheckpointDraft]:
+    """A checkpoint in the making, gone at the end unless it was published. What killed writers left is removed.
+
+    Raises:
+        StorageError: it cannot be written. What stood at ``target`` is untouched and nothing else is left.
+    """
+    try:
+        _make_parent(target)
+        sweep(target.parent)
+        with staging(target, private=True) as staged:
+            yield CheckpointDraft(target, staged)
+    except (OSError, StorageError) as error:
+        with suppress(OSError):
+            sweep(target.parent)
+        # The name that it had for a while means nothing to a person.
+        told = error if isinstance(error, StorageError) else storage_error(target, error)
+        raise StorageError(told.message, where=str(target), hint=told.hint) from error
 
 
 def write_checkpoint(
@@ -33,12 +118,12 @@ def write_checkpoint(
 ) -> Checkpoint:
     """Write a checkpoint, in place of the one that may be at ``target``; only its owner may read it.
 
-    Killed at any instant, it leaves the old one or the new one, whole. What killed writers left is removed.
+    Killed at any instant, it leaves the old one or the new one, whole.
 
     Args:
         target: its directory, in a directory that no other process writes checkpoints into.
         state: JSON values; NaN and infinity are none.
-        tensors: arrays by file name.
+        tensors: arrays by file name; they are called after the file and their own names.
         texts: contents of further files by name.
         progress: called as the writing gets on, after each few megabytes.
 
@@ -48,24 +133,15 @@ def write_checkpoint(
         ValueError: the arguments describe no checkpoint.
         TypeError: ``state`` holds what JSON does not have.
     """
-    contents = _contents(state, tensors, texts or {})
-    body: dict[str, Any] = {"format": FORMAT, "step": step, "run_id": run_id, "time": round(time.time(), 3)}
-    try:
-        _make_parent(target)
-        sweep(target.parent)
-        _refuse_others(target, contents)
-        with staging(target, private=True) as staged:
-            files = {name: _write(staged / name, pieces, progress) for name, pieces in contents.items()}
-            manifest = manifest_text(body | {"files": {name: vars(file) for name, file in files.items()}})
-            written = _write(staged / MANIFEST, [manifest], progress)
-            publish(staged, target, private=True)
-    except (OSError, StorageError) as error:
-        with suppress(OSError):
-            sweep(target.parent)
-        # The name that it had for a while means nothing to a person.
-        told = error if isinstance(error, StorageError) else storage_error(target, error)
-        raise StorageError(told.message, where=str(target), hint=told.hint) from error
-    return Checkpoint(target, step, run_id, body["time"], json.loads(dumped(state)), files, written.sha256)
+    _contents(state, tensors, texts or {})
+    with drafting(target) as draft:
+        return draft.publish(step, run_id, state, tensors, texts, progress)
+
+
+def _whole_or_part(file: str, tensor: Tensor) -> StoredArray:
+    shape, region = tensor.part or (tensor.shape, everything(tensor.shape))
+    slices = (StoredSlice(file, tensor.name, region),)
+    return StoredArray(array_name(file, tensor.name), shape, tensor.dtype, slices)
 
 
 def sweep(directory: Path) -> None:
@@ -106,8 +182,12 @@ def _contents(
     return contents | {STATE: [dumped(state)]}
 
 
-def _write(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> StoredFile:
-    """Write and sync a new private file."""
+def write_file(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> StoredFile:
+    """Write and sync a new private file.
+
+    Raises:
+        OSError: it cannot be done.
+    """
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -135,7 +215,8 @@ def _refuse_others(target: Path, names: Collection[str]) -> None:
     known = set(names)
     with suppress(CheckpointError):
         known |= set(described(target).files)
-    if others := others_in(target, known):
+    others = [name for name in others_in(target, known) if _OF_RANK.sub(r"\1", name) not in known]
+    if others:
         raise StorageError(
             f"cannot be replaced by a checkpoint, which {others[0]} in it does not belong to",
             where=str(target),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from allhands.data.check import CheckOptions, Finding, SplitReport
+    from allhands.data.check import CheckOptions, DataFinding, SplitReport
     from allhands.data.explained import Explained
     from allhands.data.lengths import LengthSummary
     from allhands.data.records import Record
@@ -66,7 +66,7 @@ def _command() -> Callable[..., None]:
     ) -> None:
         given = {name: value for name, value in {**flags, "data": data}.items() if value is not None}
         config = build_config(given, flags.get("config"))
-        sample = Sample(show, row or ())
+        sample = ShownSample(show, row or ())
         if run_check(config, _chosen_splits(split), sample, as_json=as_json) and strict:
             raise typer.Exit(DataError.exit_code)
 
@@ -103,14 +103,14 @@ def _chosen_splits(name: str | None) -> tuple[str, ...]:
     return SPLITS if name is None else (name,)
 
 
-def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_json: bool = False) -> bool:
+def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *, as_json: bool = False) -> bool:
     """Check the splits ``names`` and print what was found, and ``sample`` of the first; whether the run is ruined.
 
     Raises:
         DataError: the data are missing, or the one split that is asked for.
         typer.Exit: with that error's code, after all is printed: lines were asked for, and no example was shown.
     """
-    from allhands.data.check import Examiner, Finding, template_findings
+    from allhands.data.check import DataFinding, Examiner, template_findings
     from allhands.data.check import check as look
     from allhands.model.load import load_tokenizer
     from allhands.model.tokenizer import positions_in
@@ -123,14 +123,14 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: Sample, *, as_j
     splits[names[0]] = sample.watch(splits[names[0]])
     with _progress() as progress:
         reports, found = look(splits, examiner, report=progress)
-    found += [Finding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
-    found += [Finding("read-as", "note", name, details={"note": note}) for name, note in notes]
+    found += [DataFinding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
+    found += [DataFinding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
         found += template_findings(loaded.tokenizer, reports)
     found += size_findings(config, {report.name: report for report in reports}, positions_in(loaded.path))
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
     if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
-        found.append(Finding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))
+        found.append(DataFinding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))
     order = list(_SEVERITIES)
     found.sort(key=lambda finding: order.index(finding.severity))
     if as_json:
@@ -238,11 +238,11 @@ def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
 def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
     from allhands.data.reading import read_rows
     from allhands.data.records import parse_record
-    from allhands.data.rows import Problem
+    from allhands.data.rows import RowProblem
     from allhands.data.shapes import parse_example
 
     for row in read_rows(file):
-        if isinstance(row, Problem):
+        if isinstance(row, RowProblem):
             yield row.error()
             continue
         try:
@@ -256,7 +256,7 @@ def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
             yield example
 
 
-class Sample:
+class ShownSample:
     """Records spread evenly over a stream of unknown length, and those of chosen lines; few are kept."""
 
     def __init__(self, number: int, lines: Sequence[int]) -> None:
@@ -311,7 +311,7 @@ SIGNS: dict[Kind, tuple[str, str]] = {"trained": ("{+", "+}"), "masked": ("", ""
 
 
 def to_json(
-    reports: Sequence[SplitReport], findings: Sequence[Finding], shown: Sequence[ShownRecord]
+    reports: Sequence[SplitReport], findings: Sequence[DataFinding], shown: Sequence[ShownRecord]
 ) -> dict[str, Any]:
     """Everything as plain JSON values."""
     return {
@@ -338,7 +338,7 @@ def runs_of(explained: Explained) -> list[tuple[Kind, str]]:
 def _print_all(
     config: TrainConfig,
     reports: Sequence[SplitReport],
-    findings: Sequence[Finding],
+    findings: Sequence[DataFinding],
     shown: Sequence[ShownRecord],
     special: Sequence[str],
 ) -> None:
@@ -420,7 +420,7 @@ def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]
     yield "an epoch", f"{counted(batches, 'batch', 'batches')} of {config.batch_size}{passes}"
 
 
-def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
+def _print_findings(console: Console, findings: Sequence[DataFinding]) -> None:
     if not findings:
         console.print("nothing to object to", style="green")
     for severity, title in _SEVERITIES.items():

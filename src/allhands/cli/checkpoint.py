@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from allhands.checkpoints import Checkpoint, Found
+    from allhands.checkpoints import Checkpoint, FoundCheckpoint
+    from allhands.checkpoints.format import StoredArray
 
 _WIDTH = 80
 _ID_DIGITS = 8
@@ -76,7 +77,7 @@ def verify_checkpoints(path: Looked = Path("adapters")) -> None:
 
 
 def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: progress, settings, files and tensors."""
+    """Show what a checkpoint holds: progress, settings, files and arrays."""
     from allhands.checkpoints import find
 
     place = _place(path)
@@ -85,12 +86,11 @@ def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = Fal
     except CheckpointError as error:
         error.where = (error.where or "").removeprefix("--resume ")
         raise
-    tensors = {name: _tensors(checkpoint.path / name) for name in checkpoint.files if name.endswith(".safetensors")}
     if as_json:
-        files = {name: asdict(file) | {"tensors": tensors.get(name)} for name, file in checkpoint.files.items()}
-        typer.echo(json.dumps(asdict(checkpoint) | {"path": str(checkpoint.path), "files": files}, indent=1))
+        facts = {"path": str(checkpoint.path), "arrays": [array.to_json() for array in checkpoint.arrays]}
+        typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
         return
-    _show(checkpoint, tensors)
+    _show(checkpoint)
 
 
 def _place(path: Path) -> Path:
@@ -109,7 +109,7 @@ def _place(path: Path) -> Path:
     raise CheckpointError(what, where=str(path), hint=meant(path, _WHAT_TO_GIVE))
 
 
-def _survey(place: Path, *, verify: bool) -> list[Found]:
+def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
     from allhands.checkpoints import look_at
 
     if not (found := look_at(place, verify=verify)):
@@ -117,7 +117,7 @@ def _survey(place: Path, *, verify: bool) -> list[Found]:
     return found
 
 
-def _is_one(found: list[Found], place: Path) -> bool:
+def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
     """Whether it is a checkpoint that was asked for, not a run with some."""
     return [look.path for look in found] == [place]
 
@@ -152,17 +152,19 @@ def _plain_table(*headers: str) -> Table:
 # --- list and verify ---------------------------------------------------------------------------------
 
 
-def _first_whole(found: Iterable[Found]) -> Found | None:
+def _first_whole(found: Iterable[FoundCheckpoint]) -> FoundCheckpoint | None:
     return next((look for look in found if look.error is None), None)
 
 
-def _table(found: list[Found], good: str, *, of_run: bool) -> Table:
+def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
     from allhands.checkpoints import damage
+    from allhands.checkpoints.reading import OtherFormatError
 
     table = _plain_table("step", "when", "size", "run", "state")
     first = _first_whole(found) if of_run else None
     for look in found:
-        words = [f"damaged: {_printable(damage(look.error))}" if look.error else good]
+        kind = "not readable here" if isinstance(look.error, OtherFormatError) else "damaged"
+        words = [f"{kind}: {_printable(damage(look.error))}" if look.error else good]
         words += ["latest"] if look is first else []
         words += _named(look)
         row = ["?"] * 4
@@ -172,7 +174,7 @@ def _table(found: list[Found], good: str, *, of_run: bool) -> Table:
     return table
 
 
-def _named(look: Found) -> list[str]:
+def _named(look: FoundCheckpoint) -> list[str]:
     """What its directory's name says beyond the step."""
     from allhands.checkpoints import checkpoint_path
 
@@ -192,21 +194,7 @@ def _when(seconds: float) -> str:
 # --- inspect -----------------------------------------------------------------------------------------
 
 
-def _tensors(file: Path) -> dict[str, dict[str, Any]]:
-    """Type and shape of each tensor, from the file's header alone."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: {"dtype": part.get_dtype(), "shape": part.get_shape()} for name, part in slices.items()}
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"it is not a safetensors file: {error}", where=str(file), hint="give another checkpoint"
-        ) from None
-
-
-def _show(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+def _show(checkpoint: Checkpoint) -> None:
     console = _console()
     _print_path(console, checkpoint.path)
     facts = _plain_table()
@@ -220,13 +208,17 @@ def _show(checkpoint: Checkpoint, tensors: Mapping[str, Mapping[str, Mapping[str
         for name, value in changed.items():
             settings.add_row(f"  {_printable(name)}", _printable(json.dumps(value)))
         console.print(settings)
-    console.print("\nfiles, and their tensors (* stands for any number)")
+    console.print("\nfiles")
     for name, file in checkpoint.files.items():
         console.print(
             f"  {_printable(name)}  {format_size(file.bytes)}  sha256 {file.sha256[:_ID_DIGITS]}", soft_wrap=True
         )
-        if tensors.get(name):
-            console.print(_tensor_table(tensors[name]))
+    groups: dict[str, list[StoredArray]] = {}
+    for array in checkpoint.arrays:
+        groups.setdefault(array.name.partition(".")[0], []).append(array)
+    for group, arrays in groups.items():
+        console.print(f"\narrays of {_printable(group)} (* stands for any number)")
+        console.print(_array_table(arrays))
 
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
@@ -288,13 +280,13 @@ def _changed_settings(config: Any) -> dict[str, Any]:
     return {name: value for name, value in sorted(settings.items()) if name not in defaults or value != defaults[name]}
 
 
-def _tensor_table(tensors: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Tensors of the same kind in different layers on one line."""
+def _array_table(arrays: Iterable[StoredArray]) -> Table:
+    """Arrays of the same kind in different layers on one line."""
     kinds = Counter(
-        (re.sub(r"\d+", "*", name), str(facts["dtype"]), "x".join(map(str, facts["shape"])) or "one number")
-        for name, facts in tensors.items()
+        (re.sub(r"\d+", "*", it.name.partition(".")[2]), it.dtype, "x".join(map(str, it.shape)) or "one number")
+        for it in arrays
     )
     table = _plain_table()
     for (name, dtype, shape), count in sorted(kinds.items()):
-        table.add_row(f"    {_printable(name)}", f"{count} of {dtype}", shape)
+        table.add_row(f"  {_printable(name)}", f"{count} of {dtype}", shape)
     return table

@@ -46,11 +46,11 @@ def cluster_check(
     The exit code is 7 if something stops training, 0 if there are only warnings.
     """
     from allhands.cluster.doctor.checks import well
-    from allhands.cluster.doctor.run import CheckOptions, diagnose
+    from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 
     computers = _computers(hostfile, hosts)
     with _told() as progress:
-        options = CheckOptions(
+        options = ClusterCheckOptions(
             option=_option(hostfile, hosts),
             backend=_backend(backend, hostfile),
             model=model,

@@ -16,7 +16,7 @@ from allhands.formatting import format_bytes
 from allhands.terminal import tell
 
 if TYPE_CHECKING:
-    from allhands.cluster.setup.outcome import Mode, Outcome, Report, Wishes
+    from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes
     from allhands.cluster.setup.plan import Step
 
 _PLACE = "~/.allhands/env"
@@ -190,7 +190,7 @@ def _print_outcomes(report: Report) -> None:
         typer.echo(f"warning: {report.warning}", err=True)
 
 
-def _described(outcome: Outcome) -> str:
+def _described(outcome: SetupOutcome) -> str:
     parts: list[str] = []
     if outcome.choice is not None:
         kind = "Wi-Fi" if outcome.choice.kind == "wifi" else outcome.choice.kind

@@ -16,6 +16,7 @@ import typer
 from allhands.errors import ConfigError, DataError
 from allhands.formatting import format_duration, format_size
 from allhands.terminal import progress_console
+from allhands.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -27,7 +28,7 @@ _TRANSPORTS = "auto|tls|tcp|ssh"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSync:
     """What a person asks to be brought, as they name it."""
 
     model: str | None
@@ -65,7 +66,7 @@ def sync(
         raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
     named = {"chain": chain, "tree": tree, "star": star}
     options = _options([name for name, chosen in named.items() if chosen], transport, dry_run)
-    wanted = Wanted(model, data, config, tuple(paths or ()))
+    wanted = WantedSync(model, data, config, tuple(paths or ()))
     raise typer.Exit(run_sync(wanted, _hosts(hostfile, hosts), options, as_json=as_json))
 
 
@@ -96,7 +97,7 @@ def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
     return tuple({host.ssh: host for host in found}.values())
 
 
-def run_sync(wanted: Wanted, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
+def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
     """Bring what is wanted to these hosts and say what was done; returns the exit code.
 
     Raises:
@@ -118,7 +119,7 @@ def run_sync(wanted: Wanted, hosts: Sequence[Host], options: SyncOptions, *, as_
     return state.exit_code
 
 
-def _words(wanted: Wanted) -> list[str]:
+def _words(wanted: WantedSync) -> list[str]:
     """The paths of what is wanted; what the configuration names counts where no flag says something else."""
     from allhands.yaml_files import read_yaml
 
@@ -153,6 +154,7 @@ def _model_path(source: str) -> str:
     """A directory as it is named; anything else as the place in the cache where it is found by its name."""
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
+    leave_torch_out()
     from allhands.cli.notices import say
     from allhands.model.sources import resolve
 

@@ -142,9 +142,8 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     import typer.main
 
     from allhands.aliases import canonical_flag
-    from allhands.cli.main import with_auto_resume
     from allhands.cli.options import option_function
-    from allhands.cli.parser import App
+    from allhands.cli.parser import App, with_auto_resume
 
     given: dict[str, Any] = {}
     app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.blas import preload_blas
 from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.terminal import progress_console, tell
@@ -169,13 +170,14 @@ def _check_adapter(config: EvalConfig) -> None:
 
 
 def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:
-    from allhands.cli.train import share_cores
+    from allhands.cli.train import collector_paused, share_cores
     from allhands.cluster.join import surroundings_of
 
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
-
-    from allhands.train.evaluating import run_evaluation
+    preload_blas()
+    with collector_paused():
+        from allhands.train.evaluating import run_evaluation
 
     console = progress_console(highlight=False) if launch.rank == 0 else None
     surroundings = replace(surroundings_of(worker, launch, config), console=console, cores_per_rank=cores)
@@ -216,6 +218,7 @@ def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: 
     if find_spec("lm_eval") is None:
         hint = "pip install lm_eval"
         raise ConfigError("benchmarks need lm-evaluation-harness, which is not installed", where="--tasks", hint=hint)
+    preload_blas()
     from allhands.shipping.harness import Harness, run_harness
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]

@@ -9,7 +9,7 @@ from allhands.data.heard import WORDS as UNHEARD
 
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
-    from allhands.data.check import Finding, SplitReport
+    from allhands.data.check import DataFinding, SplitReport
 
 # What is said about a finding; errors bring their own words.
 MESSAGES = {
@@ -92,33 +92,33 @@ REMEDIES = {
 _NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples": "example", "tokens": "token"}
 
 
-def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[Finding]:
+def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[DataFinding]:
     """What the sizes of the splits, of the training and of the model say together."""
-    from allhands.data.check import Finding
+    from allhands.data.check import DataFinding
     from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 
-    found: list[Finding] = []
+    found: list[DataFinding] = []
     train, valid = reports.get("train"), reports.get("valid")
     held = valid.examples if valid is not None else 0
     if 0 < held < ENOUGH_VALIDATION:
         details = {"examples": held, "enough": ENOUGH_VALIDATION}
-        found.append(Finding("few-validation", "harms", "valid", details=details))
+        found.append(DataFinding("few-validation", "harms", "valid", details=details))
     # The last token of a row is a target alone.
     rows = [min(report.lengths.max, config.max_seq_length) - 1 for report in reports.values() if report.examples]
     longest = config.max_seq_length if config.packing else max(rows, default=0)
     if positions is not None and longest > positions:
         details = {"tokens": longest, "positions": positions}
-        found.append(Finding("beyond-positions", "harms", None, details=details))
+        found.append(DataFinding("beyond-positions", "harms", None, details=details))
     if train is None or not train.examples:
         return found
     total = held + train.examples
     if held >= LARGE_PART * total:
-        found.append(Finding("held-out", "note", "valid", held, total))
+        found.append(DataFinding("held-out", "note", "valid", held, total))
     each = train.padding.batches_per_epoch
     epochs = config.batches(each) / each
     if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
         details = {"epochs": epochs, "iters": config.batches(each), "batch_size": config.batch_size}
-        found.append(Finding("many-epochs", "harms", "train", details=details))
+        found.append(DataFinding("many-epochs", "harms", "train", details=details))
     return found
 
 
@@ -128,7 +128,7 @@ def counted(number: float, noun: str, plural: str = "") -> str:
     return f"{digits} {noun if digits == '1' else plural or noun + 's'}"
 
 
-def message_of(finding: Finding) -> str:
+def message_of(finding: DataFinding) -> str:
     """What was found, in a sentence that begins with its count."""
     if "message" in finding.details:
         return f"{counted(finding.count, 'row')}: {finding.details['message']}"
@@ -136,14 +136,14 @@ def message_of(finding: Finding) -> str:
     return f"{finding.count:,} of {counted(finding.total, 'example')}: {text}" if finding.count else text
 
 
-def remedy_of(finding: Finding) -> str:
+def remedy_of(finding: DataFinding) -> str:
     """What to do about it; empty if that is not known."""
     if "message" in finding.details:
         return finding.details["hint"] or ""
     return REMEDIES[finding.code].format(split=finding.split, **_worded(finding))
 
 
-def _worded(finding: Finding) -> dict[str, Any]:
+def _worded(finding: DataFinding) -> dict[str, Any]:
     return {name: _word(name, value) for name, value in finding.details.items()}
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from allhands.accelerator import Accelerator
-    from allhands.model.choices import Measured, Problem
+    from allhands.model.choices import FormTimes, SizedOperation
     from allhands.model.measurements import Facts
     from allhands.train.operations import ModelSizes
 
@@ -82,7 +82,7 @@ def _sizes(model: str | None, shape: str, accelerator: Accelerator) -> ModelSize
     return sizes_named(shape, accelerator.kind)
 
 
-def _selected(found: Sequence[Problem], only: str | None, accelerator: Accelerator) -> list[Problem]:
+def _selected(found: Sequence[SizedOperation], only: str | None, accelerator: Accelerator) -> list[SizedOperation]:
     names = dict.fromkeys(each.name for each in found)
     if only is not None and only not in names:
         raise ConfigError(
@@ -93,7 +93,7 @@ def _selected(found: Sequence[Problem], only: str | None, accelerator: Accelerat
     return [each for each in found if only in (None, each.name)]
 
 
-def _measure(found: Sequence[Problem], accelerator: Accelerator, *, quiet: bool) -> list[Measured]:
+def _measure(found: Sequence[SizedOperation], accelerator: Accelerator, *, quiet: bool) -> list[FormTimes]:
     from rich.progress import track
 
     from allhands.train.measuring import measure
@@ -106,7 +106,7 @@ def _progress() -> Console:
     return progress_console()
 
 
-def _as_json(facts: Facts, measured: Sequence[Measured]) -> str:
+def _as_json(facts: Facts, measured: Sequence[FormTimes]) -> str:
     from allhands.model.measurements import as_rows
 
     rows = [
@@ -115,7 +115,7 @@ def _as_json(facts: Facts, measured: Sequence[Measured]) -> str:
     return json.dumps({"device": facts, "measured": rows}, indent=1)
 
 
-def show(measured: Sequence[Measured], device: str, console: Console | None = None) -> None:
+def show(measured: Sequence[FormTimes], device: str, console: Console | None = None) -> None:
     """Print a row for each problem: every form's time, the one to take, and how far it is from the plain one."""
     from rich.table import Table
 

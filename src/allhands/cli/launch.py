@@ -20,7 +20,7 @@ from allhands.config import TrainConfig
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
-    from allhands.cli.launching import Job
+    from allhands.cli.launching import TrainingJob
 
 # How the verb is registered: everything after the first word that is no option belongs to the command.
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
@@ -140,14 +140,14 @@ def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
     return run(job, words)
 
 
-def _job(options: LaunchOptions) -> Job:
-    from allhands.cli.launching import Job
+def _job(options: LaunchOptions) -> TrainingJob:
+    from allhands.cli.launching import TrainingJob
     from allhands.supervised import DIRECTORY_VARIABLE
 
     logs = options.log_dir.resolve()
     chosen = options.checkpoints or os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE, ""))
     directory = Path(chosen).resolve() if chosen else logs
-    return Job(
+    return TrainingJob(
         directory=logs,
         log_dir=logs,
         num_ranks=options.num_ranks,
@@ -168,7 +168,7 @@ def _job(options: LaunchOptions) -> Job:
     )
 
 
-def _tell_found(job: Job) -> None:
+def _tell_found(job: TrainingJob) -> None:
     """That there are checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
     from allhands.cli.launching import step_in
     from allhands.cli.notices import say

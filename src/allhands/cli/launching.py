@@ -33,7 +33,7 @@ Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What a person wants to have started and kept going.
 
     Attributes:
@@ -110,7 +110,7 @@ class Job:
         return self.hostfile is not None and any(host.ssh is not None for host in read_hostfile(self.hostfile))
 
 
-def check(job: Job) -> None:
+def check(job: TrainingJob) -> None:
     """Find in the launcher, once, what every rank would find: cheaper and clearer than N messages.
 
     Raises:
@@ -158,7 +158,7 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
         )
 
 
-def _check_backend(job: Job, size: int) -> None:
+def _check_backend(job: TrainingJob, size: int) -> None:
     from allhands.gpus import nvidia_gpus
 
     if job.hostfile is not None:
@@ -185,7 +185,7 @@ def _check_backend(job: Job, size: int) -> None:
         )
 
 
-def run(job: Job, command: Sequence[str]) -> int:
+def run(job: TrainingJob, command: Sequence[str]) -> int:
     """Start the ranks of ``command``, keep them going, and return the exit code to use.
 
     Raises:
@@ -238,7 +238,7 @@ def _try_out(spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str
     return Trial(spec, newcomers, attested, known)
 
 
-def _tell_slots(job: Job) -> None:
+def _tell_slots(job: TrainingJob) -> None:
     """That there are fewer slots than ranks were asked for, which may be meant: computers can be added."""
     if job.hostfile is None or job.num_ranks is None or (slots := job.size) >= job.num_ranks:
         return
@@ -246,7 +246,7 @@ def _tell_slots(job: Job) -> None:
     say(f"{job.hostfile} has {count}, up to {job.num_ranks} when computers are added to it")
 
 
-def _tell_cores(job: Job) -> None:
+def _tell_cores(job: TrainingJob) -> None:
     """That processes must take turns, where they compute on cores; which may be meant, to try what many do."""
     from allhands.gpus import nvidia_gpus
 
@@ -256,7 +256,7 @@ def _tell_cores(job: Job) -> None:
         say(f"{turns}: with -n {cores} each has a core of its own")
 
 
-def _journal(job: Job) -> Journal:
+def _journal(job: TrainingJob) -> Journal:
     """The record of what the supervisor sees; a new run sets an earlier one's aside."""
     path = job.directory / EVENTS_FILE
     try:
@@ -267,7 +267,7 @@ def _journal(job: Job) -> Journal:
     return Journal(path)
 
 
-def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
+def _spec(job: TrainingJob, command: Sequence[str]) -> LaunchSpec:
     return LaunchSpec(
         command,
         job.size,
@@ -287,7 +287,7 @@ def _spec(job: Job, command: Sequence[str]) -> LaunchSpec:
     )
 
 
-def _hosts_told(job: Job) -> dict[str, str]:
+def _hosts_told(job: TrainingJob) -> dict[str, str]:
     """How the person named the computers, and which of them is this one, for the words of the ranks."""
     if job.hostfile is None:
         return {}
@@ -297,18 +297,19 @@ def _hosts_told(job: Job) -> dict[str, str]:
     return {**told, LAUNCHER_VARIABLE: here} if here else told
 
 
-def _log_dir_there(job: Job) -> str | None:
+def _log_dir_there(job: TrainingJob) -> str | None:
     """The directory of the logs, where the run's directory is another one on each computer."""
     below = job.directory in job.there and job.log_dir.is_relative_to(job.directory)
     return str(Path(job.told(job.directory)) / job.log_dir.relative_to(job.directory)) if below else None
 
 
-def _choose_backend(job: Job) -> Backend:
+def _choose_backend(job: TrainingJob) -> Backend:
     if job.backend != "auto":
         return job.backend
     if job.hostfile is not None and (asked := hostfile_backend(job.hostfile)):
         return cast(Backend, asked)
-    from allhands.cluster.choose import choose, explain, facts_here, facts_of
+    from allhands.cluster.candidates import facts_here, facts_of
+    from allhands.cluster.choose import choose, explain
 
     facts = facts_here(job.size)
     if job.hostfile is not None:
@@ -322,7 +323,7 @@ def _choose_backend(job: Job) -> Backend:
     return choice.backend
 
 
-def _backend_before(job: Job) -> str | None:
+def _backend_before(job: TrainingJob) -> str | None:
     """The back-end of the run that is gone on from, if that is known here."""
     from allhands.checkpoints import find
     from allhands.errors import CheckpointError
@@ -335,7 +336,7 @@ def _backend_before(job: Job) -> str | None:
         return None  # the ranks will say what is wrong with it
 
 
-def _resizer(job: Job) -> Callable[[LaunchSpec], LaunchSpec]:
+def _resizer(job: TrainingJob) -> Callable[[LaunchSpec], LaunchSpec]:
     """Before each start: this computer's cores divided among the ranks that it has then."""
 
     def resize(spec: LaunchSpec) -> LaunchSpec:
@@ -351,7 +352,7 @@ def _fair_share(num_ranks: int) -> int | None:
     return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
-def _members(job: Job, run_id: str) -> Members:
+def _members(job: TrainingJob, run_id: str) -> Members:
     directory = job.checkpoints
     if job.hostfile is None:
         return LocalMembers(job.size, None if directory is None else lambda: _newest_step(job, run_id))
@@ -368,7 +369,7 @@ def _members(job: Job, run_id: str) -> Members:
     )
 
 
-def _newest_step(job: Job, run_id: str) -> int | None:
+def _newest_step(job: TrainingJob, run_id: str) -> int | None:
     own = step_in(job.checkpoints, run_id) if job.checkpoints else None
     return step_in(job.resume) if own is None and job.resume else own
 
@@ -384,7 +385,7 @@ def step_in(place: Path, run_id: str | None = None) -> int | None:
         return None
 
 
-def way_on(job: Job, run_id: str | None) -> str | None:
+def way_on(job: TrainingJob, run_id: str | None) -> str | None:
     """How a person goes on with the job once it has ended too early; ``None``: there is nothing to go on from.
 
     Args:

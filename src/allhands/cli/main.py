@@ -10,7 +10,7 @@ from typing import Any
 
 from allhands.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.cli import commands
-from allhands.cli.parser import App, UnknownCommand
+from allhands.cli.parser import App, UnknownCommand, with_auto_resume
 from allhands.errors import AllhandsError, ConfigError, in_our_words
 from allhands.paths import check_variables
 
@@ -94,17 +94,6 @@ def _tell_interrupted(arguments: list[str]) -> None:
 
 def _silence_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def with_auto_resume(arguments: list[str]) -> list[str]:
-    """``--resume`` without a value means the latest checkpoint; the parser knows only options with one."""
-    result: list[str] = []
-    for place, word in enumerate(arguments):
-        result.append(word)
-        following = arguments[place + 1 : place + 2]
-        if word in ("--resume", "--resume-from-checkpoint") and (not following or following[0].startswith("-")):
-            result.append("auto")
-    return result
 
 
 def _exit_of(error: Exception) -> int | None:

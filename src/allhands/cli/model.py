@@ -13,12 +13,15 @@ from allhands.accelerator import detect
 from allhands.config import build_config
 from allhands.errors import ConfigError
 from allhands.model.adapters import make_trainable
+from allhands.model.choices import KernelSelection
+from allhands.model.dropout import dropout_keys_of
 from allhands.model.load import LoadedModel, get_model, load_model
+from allhands.model.passes import apply_passes
 from allhands.terminal import console_for
 from allhands.train.choosing import own_choices
 from allhands.train.datasets import load_data
-from allhands.train.gradient_check import GradientCheck, Verdict
-from allhands.train.preparing import put_forms_in
+from allhands.train.gradient_check import GradientCheck, GradientVerdict
+from allhands.train.preparing import pass_context
 
 # Tokens of the long row where no data say how long rows are.
 DEFAULT_LONGEST = 1024
@@ -81,8 +84,12 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
     check = GradientCheck(
         loaded.model, accelerator, loaded.config, longest=tokens, largest_token=largest, bounded=False
     )
-    dropout = put_forms_in(loaded.model, config, accelerator)
-    verdict = check.compare(loaded.model, kernels=kernels.choices, eager=eager, dropout=dropout)
+    applied = apply_passes(
+        loaded.model, pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))
+    )
+    for each in applied:
+        console.print(f"pass: {each}", markup=False)
+    verdict = check.compare(loaded.model, eager=eager, dropout=dropout_keys_of(loaded.model))
     _print_verdict(console, verdict)
     if not verdict.compared:
         raise ConfigError("nothing could be compared", where=model, hint="; ".join(verdict.notes))
@@ -96,7 +103,7 @@ def _vocabulary(loaded: LoadedModel) -> int:
     return size if isinstance(size, int) and size > 0 else len(loaded.tokenizer.get_vocab())
 
 
-def _print_verdict(console: Console, verdict: Verdict) -> None:
+def _print_verdict(console: Console, verdict: GradientVerdict) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in"):
         table.add_column(heading, justify="left" if heading == "most in" else "right")

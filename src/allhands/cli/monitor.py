@@ -22,7 +22,7 @@ from rich.text import Text
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_bytes, format_duration, format_rate, format_size
 from allhands.metrics import RunHistory, read_metrics
-from allhands.monitor import Board, Follower, Row, Sample, encode_sample
+from allhands.monitor import Board, BoardRow, Follower, Sample, encode_sample
 from allhands.monitor.samples import in_order
 from allhands.paths import meant
 from allhands.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
@@ -226,7 +226,7 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
     return columns
 
 
-def _columns(rows: Sequence[Row], now: float, gone: set[tuple[str, int]]) -> dict[str, list[str]]:
+def _columns(rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]) -> dict[str, list[str]]:
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
     lives = [row.state(now, gone) == "lives" for row in rows]
     rates = _rates(rows, lives)
@@ -246,7 +246,7 @@ def _columns(rows: Sequence[Row], now: float, gone: set[tuple[str, int]]) -> dic
     return columns
 
 
-def _doing(row: Row, now: float, gone: set[tuple[str, int]]) -> str:
+def _doing(row: BoardRow, now: float, gone: set[tuple[str, int]]) -> str:
     state = row.state(now, gone)
     if state != "lives":
         return state
@@ -256,12 +256,12 @@ def _doing(row: Row, now: float, gone: set[tuple[str, int]]) -> str:
     return f"{busiest[0]} {busiest[1]:.0%}"
 
 
-def _estimates(rows: Sequence[Row]) -> dict[str, list[str]]:
+def _estimates(rows: Sequence[BoardRow]) -> dict[str, list[str]]:
     estimates = [row.last.estimated_bytes for row in rows]
     return {"esti-\nmated": [_bytes(one) for one in estimates]} if any(estimates) else {}
 
 
-def _of_mlx(rows: Sequence[Row]) -> dict[str, list[str]]:
+def _of_mlx(rows: Sequence[BoardRow]) -> dict[str, list[str]]:
     if all(row.last.mlx_active_bytes is None for row in rows):
         return {}
     needs = [row.last.mlx_estimated_bytes for row in rows]
@@ -273,7 +273,7 @@ def _of_mlx(rows: Sequence[Row]) -> dict[str, list[str]]:
     }
 
 
-def _of_gpus(rows: Sequence[Row]) -> dict[str, list[str]]:
+def _of_gpus(rows: Sequence[BoardRow]) -> dict[str, list[str]]:
     if all(row.last.gpu_used_bytes is None for row in rows):
         return {}
     loads = [row.last.gpu_load for row in rows]
@@ -283,7 +283,7 @@ def _of_gpus(rows: Sequence[Row]) -> dict[str, list[str]]:
     }
 
 
-def _rates(rows: Sequence[Row], lives: Sequence[bool]) -> list[tuple[str, str]]:
+def _rates(rows: Sequence[BoardRow], lives: Sequence[bool]) -> list[tuple[str, str]]:
     """Traffic, which is that of a whole computer: once for each, in the row of a rank if one lives there."""
     speakers: dict[str, int] = {}
     for place, (row, live) in enumerate(zip(rows, lives, strict=True)):
@@ -294,7 +294,7 @@ def _rates(rows: Sequence[Row], lives: Sequence[bool]) -> list[tuple[str, str]]:
     return [_net(row) if place in told else (_NONE, _NONE) for place, row in enumerate(rows)]
 
 
-def _net(row: Row) -> tuple[str, str]:
+def _net(row: BoardRow) -> tuple[str, str]:
     rates = row.net_per_s()
     return (_NONE, _NONE) if rates is None else (format_size(rates[0]), format_size(rates[1]))
 

@@ -94,7 +94,7 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
 
 def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
     """Those to measure, in the order in which they would be taken."""
-    from allhands.cluster.choose import candidates, facts_of
+    from allhands.cluster.candidates import candidates, facts_of
 
     if backend not in _BACKENDS:
         raise ConfigError(

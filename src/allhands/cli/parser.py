@@ -102,7 +102,7 @@ class UnknownCommand(ConfigError):
         self.siblings = siblings
 
 
-class Group(TyperGroup):
+class VerbGroup(TyperGroup):
     """Verbs; instead of one that there is not, it is said what to do."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -120,7 +120,7 @@ class App(typer.Typer):
     """Verbs, each of them a :class:`Command`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=Group, **settings)
+        super().__init__(cls=VerbGroup, **settings)
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
@@ -163,3 +163,14 @@ def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | N
         elif word[:2] in names and not word.startswith("--"):  # -n2
             found.append(word)
     return found if len(found) > 1 else [_flag_of(option)] * 2
+
+
+def with_auto_resume(arguments: list[str]) -> list[str]:
+    """``--resume`` without a value means the latest checkpoint; the parser knows only options with one."""
+    result: list[str] = []
+    for place, word in enumerate(arguments):
+        result.append(word)
+        following = arguments[place + 1 : place + 2]
+        if word in ("--resume", "--resume-from-checkpoint") and (not following or following[0].startswith("-")):
+            result.append("auto")
+    return result

@@ -58,7 +58,7 @@ def plan(
     --hosts, --hostfile or -n the link between those ranks is measured, too. The plan is kept as plan.json in the run's
     directory (--adapter-path), and compared with the run by `allhands report`.
     """
-    from allhands.cli.plan_computers import Asked
+    from allhands.cli.plan_computers import AskedComputers
     from allhands.cli.plan_facts import facts_of
     from allhands.cli.plan_shown import show
     from allhands.plan.chart import draw_chart
@@ -71,7 +71,7 @@ def plan(
         return show_after(after, as_json=as_json)
     picture = _place_of(picture, force=force)  # before anything that takes long
     config = training_config(context.args)
-    asked = Asked(
+    asked = AskedComputers(
         device=device,
         link=link,
         machines=_numbers(machines),

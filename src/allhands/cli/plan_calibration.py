@@ -132,7 +132,7 @@ def _is_busy_still(seen: _Seen) -> bool:
 class _Seen:
     """Runs of each size of batch, their points, and what else was seen of them."""
 
-    runs: tuple[_Run, ...]
+    runs: tuple[_ShortRun, ...]
     points: tuple[tuple[float, float], ...]
     whole_s: float | None
     others: float
@@ -183,7 +183,7 @@ def time_to_start(config: TrainConfig, timeout_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ShortRun:
     started: RunStarted
     reports: tuple[TrainReport, ...]
     start_s: float
@@ -191,7 +191,7 @@ class _Run:
     others: float = 0.0  # cores that other programs took
 
 
-def _point(run: _Run) -> tuple[float, float]:
+def _point(run: _ShortRun) -> tuple[float, float]:
     """Tokens and seconds of a step: of all that count together, since batches differ in length."""
     counted = run.reports[1:] or run.reports
     tokens = statistics.mean(report.tokens_per_s * report.step_time_s for report in counted)
@@ -200,7 +200,7 @@ def _point(run: _Run) -> tuple[float, float]:
     return tokens, tokens * each
 
 
-def _point_of_gpu(run: _Run) -> tuple[float, float]:
+def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
     """The same where the passes of the next step are handed out in each.
 
     The last step has none, and its own were computed in the one before: it does not count. Nor do, if there are others,
@@ -247,7 +247,7 @@ def _run(
     changed: Mapping[str, Any] | None = None,
     *,
     on_gpu: bool = False,
-) -> _Run:
+) -> _ShortRun:
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         place = Path(folder)
@@ -274,7 +274,7 @@ def _run(
         events = [decode_event(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     started = next(event for event in events if isinstance(event, RunStarted))
     reports = tuple(event for event in events if isinstance(event, TrainReport))
-    return _Run(started, reports, max(0.0, started.time - began), expected, watch.others)
+    return _ShortRun(started, reports, max(0.0, started.time - began), expected, watch.others)
 
 
 def _remove_abandoned() -> None:

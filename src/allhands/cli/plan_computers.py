@@ -13,7 +13,7 @@ from allhands.errors import ConfigError, DistributedError
 from allhands.formatting import format_bytes
 from allhands.plan.computers import Computer
 from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device, device_of
-from allhands.plan.links import Exchange, Measured, link_of
+from allhands.plan.links import ExchangeTimes, Measured, link_of
 
 if TYPE_CHECKING:
     from allhands.cluster.doctor.facts import HostFacts
@@ -29,7 +29,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedComputers:
     """The command's own options; see :func:`allhands.cli.plan.plan`."""
 
     device: str | None
@@ -86,7 +86,7 @@ def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
 
 
 def computers_of(
-    config: TrainConfig, asked: Asked, devices: Sequence[Device], kind: str, say: Say, notes: list[str]
+    config: TrainConfig, asked: AskedComputers, devices: Sequence[Device], kind: str, say: Say, notes: list[str]
 ) -> tuple[Computer, ...]:
     """All of them, in the order in which they are named; one where the others are like it, or only imagined.
 
@@ -191,7 +191,7 @@ def _processor(facts: HostFacts | None) -> str:
     return f"{facts.processor.usable} cores" + (f" of {facts.processor.model}" if facts.processor.model else "")
 
 
-def prices_of(asked: Asked, devices: Sequence[Device], notes: list[str]) -> Prices:
+def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]) -> Prices:
     """With a power, where energy has a price.
 
     Raises:
@@ -215,7 +215,9 @@ def prices_of(asked: Asked, devices: Sequence[Device], notes: list[str]) -> Pric
 # --- the link -----------------------------------------------------------------------------------------
 
 
-def link_between(config: TrainConfig, asked: Asked, devices: int, say: Say, notes: list[str]) -> Exchange | None:
+def link_between(
+    config: TrainConfig, asked: AskedComputers, devices: int, say: Say, notes: list[str]
+) -> ExchangeTimes | None:
     """Measured between ranks that there are, else as described; ``None`` where there is one computer.
 
     Raises:
@@ -241,7 +243,7 @@ def link_between(config: TrainConfig, asked: Asked, devices: int, say: Say, note
     return found
 
 
-def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> Exchange:
+def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeTimes:
     from allhands.cluster.netbench import BenchOptions, measure
 
     say("measuring the link ...")

@@ -10,10 +10,18 @@ from typing import Any
 
 from allhands.cli.launching import require_cores
 from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
-from allhands.cli.plan_computers import Asked, computers_of, devices_of, hosts_of, link_between, on_hosts, prices_of
+from allhands.cli.plan_computers import (
+    AskedComputers,
+    computers_of,
+    devices_of,
+    hosts_of,
+    link_between,
+    on_hosts,
+    prices_of,
+)
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
-from allhands.cluster.join import check_weights
 from allhands.config import TrainConfig
+from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device
@@ -57,7 +65,7 @@ class _Rows:
 
 
 def facts_of(
-    config: TrainConfig, asked: Asked, say: Callable[[str], object]
+    config: TrainConfig, asked: AskedComputers, say: Callable[[str], object]
 ) -> tuple[Job, list[str], Calibration | None]:
     """Everything to plan with, notes on where it is from, and what a short training here has shown.
 
@@ -121,7 +129,7 @@ def facts_of(
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.accelerator import device_memory
-        from allhands.train.runahead import limit_for
+        from allhands.parallel.runahead import limit_for
 
         most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
@@ -150,7 +158,7 @@ def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows:
     return 0.0 if measured is None else measured.first_s * min(1.0, _steps(config, rows) / here)
 
 
-def _check(config: TrainConfig, asked: Asked, devices: list[Device]) -> None:
+def _check(config: TrainConfig, asked: AskedComputers, devices: list[Device]) -> None:
     if not (on_hosts(config) or devices):
         require_cores(config.num_ranks)
     if not devices:
@@ -334,7 +342,7 @@ def _read(config: TrainConfig) -> _Rows:
     return _Rows(data.stored["train"].report.num_tokens / len(rows), len(rows))
 
 
-def _started(config: TrainConfig, asked: Asked, say: Callable[[str], object]) -> tuple[int, float]:
+def _started(config: TrainConfig, asked: AskedComputers, say: Callable[[str], object]) -> tuple[int, float]:
     say(f"starting it in {config.num_ranks} processes ...")
     return config.num_ranks, time_to_start(config, asked.timeout_s)
 

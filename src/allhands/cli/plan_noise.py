@@ -18,7 +18,7 @@ _LONGER = 1.05  # times that should be no longer than others may be so much long
 _MORE = 1.15  # of a whole batch, against what half of it takes for as many tokens
 
 
-class Watch:
+class LoadWatch:
     """How many cores other programs took while something was measured."""
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class Watch:
 
 
 @contextmanager
-def watched() -> Generator[Watch]:
+def watched() -> Generator[LoadWatch]:
     """Watch the processor cores that this process may use."""
-    found = Watch()
+    found = LoadWatch()
     began, busy, own = time.monotonic(), _busy_s(), _own_s()
     yield found
     passed = time.monotonic() - began

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands.formatting import format_bytes, format_duration
 from allhands.plan.computers import largest
+from allhands.plan.strategies import Way
 from allhands.terminal import console_for, print_table
 
 if TYPE_CHECKING:
@@ -130,10 +131,12 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     job = outlook.job
     console.print("Memory of a rank at its peak" + _there_is(job), markup=False)
     kept = ("weights", "optimizer", "gradients", "activations", "logits")
-    table = _table([f"{_unit(job)}: way", "weights", "optim.", "grads", "activ.", "logits", "peak", "fits"])
     how: list[str] = []
     shown = (1, outlook.advised if outlook.advised > 1 else outlook.lines[-1].machines)
     ways = [each for each in zip(outlook.memory, outlook.fits, strict=True) if each[0].ranks in shown]
+    sends = any(way.sent_bytes for way, _ in ways)
+    heads = [f"{_unit(job)}: way", "weights", "optim.", "grads", "activ.", "logits", "peak", *["sent"] * sends, "fits"]
+    table = _table(heads)
     # Ways that are not here are of interest where none that is here is enough.
     needed = not any(way.built and fits is not False for way, fits in ways)
     for way, fits in ways:
@@ -141,11 +144,15 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
             continue
         name = f"{way.ranks}: {way.name}"
         parts = [format_bytes(way.parts[part]) for part in kept]
-        table.add_row(name, *parts, format_bytes(way.rank_bytes), _FITS[fits] if way.built else "-")
+        table.add_row(
+            name, *parts, format_bytes(way.rank_bytes), *[_sent(way)] * sends, _FITS[fits] if way.built else "-"
+        )
         if way.flags:
             how.append(f"{name}: {way.flags}")
-    print_table(console, table, ("grads", "logits", "optim."))
-    console.print("optim.: what the optimizer keeps; activ.: what the passes keep", markup=False)
+    print_table(console, table, ("grads", "logits", "optim.", "sent"))
+    told = "optim.: what the optimizer keeps; activ.: what the passes keep"
+    told += "; sent: by a rank in a step" * sends
+    console.print(told, markup=False)
     if needed and any(not way.built for way, _ in ways):
         where = "" if job.kind == "metal" else ": torchtitan and DeepSpeed have them, for NVIDIA GPUs"
         how.append(f"-: allhands has no such way{where}")
@@ -155,6 +162,10 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     for line in how:
         console.print(line, markup=False)
     console.print()
+
+
+def _sent(way: Way) -> str:
+    return format_bytes(way.sent_bytes) if way.sent_bytes else "-"
 
 
 def _there_is(job: Job) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from allhands.data.intake import Measure, PrepareOptions, Progress
-    from allhands.data.outcome import Outcome, Reason
+    from allhands.data.outcome import PrepareOutcome, Reason
     from allhands.data.sources import SourceOptions
     from allhands.data.templates import ChatChoice
 
@@ -169,7 +169,7 @@ def _run(flags: _Flags, features: Mapping[str, str]) -> None:
 
 def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
     from allhands.data.intake import PrepareOptions
-    from allhands.data.splitting import Share
+    from allhands.data.splitting import SplitShare
 
     if flags.dedupe not in ("off", "exact", "near"):
         raise ConfigError(f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near")
@@ -185,8 +185,8 @@ def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
     return PrepareOptions(
         columns={**columns, **features},
         column_flags=typed,
-        valid=Share.parse(flags.valid, "--valid") if flags.valid is not None else None,
-        test=Share.parse(flags.test, "--test") if flags.test is not None else None,
+        valid=SplitShare.parse(flags.valid, "--valid") if flags.valid is not None else None,
+        test=SplitShare.parse(flags.test, "--test") if flags.test is not None else None,
         split_by=flags.split_by,
         resplit=flags.resplit,
         seed=flags.seed,
@@ -282,7 +282,7 @@ def _progress() -> Generator[Progress, None, None]:
 class _Screen:
     """What became of the rows, for a terminal of 80 columns."""
 
-    def __init__(self, console: Console, outcome: Outcome) -> None:
+    def __init__(self, console: Console, outcome: PrepareOutcome) -> None:
         self._console = console
         self._outcome = outcome
         self._folder = _common_folder([source.name for source in outcome.sources])

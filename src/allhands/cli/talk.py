@@ -97,7 +97,7 @@ def _generate(options: GenerateOptions, prompt: str) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswersCompared:
     """Answers of one model to the same prompts, without and with an adapter.
 
     Attributes:
@@ -161,7 +161,7 @@ def show_speed(console: Console, label: str, speed: Any) -> None:
     )
 
 
-def comparison_table(comparison: Comparison, show: int, max_tokens: int) -> Table:
+def comparison_table(comparison: AnswersCompared, show: int, max_tokens: int) -> Table:
     """The first ``show`` answers side by side, which end after ``max_tokens``."""
     caption = f"an answer ends after {max_tokens} tokens, wherever it is"
     table = Table(show_lines=True, expand=True, caption=caption, caption_justify="left")
@@ -175,7 +175,7 @@ def comparison_table(comparison: Comparison, show: int, max_tokens: int) -> Tabl
     return table
 
 
-def score_lines(comparison: Comparison) -> list[str]:
+def score_lines(comparison: AnswersCompared) -> list[str]:
     """The score in words."""
     number = len(comparison.prompts)
     return [
@@ -238,12 +238,12 @@ def run_compare(
         console.print(f"answers: {out}", highlight=False, soft_wrap=True, markup=False)
 
 
-def compared(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> Comparison:
+def compared(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> AnswersCompared:
     """Score two sets of answers to the same prompts."""
-    return Comparison(tuple(prompts), tuple(before), tuple(after), pirate_share(before), pirate_share(after))
+    return AnswersCompared(tuple(prompts), tuple(before), tuple(after), pirate_share(before), pirate_share(after))
 
 
-def save_comparison(comparison: Comparison, path: Path) -> None:
+def save_comparison(comparison: AnswersCompared, path: Path) -> None:
     """Write prompts, answers and scores as JSON."""
     make_directory(path.parent)
     text = json.dumps(asdict(comparison), indent=1, ensure_ascii=False)

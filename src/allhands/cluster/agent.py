@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.blas import allowed_cores
-from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, Link
+from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, FrameLink
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
@@ -45,7 +45,7 @@ _FLUSH_S = 2.0
 class Agent:
     """This computer's part of one attempt."""
 
-    def __init__(self, link: Link, hello: Frame, reaper: Reaper) -> None:
+    def __init__(self, link: FrameLink, hello: Frame, reaper: Reaper) -> None:
         self._link = link
         self._hello = hello
         self._reaper = reaper
@@ -320,7 +320,7 @@ def self_description() -> dict[str, Any]:
     return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": software_here()}
 
 
-def serve(link: Link, frames: queue.SimpleQueue[Frame | None]) -> int:
+def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
     """Do one job to its end and return the exit code."""
     try:
         hello = frames.get(timeout=_HELLO_S)
@@ -363,7 +363,7 @@ def _work(agent: Agent, frames: queue.SimpleQueue[Frame | None]) -> None:
     _say(f"nothing heard from the supervisor for {SILENCE_S:g} s")
 
 
-def _refuse(link: Link, error: AllhandsError | OSError) -> None:
+def _refuse(link: FrameLink, error: AllhandsError | OSError) -> None:
     if isinstance(error, OSError):
         error = storage_error_of(error, "a file")
     parts = {name: getattr(error, name) for name in ("message", "where", "hint")}
@@ -407,7 +407,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda number, frame: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: frames.put(None))
-    link = Link(
+    link = FrameLink(
         reader, writer, FROM_SUPERVISOR, None, frames.put, lambda line: _say("a line without the secret is ignored")
     )
     return serve(link, frames)

@@ -21,6 +21,7 @@ from allhands.cluster import processes
 from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper
+from allhands.cluster.remote import start_remote
 from allhands.cluster.watch import Limits, ProgressWatch, Stall
 from allhands.errors import DistributedError, PeerLostError
 
@@ -143,7 +144,7 @@ class Attempt:
         self._run_dir.mkdir()
         with nullcontext(self._reaper) if self._reaper else Reaper() as reaper:
             self._began = time.monotonic()
-            self._ranks = processes.start(self._spec, self._run_dir, reaper)
+            self._ranks = self._start(reaper)
             try:
                 number = self._spec.num_processes
                 text = f"{number} process{'es' * (number != 1)}, {self._spec.backend}"
@@ -156,6 +157,11 @@ class Attempt:
             finally:
                 self._ranks.kill()
             return self._outcome(self._failure() or fault)
+
+    def _start(self, reaper: Reaper) -> processes.RankProcesses:
+        if self._spec.places:
+            return start_remote(self._spec, self._run_dir)
+        return processes.start(self._spec, self._run_dir, reaper)
 
     def request_regroup(self) -> None:
         """Ask all ranks to end at their next checkpoint; may be called again."""

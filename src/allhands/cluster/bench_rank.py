@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from allhands.blas import preload_blas
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.join import join_group
 from allhands.cluster.worker import install
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> None:
     output = _take_output(launch, os.environ.get("ALLHANDS_LOG_DIR"))
     with install(launch, os.environ) as worker:
         worker.mark_ready()
+        preload_blas()
         communicator = join_group(launch, request.get("connect_s", _CONNECT_S))
         worker.mark_started()
         from allhands.accelerator import detect

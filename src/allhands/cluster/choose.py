@@ -10,27 +10,29 @@ import hashlib
 import json
 import platform
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from allhands.blas import allowed_cores, cache_dir
-from allhands.cluster import ssh
+from allhands.cluster.candidates import (
+    Backend,
+    Choice,
+    Facts,
+    facts_here,
+    table_choice,
+)
 from allhands.cluster.figures import Figures, Measurement
 from allhands.cluster.hosts import Host
+from allhands.cluster.netbench import BenchOptions, measure
 from allhands.cluster.place import Launch
-from allhands.errors import AllhandsError, ConfigError
+from allhands.errors import AllhandsError
 from allhands.files import make_directory, write_whole
 from allhands.formatting import format_duration
 from allhands.versions import versions_of
-
-Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
 SMALL_BYTES, GRADIENT_BYTES = 4 << 10, 16 << 20
 _SIZES = (SMALL_BYTES, 256 << 10, GRADIENT_BYTES)
@@ -39,215 +41,14 @@ _MEASURED: tuple[Backend, ...] = ("mpi", "ring")  # between which a measurement 
 _BENCH_S, _ROUNDS_S = 8.0, 0.1
 _WORTH_S = 300.0  # of training: then a few seconds that may halve its communication are well spent
 _OLD_S = 30 * 86400.0
-_ASK_S = 10.0
 _VERSION = 1
 _DAY = 86400.0
-
-# Run by the Python of each host; the standard library only.
-_QUESTION = """
-import json, platform, re, shutil, subprocess, sys, os
-def said(*argv):
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=6, stdin=subprocess.DEVNULL).stdout
-    except Exception:
-        return ""
-beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
-mpirun = beside if os.path.exists(beside) else shutil.which("mpirun")
-found = re.search(r"Open MPI\\)? (\\d+\\.\\d+\\.\\d+)", said(mpirun, "--version")) if mpirun else None
-gpus = sum(line.startswith("GPU ") for line in said("nvidia-smi", "-L").splitlines())
-print("@" + json.dumps({"system": platform.system(), "gpus": gpus, "mpi": found.group(1) if found else None}))
-"""
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """What matters of one computer; ``None``: not known.
-
-    Attributes:
-        system: as ``platform.system()`` has it.
-        gpus: NVIDIA GPUs that its ranks may use.
-        mpi: the version of its Open MPI, empty if it has none.
-        rdma: whether the hostfile names RDMA devices to the others.
-        here: whether it is this one.
-    """
-
-    name: str
-    num_ranks: int
-    system: str | None = None
-    gpus: int | None = None
-    mpi: str | None = None
-    rdma: bool = False
-    here: bool = True
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A job: its computers, in order.
-
-    Attributes:
-        by_agents: whether ranks are started by an agent on each computer, as those of every hostfile are.
-    """
-
-    hosts: tuple[HostFacts, ...]
-    by_agents: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        """All of them."""
-        return sum(host.num_ranks for host in self.hosts)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A back-end, whether it can be used, and why, or why not."""
-
-    backend: Backend
-    possible: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The back-end to use.
-
-    Attributes:
-        reason: why this one.
-        candidates: all, in the order in which they would be taken without a measurement.
-        measured: seconds that a step's exchanges take, by back-end, if that decided.
-        age_s: of the measurement; ``None``: there is none.
-    """
-
-    backend: Backend
-    reason: str
-    candidates: tuple[Candidate, ...]
-    measured: Mapping[str, float] = field(default_factory=dict[str, float])
-    age_s: float | None = None
-
-
-# --- the table ----------------------------------------------------------------------------------------
-
-
-def candidates(facts: Facts) -> list[Candidate]:
-    """Every back-end that MLX has, best first where nothing is measured."""
-    return [_nccl(facts), _jaccl(facts), _mpi(facts), Candidate("ring", True, "TCP: needs nothing but a network")]
-
-
-def table_choice(facts: Facts) -> Choice:
-    """The first back-end of the table that is possible."""
-    found = candidates(facts)
-    best = next(candidate for candidate in found if candidate.possible)
-    return Choice(best.backend, best.reason, tuple(found))
-
-
-def _nccl(facts: Facts) -> Candidate:
-    for host in facts.hosts:
-        if host.gpus is None:
-            return Candidate("nccl", False, f"not known how many NVIDIA GPUs {host.name} has")
-        if host.gpus < host.num_ranks or host.system not in (None, "Linux"):
-            ranks = f"{host.num_ranks} rank{'s' * (host.num_ranks != 1)}"
-            return Candidate("nccl", False, f"{host.name}: {host.gpus or 'no'} NVIDIA GPU for {ranks}")
-    return Candidate("nccl", True, "every rank has an NVIDIA GPU")
-
-
-def _jaccl(facts: Facts) -> Candidate:
-    if len(facts.hosts) < 2:
-        return Candidate("jaccl", False, "RDMA over Thunderbolt joins several Macs")
-    if lacking := [host.name for host in facts.hosts if not host.rdma]:
-        return Candidate("jaccl", False, f"the hostfile names no RDMA devices of {', '.join(lacking)}")
-    if other := [host.name for host in facts.hosts if host.system != "Darwin"]:
-        return Candidate("jaccl", False, f"{', '.join(other)}: not known to be a Mac")
-    if any(host.num_ranks > 1 for host in facts.hosts):
-        return Candidate("jaccl", False, "it takes one rank a Mac")
-    return Candidate("jaccl", True, "RDMA over Thunderbolt")
-
-
-def _mpi(facts: Facts) -> Candidate:
-    if lacking := [host.name for host in facts.hosts if not host.mpi]:
-        return Candidate("mpi", False, f"no Open MPI 5 found on {', '.join(lacking)}: pip install 'allhands[mpi]'")
-    if len({host.mpi for host in facts.hosts}) > 1:
-        versions = ", ".join(f"{host.name} has {host.mpi}" for host in facts.hosts)
-        return Candidate("mpi", False, f"different versions of Open MPI: {versions}")
-    if old := [host.mpi for host in facts.hosts if int((host.mpi or "0").partition(".")[0]) < 5]:
-        return Candidate("mpi", False, f"Open MPI {old[0]} is too old: 5.0 or newer is needed")
-    if len(facts.hosts) != 1:
-        return Candidate("mpi", False, "the supervisor starts it on one computer only; for several use mpirun itself")
-    (host,) = facts.hosts
-    if facts.by_agents or not host.here:
-        return Candidate("mpi", False, "it is for this computer alone, without a hostfile")
-    if host.system != "Linux":
-        # Possible there, too, but nobody has shown that it is faster.
-        return Candidate("mpi", False, "only on Linux is it chosen by itself: give --backend mpi")
-    return Candidate("mpi", True, f"Open MPI {host.mpi}, shared memory on one computer")
-
-
-# --- facts --------------------------------------------------------------------------------------------
-
-
-def facts_here(num_ranks: int) -> Facts:
-    """Facts of this computer alone."""
-    return Facts((_fact_here(socket.gethostname(), num_ranks, False),))
-
-
-def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool = False) -> Facts:
-    """Facts of a hostfile's computers, as far as they are known here.
-
-    Args:
-        num_ranks: of all together, in the order of the hosts; ``None``: all slots.
-        ask: whether the others are asked over ssh, all at once, for no longer than ten seconds.
-    """
-    left, found = num_ranks, list[tuple[Host, int]]()
-    for host in hosts:
-        ranks = host.slots if left is None or len(hosts) == 1 else min(host.slots, left)
-        ranks = num_ranks if num_ranks is not None and len(hosts) == 1 else ranks
-        left = None if left is None else left - ranks
-        found.append((host, ranks))
-    with ThreadPoolExecutor(len(found)) as pool:
-        return Facts(tuple(pool.map(lambda pair: _fact_of(*pair, ask=ask), [pair for pair in found if pair[1]])))
-
-
-def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostFacts:
-    rdma = len(host.rdma) > 1 and any(device is not None for device in host.rdma)
-    if host.ssh is None:
-        return _fact_here(host.name, num_ranks, rdma)
-    answer = _ask(host) if ask else {}
-    mpi = (answer.get("mpi") or "") if answer else None
-    return HostFacts(host.name, num_ranks, answer.get("system"), answer.get("gpus"), mpi, rdma, here=False)
-
-
-def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostFacts:
-    # Only now: they need a moment, and the table alone needs neither.
-    from allhands.cluster.mpi import find_mpi
-    from allhands.gpus import nvidia_gpus
-
-    mpi = find_mpi()
-    version = ".".join(map(str, mpi.version)) if mpi else ""
-    return HostFacts(name, num_ranks, platform.system(), nvidia_gpus(), version, rdma)
-
-
-def _ask(host: Host) -> dict[str, Any]:
-    """What the computer says of itself; empty if it says nothing."""
-    python = host.python or sys.executable
-    with suppress(OSError, subprocess.TimeoutExpired, ValueError, ConfigError):
-        done = subprocess.run(
-            ssh.command(cast(str, host.ssh), [python, "-I", "-c", _QUESTION]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_ASK_S,
-            check=False,
-            start_new_session=True,
-        )
-        answers = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("@{")]
-        answer: dict[str, Any] = json.loads(answers[-1][1:]) if answers else {}
-        return answer
-    return {}
-
 
 # --- measured -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Seams:
+class ChoiceSeams:
     """The outside world of :func:`choose`, for tests.
 
     Attributes:
@@ -267,7 +68,7 @@ def choose(
     training_s: float | None = None,
     gradient_bytes: int = GRADIENT_BYTES,
     cores_per_rank: int | None = None,
-    seams: Seams | None = None,
+    seams: ChoiceSeams | None = None,
 ) -> Choice:
     """Return the back-end for a job that leaves it open.
 
@@ -279,7 +80,7 @@ def choose(
         training_s: how long training may take, roughly; ``None``: not known, and nothing is measured.
         gradient_bytes: exchanged in every step.
     """
-    by_table, seams = table_choice(facts), seams or Seams()
+    by_table, seams = table_choice(facts), seams or ChoiceSeams()
     if facts.num_ranks < 2:
         return replace(by_table, backend="ring", reason="one rank has nobody to exchange with")
     rivals = [one.backend for one in by_table.candidates if one.possible and one.backend in _MEASURED]
@@ -298,7 +99,7 @@ def choose(
 
 
 def slower_than_ours(
-    launch: Launch, command: str, facts: Facts | None = None, seams: Seams | None = None
+    launch: Launch, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
     """What to say to somebody whose ranks on one computer ``mlx.launch`` has joined by its ring; ``None``: nothing.
 
@@ -341,15 +142,15 @@ def _step_s(figures: Figures, gradient_bytes: int) -> float:
 
 
 def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measurement:
-    from allhands.cluster.netbench import BenchOptions, measure
-
     options = BenchOptions(
         sizes=_SIZES, timeout_s=_BENCH_S, links=False, seconds=_ROUNDS_S, cores_per_rank=cores_per_rank
     )
     return measure([Host(socket.gethostname(), slots=num_ranks)], backend, options)
 
 
-def _measure_all(rivals: Sequence[str], num_ranks: int, cores_per_rank: int | None, seams: Seams) -> dict[str, Figures]:
+def _measure_all(
+    rivals: Sequence[str], num_ranks: int, cores_per_rank: int | None, seams: ChoiceSeams
+) -> dict[str, Figures]:
     """Figures of those that could be measured, up to the size of a gradient."""
     found: dict[str, Figures] = {}
     for backend in rivals:

@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allhands import errors
 from allhands.blame import init_command
 from allhands.cluster import ssh
-from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, Link
+from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
 from allhands.cluster.runfiles import tail
-from allhands.errors import AllhandsError, DistributedError
+from allhands.errors import AllhandsError, DistributedError, error_named
 
 LOST_S = 5.0  # without a word, after which a computer counts as lost
 _PING_S = 1.0
@@ -90,7 +89,7 @@ class Connection:
         finally:
             for descriptor in (stdin[0], stdout[1]):
                 os.close(descriptor)
-        self._link = Link(stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note)
+        self._link = FrameLink(stdout[0], stdin[1], FROM_AGENT, secrets.token_hex(32), self._take, self._note)
         self._link.send("hello", **hello)
 
     def wait_until_ready(self, deadline: float) -> Frame:
@@ -199,9 +198,9 @@ class Connection:
                 stream.write(line + b"\n")
 
     def _as_error(self, frame: Frame) -> AllhandsError:
-        kind = getattr(errors, str(frame["type"]), None)
+        kind = error_named(str(frame["type"]))
         message, hint = f"host {self.name}: {frame['message']}", frame["hint"]
-        if not (isinstance(kind, type) and issubclass(kind, AllhandsError)) or kind is DistributedError:
+        if kind is None or kind is DistributedError:
             return HostError([self.name], message, where=frame["where"], hint=hint)
         return kind(message, where=frame["where"], hint=hint)
 

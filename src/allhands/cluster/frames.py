@@ -137,7 +137,7 @@ FROM_AGENT: Mapping[str, Check] = {
 # --- the connection ----------------------------------------------------------------------------------
 
 
-class Link:
+class FrameLink:
     """One end of a connection over two descriptors, which it closes in :meth:`close`.
 
     Args:

@@ -26,7 +26,8 @@ from allhands.cluster.outcome import ALL_LISTEN
 from allhands.cluster.patience import Patience
 from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError, DistributedError
+from allhands.errors import DistributedError
+from allhands.kernels import prepare_process
 from allhands.staging import Scratch
 
 if TYPE_CHECKING:
@@ -63,11 +64,9 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
     """This rank's place among the others, which are equally fast unless ``weights`` says otherwise.
 
     Raises:
-        ConfigError: not one weight for each rank.
+        ConfigError: not one weight for each data rank.
     """
-    check_weights(weights, launch.size)
-    chosen = (1.0,) * launch.size if weights is None else tuple(weights)
-    return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, chosen)
+    return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, tuple(weights or ()))
 
 
 def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> Surroundings:
@@ -84,9 +83,9 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
     def join() -> Communicator:
         if on_trial:
-            from allhands.distributed.backend import Alone
+            from allhands.distributed.backend import SingleProcess
 
-            return Alone()
+            return SingleProcess()
         worker.mark_ready()
         return join_group(launch, config.start_timeout_s, deadline_outside=True)
 
@@ -121,20 +120,6 @@ def _began(text: str) -> datetime:
 def take_device(launch: Launch) -> None:
     """Restrict this process to its own GPU, where that is left to us; too late once MLX has asked for a device."""
     os.environ.update(launch.exports)
-
-
-def check_weights(weights: Sequence[float] | None, size: int) -> None:
-    """Refuse weights that are not one for each of ``size`` ranks.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    if weights is not None and len(weights) != size:
-        raise ConfigError(
-            f"{len(weights)} weights for {size} rank{'s' * (size != 1)}",
-            where="--rank-weights",
-            hint="give one for each rank, for example '[2, 1]' where rank 0 is twice as fast as rank 1",
-        )
 
 
 def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
@@ -197,6 +182,7 @@ def join_here() -> Communicator:
         DistributedError: as there.
     """
     launch = launch_here()
+    prepare_process()
     take_device(launch)
     communicator = join_group(launch, _JOIN_TIMEOUT_S)
     from allhands.accelerator import slow_products

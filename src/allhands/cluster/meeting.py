@@ -32,7 +32,7 @@ from allhands.callers import (
     Call,
     Caller,
     Callers,
-    Conversation,
+    Handshake,
     Unproved,
     key_for,
     listen_at,
@@ -43,7 +43,7 @@ from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
 from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
 from allhands.errors import DistributedError
 from allhands.formatting import format_duration
-from allhands.ports import Settings, cannot_listen, fate_of, is_blocked, kind_of
+from allhands.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 from allhands.strict_json import is_integer, read_object
 
 _VERSION = 2
@@ -139,7 +139,7 @@ class _Visitor:
 
     caller: Caller
     hello: _Hello
-    conversation: Conversation
+    conversation: Handshake
 
     def say(self, body: Mapping[str, object], deadline: float) -> None:
         with suppress(OSError):  # one who has left is missed soon enough
@@ -351,7 +351,7 @@ _HINT = "look at the output of the ranks that are named; every rank must be of t
 _WAYS_HINT = (
     "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way"
 )
-_SETTINGS = Settings("another port with MASTER_PORT", "the name or an address of rank 0's computer (MASTER_ADDR)")
+_SETTINGS = PortSettings("another port with MASTER_PORT", "the name or an address of rank 0's computer (MASTER_ADDR)")
 
 
 def _hint(blocked: bool) -> str:
@@ -463,7 +463,7 @@ class _Guest:
                 raise _NotYet(reason) from None
         return peers
 
-    def _agree(self, call: Call, conversation: Conversation, what: str, problem: str) -> None:
+    def _agree(self, call: Call, conversation: Handshake, what: str, problem: str) -> None:
         """Say whether this rank could do ``what``, and wait until all could.
 
         Raises:
@@ -475,7 +475,7 @@ class _Guest:
         call.say(conversation.sealed(CALLER, json.dumps({"kind": what, "problem": told}).encode()), deadline)
         self._heard(conversation, call.line(_MOST_BYTES, deadline), what)
 
-    def _heard(self, conversation: Conversation, line: bytes, kind: str) -> dict[str, Any]:
+    def _heard(self, conversation: Handshake, line: bytes, kind: str) -> dict[str, Any]:
         """What rank 0 says to this very call.
 
         Raises:

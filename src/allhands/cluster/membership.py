@@ -13,7 +13,7 @@ from typing import Protocol
 from allhands.cluster import ssh
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.ranks import Place
-from allhands.cluster.ssh import Trouble
+from allhands.cluster.ssh import SshTrouble
 from allhands.errors import AllhandsError, ConfigError
 
 _ROUND_S = 10.0
@@ -49,7 +49,7 @@ class Roster:
     note: str | None = None
     step: int | None = None
     edition: int = 0
-    troubles: Mapping[str, Trouble] = field(default_factory=dict[str, Trouble], hash=False)
+    troubles: Mapping[str, SshTrouble] = field(default_factory=dict[str, SshTrouble], hash=False)
     possible: int | None = None
 
 
@@ -130,7 +130,7 @@ class HostfileMembers:
         path: Path | str,
         limit: int | None = None,
         *,
-        trouble: Callable[[str, float], Trouble | None] = ssh.trouble,
+        trouble: Callable[[str, float], SshTrouble | None] = ssh.trouble,
         checkpoints: Callable[[Sequence[Host]], Mapping[str, int]] | None = None,
         probe_timeout_s: float = 5.0,
         earlier: bool = False,
@@ -283,13 +283,13 @@ class HostfileMembers:
 
     # --- asking ---------------------------------------------------------------------------------------
 
-    def _ask(self, hosts: Sequence[Host]) -> dict[str, Trouble]:
+    def _ask(self, hosts: Sequence[Host]) -> dict[str, SshTrouble]:
         """What is the matter with those of ``hosts`` that do not answer, all asked at the same time.
 
         Raises:
             ConfigError: they cannot be asked like this.
         """
-        found: dict[str, Trouble] = {}
+        found: dict[str, SshTrouble] = {}
         errors: list[ConfigError] = []
 
         def ask(host: Host, name: str) -> None:

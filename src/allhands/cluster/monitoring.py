@@ -40,7 +40,7 @@ class RemoteSamples:
 
     def __init__(self, hosts: Sequence[Host], run: Path, *, follow: bool = True) -> None:
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._streams: list[_Stream] = []
+        self._streams: list[_MonitorStream] = []
         self._hosts = [host for host in hosts if host.ssh is not None]
         self._run = run
         self._follow = follow
@@ -48,7 +48,7 @@ class RemoteSamples:
     def __enter__(self) -> Self:
         try:
             for host in self._hosts:
-                self._streams.append(_Stream(host, self._run, self._follow, self._lines))
+                self._streams.append(_MonitorStream(host, self._run, self._follow, self._lines))
         except BaseException:
             self.close()
             raise
@@ -83,7 +83,7 @@ class RemoteSamples:
             stream.close()
 
 
-class _Stream:
+class _MonitorStream:
     """One computer's lines."""
 
     def __init__(self, host: Host, run: Path, follow: bool, lines: queue.SimpleQueue[bytes]) -> None:

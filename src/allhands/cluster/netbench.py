@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.cluster import ssh
+from allhands.cluster.candidates import facts_of, table_choice
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement
 from allhands.cluster.hosts import Host
 from allhands.errors import ConfigError
@@ -108,8 +109,6 @@ def remote_ranks(hosts: Sequence[Host], ranks_per_host: int | None = None) -> li
 def _chosen(hosts: Sequence[Host], backend: str, options: BenchOptions) -> str:
     if backend != "auto":
         return backend
-    from allhands.cluster.choose import facts_of, table_choice
-
     return table_choice(facts_of(hosts, sum(remote_ranks(hosts, options.ranks_per_host)))).backend
 
 

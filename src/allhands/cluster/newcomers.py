@@ -14,7 +14,7 @@ _TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NewcomerRefusal:
     """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's type and message."""
 
     message: str
@@ -27,7 +27,7 @@ class Tries(Protocol):
 
     names: frozenset[str]
     fit: set[str]
-    unfit: dict[str, Refusal]
+    unfit: dict[str, NewcomerRefusal]
 
     @property
     def done(self) -> bool:

@@ -77,7 +77,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """What a person allows: restarts after faults, and the fewest ranks to go on with (``None``: all)."""
 
     max_restarts: int = 0
@@ -85,7 +85,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Done:
+class RunDone:
     """The job is over, by its own end or a person's wish."""
 
     code: int
@@ -117,7 +117,7 @@ class Restart:
     fault: bool = True
 
 
-def judge(history: Sequence[Past], limits: Limits) -> Done | GiveUp | Restart:
+def judge(history: Sequence[Past], limits: RestartLimits) -> RunDone | GiveUp | Restart:
     """Decide what follows the last attempt of ``history``, which holds all of the job in their order."""
     outcome = history[-1].outcome
     if outcome.ports_taken:
@@ -126,7 +126,7 @@ def judge(history: Sequence[Past], limits: Limits) -> Done | GiveUp | Restart:
     if fault is None and outcome.regroup and not outcome.stopped:
         return Restart(0.0, "to go on with other ranks", fault=False)
     if fault is None:
-        return Done(outcome.code)
+        return RunDone(outcome.code)
     if unfit := _unfit(history, fault, limits):
         return Restart(0.0, f"without {', '.join(sorted(unfit))}", unfit, fault=False)
     if limits.max_restarts == 0 or outcome.stopped or fault.kind == "misfit":
@@ -134,7 +134,7 @@ def judge(history: Sequence[Past], limits: Limits) -> Done | GiveUp | Restart:
     return _after_fault(history, fault, limits)
 
 
-def _unfit(history: Sequence[Past], fault: Fault, limits: Limits) -> frozenset[str]:
+def _unfit(history: Sequence[Past], fault: Fault, limits: RestartLimits) -> frozenset[str]:
     """The seats that do not fit, if the others are enough: to start again with them would end the same way.
 
     An error before the first step, such as a model that is missing, is a computer's own as long as no other one has it
@@ -157,7 +157,7 @@ def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
     return GiveUp(f"other programs have taken its ports {in_a_row} times in a row", code)
 
 
-def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveUp | Restart:
+def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -> GiveUp | Restart:
     code = history[-1].outcome.code
     if fault.kind == "blocked" and not any(past.outcome.started for past in history):
         return _around(history, limits, code)
@@ -182,7 +182,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: Limits) -> GiveU
     return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
 
 
-def _around(history: Sequence[Past], limits: Limits, code: int) -> GiveUp | Restart:
+def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp | Restart:
     """What follows where ranks have never met because one cannot be connected to: without its computer, if allowed."""
     last = history[-1]
     seat = last.culprit
@@ -229,7 +229,9 @@ def _gains(history: Sequence[Past]) -> list[bool]:
     return [one or other for one, other in zip(further, unknown, strict=True)]
 
 
-def _leave_out(stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: Limits) -> tuple[frozenset[str], str | None]:
+def _leave_out(
+    stalled: Sequence[tuple[Past, bool]], fault: Fault, limits: RestartLimits
+) -> tuple[frozenset[str], str | None]:
     """The seat to do without from now on, if there is one; or why the job cannot go on, which needs it."""
     last = stalled[0][0]
     seat = last.culprit

@@ -35,7 +35,7 @@ from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.errors import AllhandsError, DistributedError
 from allhands.files import private_opener, storage_error_of
-from allhands.ports import Settings, cannot_listen
+from allhands.ports import PortSettings, cannot_listen
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
@@ -57,7 +57,7 @@ _FOREIGN = (
     *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE, ATTEST_VARIABLE, TRIAL_VARIABLE),
 )
 _OFFER_S = 5.0
-_SETTINGS = Settings(address='the address that the other computers reach it by, as "ips" in the hostfile')
+_SETTINGS = PortSettings(address='the address that the other computers reach it by, as "ips" in the hostfile')
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -90,10 +90,6 @@ def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
     Raises:
         AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be written.
     """
-    if spec.places:
-        from allhands.cluster.remote import start_remote
-
-        return start_remote(spec, run_dir)
     try:
         kind = _MpirunsChildren if spec.backend == "mpi" else _OwnChildren
         return kind(spec, run_dir, reaper)

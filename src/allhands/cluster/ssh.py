@@ -51,7 +51,7 @@ class SshOptions:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class SshTrouble:
     """Why no command can be run on a host.
 
     Attributes:
@@ -86,7 +86,7 @@ def _joined(argv: Sequence[str]) -> str:
     return f"~/{shlex.join([below_home, *argv[1:]])}" if below_home else shlex.join(argv)
 
 
-def trouble(host: str, timeout_s: float) -> Trouble | None:
+def trouble(host: str, timeout_s: float) -> SshTrouble | None:
     """Why no command can be run on ``host`` now, ``None`` if one can; takes no longer than ``timeout_s``.
 
     Raises:
@@ -107,25 +107,25 @@ def trouble(host: str, timeout_s: float) -> Trouble | None:
             )
         except OSError as error:
             found = missing(error)
-            return Trouble(found.message, found.hint or "", lasting=True)
+            return SshTrouble(found.message, found.hint or "", lasting=True)
         except subprocess.TimeoutExpired:
-            return Trouble(None, f"look whether it is switched on; {_BY_HAND.format(host=host)}")
+            return SshTrouble(None, f"look whether it is switched on; {_BY_HAND.format(host=host)}")
         said.seek(0)
         return _explained(host, done.returncode, said.read(_MOST_SAID)) if done.returncode else None
 
 
-def _explained(host: str, code: int, said: bytes) -> Trouble:
+def _explained(host: str, code: int, said: bytes) -> SshTrouble:
     """What to make of the words of an ssh that has failed; the last line is the reason, banners may come before."""
     text = "".join(letter for letter in said.decode(errors="replace") if letter.isprintable() or letter == "\n")
     last = next((line.strip() for line in reversed(text.split("\n")) if line.strip()), None)
     if code != _FAILED or last is None:  # it may have connected, and what it ran there has failed
-        return Trouble(_short(last or f"ssh ended with code {code}"), _BY_HAND.format(host=host))
+        return SshTrouble(_short(last or f"ssh ended with code {code}"), _BY_HAND.format(host=host))
     if _CHANGED in text:
-        return Trouble(_short(f"{_CHANGED}: {last}"), _AFTER_CHANGE.format(host=host), lasting=True)
+        return SshTrouble(_short(f"{_CHANGED}: {last}"), _AFTER_CHANGE.format(host=host), lasting=True)
     for words, lasting, hint in _KNOWN:
         if words in last.lower():
-            return Trouble(_short(last), hint.format(host=host), lasting)
-    return Trouble(_short(last), _BY_HAND.format(host=host))
+            return SshTrouble(_short(last), hint.format(host=host), lasting)
+    return SshTrouble(_short(last), _BY_HAND.format(host=host))
 
 
 def _short(line: str) -> str:

@@ -28,7 +28,7 @@ from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.cluster.membership import LocalMembers, Members, Roster
 from allhands.cluster.newcomers import Newcomers, TryOut
 from allhands.cluster.outcome import Fault, Outcome
-from allhands.cluster.policy import Done, GiveUp, Limits, Past, Restart, judge
+from allhands.cluster.policy import GiveUp, Past, Restart, RestartLimits, RunDone, judge
 from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
@@ -36,7 +36,7 @@ from allhands.files import make_directory
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.staging import Scratch
 
-__all__ = ["LaunchSpec", "Seams", "SuperviseOptions", "SupervisorEvent", "supervise"]
+__all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams", "supervise"]
 
 Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
@@ -85,7 +85,7 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True)
-class Seams:
+class SupervisorSeams:
     """What tests put something else in the place of."""
 
     make_attempt: Callable[[LaunchSpec, Path, deque[int], Events, Reaper, float], Runs] = Attempt
@@ -100,7 +100,7 @@ def supervise(
     options: SuperviseOptions | None = None,
     members: Members | None = None,
     journal: Journal | None = None,
-    seams: Seams | None = None,
+    seams: SupervisorSeams | None = None,
 ) -> int:
     """Run the job to its end and return the exit code to use: the last failing rank's, or 0.
 
@@ -135,7 +135,7 @@ def supervise(
             options=options or SuperviseOptions(),
             members=members or LocalMembers(spec.num_processes),
             journal=journal,
-            seams=seams or Seams(),
+            seams=seams or SupervisorSeams(),
             signals=signals,
             reaper=reaper,
             private=private,
@@ -168,7 +168,7 @@ class _Job:
     options: SuperviseOptions
     members: Members
     journal: Journal | None
-    seams: Seams
+    seams: SupervisorSeams
     signals: deque[int]
     reaper: Reaper
     private: Path
@@ -204,7 +204,7 @@ class _Job:
                 if restart:
                     self._tell_restart(restart, roster)
                 self.history.append(self._attempt(roster, restart.slack if restart else 1.0))
-                verdict = judge(self.history, Limits(self.options.max_restarts, self._least(roster)))
+                verdict = judge(self.history, RestartLimits(self.options.max_restarts, self._least(roster)))
                 if not isinstance(verdict, Restart):
                     return self._finish(verdict)
                 restart = verdict
@@ -212,7 +212,7 @@ class _Job:
         except _Stopped as stop:
             text = f"stopped before the {'next' if self.history else 'first'} start"
             self._tell(SupervisorEvent("cancelling", text))
-            return self._finish(Done(stop.code))
+            return self._finish(RunDone(stop.code))
         except _NotTogether as why:
             return self._give_up(why.problem, self._last_code(), why.hint)
 
@@ -378,7 +378,7 @@ class _Job:
 
     # --- the end --------------------------------------------------------------------------------------
 
-    def _finish(self, verdict: Done | GiveUp) -> int:
+    def _finish(self, verdict: RunDone | GiveUp) -> int:
         if isinstance(verdict, GiveUp):
             if fault := self.history[-1].outcome.fault:
                 self._tell(_report("failed", fault))

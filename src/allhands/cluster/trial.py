@@ -18,7 +18,7 @@ from allhands.blame import SOFTWARE, Statement, circumstances_in, judge
 from allhands.cluster.addresses import addresses
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
-from allhands.cluster.newcomers import Refusal
+from allhands.cluster.newcomers import NewcomerRefusal
 from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
 from allhands.cluster.remote import READY_S, orders
 from allhands.errors import AllhandsError
@@ -42,7 +42,7 @@ class Trial:
     def __init__(self, spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str) -> None:
         self.names = frozenset(place.name for place in newcomers)
         self.fit: set[str] = set()
-        self.unfit: dict[str, Refusal] = {}
+        self.unfit: dict[str, NewcomerRefusal] = {}
         self._over = threading.Event()
         self._spec, self._attested, self._known = spec, attested, known
         self._threads = [
@@ -81,7 +81,7 @@ class Trial:
         except AllhandsError as error:
             # Another error of a computer's is that it has gone again, or not come yet.
             if isinstance(error, UnfitHosts) or not isinstance(error, HostError):
-                self.unfit[place.name] = Refusal(error.message, str(error))
+                self.unfit[place.name] = NewcomerRefusal(error.message, str(error))
 
     def _both(self, name: str, software: Mapping[str, str]) -> tuple[tuple[str, Mapping[str, str]], ...]:
         return (self._known, self._attested["software"]), (name, software)
@@ -93,7 +93,7 @@ class Trial:
         if verdict is None:
             self.fit.add(new.name)
         else:
-            self.unfit[new.name] = Refusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
+            self.unfit[new.name] = NewcomerRefusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
 
     def _has_the_same(self, place: Place) -> bool:
         """Whether its files and software are those of rank 0's computer; if not, it may make the same of them still."""
@@ -131,7 +131,7 @@ class _Others(Exception):
 class _Failed(Exception):
     """The rank there has failed with an error that it foresaw."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: NewcomerRefusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
 
@@ -185,9 +185,9 @@ class _One:
         error = self._error or {}
         if not error.get("text"):
             what = error.get("message") or f"a rank on trial ended with code {self._ended}"
-            raise _Failed(Refusal(what, f"{what}\n  what to do: see the logs of {self.place.name}"))
+            raise _Failed(NewcomerRefusal(what, f"{what}\n  what to do: see the logs of {self.place.name}"))
         kind = f"{error['type']}: {error['message']}"
-        raise _Failed(Refusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind))
+        raise _Failed(NewcomerRefusal(str(error["text"]).partition("\n")[0], str(error["text"]), kind))
 
     def _trial_spec(self) -> LaunchSpec:
         there = self.spec.log_dir_there

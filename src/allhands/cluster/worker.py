@@ -40,7 +40,7 @@ from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.files import private_opener, storage_error_of
-from allhands.kernels import publish
+from allhands.kernels import prepare_process, publish
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.terminal import is_screen, tell
 
@@ -356,6 +356,7 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     """
     run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
     context = _context(launch, environ)
+    prepare_process()
     if launch.launcher == "openmpi":
         die_with_parent()  # started by mpirun itself, without our guard
     with suppress(RuntimeError, io.UnsupportedOperation):  # no standard error to write to

@@ -17,9 +17,9 @@ from allhands.cluster.journal import read_events
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_bytes
 from allhands.metrics import METRICS_FILE, RunHistory
-from allhands.monitor.board import Board, Row
+from allhands.monitor.board import Board, BoardRow
 from allhands.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
-from allhands.report.facts import RunFacts, read_facts
+from allhands.report.facts import ReportFacts, read_facts
 from allhands.report.words import harm
 
 _DEPTH = 3  # of directories in which runs are looked for
@@ -79,7 +79,7 @@ def _below(directory: Path, depth: int) -> Iterator[Path]:
             yield from _below(entry, depth - 1)
 
 
-def facts_of(directory: Path) -> RunFacts:
+def facts_of(directory: Path) -> ReportFacts:
     """All that the run has written so far.
 
     Raises:
@@ -142,12 +142,12 @@ def summary_of(name: str, directory: Path, judged: Judged | None = None) -> Summ
 # --- processes ----------------------------------------------------------------------------------------
 
 
-def processes_of(facts: RunFacts, now: float) -> list[dict[str, str]]:
+def processes_of(facts: ReportFacts, now: float) -> list[dict[str, str]]:
     """The run's processes side by side, as texts; the ranks first, then those that only direct them."""
     return [_process(row, now) for row in sorted(Board(facts.samples).rows(), key=lambda row: row.last.role != "rank")]
 
 
-def _process(row: Row, now: float) -> dict[str, str]:
+def _process(row: BoardRow, now: float) -> dict[str, str]:
     sample, state = row.last, row.state(now)
     busiest = row.busiest_phase()
     doing = state if state != "lives" else (f"{busiest[0]} {busiest[1]:.0%}" if busiest else sample.phase or "watches")
@@ -165,7 +165,7 @@ def _process(row: Row, now: float) -> dict[str, str]:
     }
 
 
-def head_of(facts: RunFacts) -> psutil.Process | None:
+def head_of(facts: ReportFacts) -> psutil.Process | None:
     """The process that directs the run, or rank 0 where nobody does, if it lives on this computer."""
     here = socket.gethostname()
     rows = Board(facts.samples).rows()

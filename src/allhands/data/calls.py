@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from allhands.data.values import (
-    Place,
+    ValuePlace,
     as_json,
     is_list_of_objects,
     list_of_text,
@@ -38,7 +38,7 @@ def called_function(call: dict[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], inner) if isinstance(inner, dict) else call
 
 
-def with_tool_calls(message: dict[str, Any], what: str, place: Place, *, padded: bool) -> dict[str, Any]:
+def with_tool_calls(message: dict[str, Any], what: str, place: ValuePlace, *, padded: bool) -> dict[str, Any]:
     """A message whose calls, if it has any, are a list under ``tool_calls``, whatever they were called.
 
     Args:
@@ -67,7 +67,7 @@ def with_tool_calls(message: dict[str, Any], what: str, place: Place, *, padded:
     return rest | {"tool_calls": calls}
 
 
-def _calls_under(value: Any, what: str, place: Place) -> list[dict[str, Any]]:
+def _calls_under(value: Any, what: str, place: ValuePlace) -> list[dict[str, Any]]:
     """The calls that stand under one key; none if there is only padding."""
     value = _decoded(value)
     calls = [_decoded(call) for call in cast(list[Any], value)] if isinstance(value, list) else [value]
@@ -103,7 +103,7 @@ def _is_void(value: Any) -> bool:
     return value is None
 
 
-def _usual_call(call: dict[str, Any], number: int, what: str, place: Place, padded: bool) -> dict[str, Any]:
+def _usual_call(call: dict[str, Any], number: int, what: str, place: ValuePlace, padded: bool) -> dict[str, Any]:
     """A call as ``{"function": {"name": ..., "arguments": ...}}``, with the other keys that it has."""
     call = without_nulls(call)
     inner = _decoded(call.get("function"))
@@ -187,7 +187,7 @@ def _spoken(calls: list[dict[str, Any]]) -> list[Any]:
 # ShareGPT: the words are the call
 
 
-def calls_of_words(value: Any, what: str, place: Place) -> list[Any]:
+def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
     """A function call, or a list of them, that stands in the place of a message's words, as OpenAI's tool calls.
 
     Raises:
@@ -204,7 +204,7 @@ def calls_of_words(value: Any, what: str, place: Place) -> list[Any]:
     return [_call_of_words(call, what, place) for call in calls]
 
 
-def _call_of_words(call: dict[str, Any], what: str, place: Place) -> dict[str, Any]:
+def _call_of_words(call: dict[str, Any], what: str, place: ValuePlace) -> dict[str, Any]:
     inner = called_function(call)
     arguments = next((inner[key] for key in _ARGUMENTS if inner.get(key) is not None), None)
     if isinstance(arguments, str):
@@ -218,7 +218,7 @@ def _call_of_words(call: dict[str, Any], what: str, place: Place) -> dict[str, A
 # The tools that can be called
 
 
-def check_tools(value: Any, name: str, place: Place) -> list[Any] | None:
+def check_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None:
     """The tools of a record: a list of objects, or the same as a JSON string, as some data sets have it.
 
     None for no tool. Fields that are null, which no schema has, are left out.
@@ -249,7 +249,7 @@ def _without_void(value: Any) -> Any:
     return [_without_void(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
 
 
-def read_tools(value: Any, name: str, functions: Any, place: Place) -> list[Any] | None:
+def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list[Any] | None:
     """The tools under ``name``, or those that stand under OpenAI's older key ``functions``; None if there are none.
 
     Raises:

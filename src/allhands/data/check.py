@@ -22,7 +22,6 @@ from allhands.data.duplicates import Overlap
 from allhands.data.explained import openings, pattern_of, special_tokens
 from allhands.data.heard import Unheard
 from allhands.data.lengths import LengthSummary
-from allhands.data.loader import Sizing
 from allhands.data.messages import REASONING_KEYS
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
@@ -31,6 +30,7 @@ from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_templ
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
 from allhands.data.token_roles import own_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
+from allhands.sizing import Sizing
 
 Severity = Literal["ruins", "harms", "note"]
 
@@ -82,7 +82,7 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
-class Finding:
+class DataFinding:
     """Something that ruins or harms a run, or is good to know. Its words are the command line's.
 
     Attributes:
@@ -140,7 +140,7 @@ def check(
     examiner: Examiner,
     *,
     report: Callable[[str, int], None] | None = None,
-) -> tuple[list[SplitReport], list[Finding]]:
+) -> tuple[list[SplitReport], list[DataFinding]]:
     """Look at every record of ``splits`` as training would.
 
     Args:
@@ -237,7 +237,7 @@ class Examiner:
         return {name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()}
 
 
-def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[Finding]:
+def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[DataFinding]:
     """Whether an answer begins in generation as it did in training.
 
     Args:
@@ -247,12 +247,12 @@ def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = No
         return []
     header, opening = openings(ChatTemplate(tokenizer, datetime.now()))
     if header:
-        return [Finding("no-generation-prompt", "harms", None, details={"header": header})]
+        return [DataFinding("no-generation-prompt", "harms", None, details={"header": header})]
     count = sum(report.counts.get(_OPENED_OTHERWISE, 0) for report in reports or ())
     if not opening or (reports is not None and not count):
         return []
     total = sum(report.lengths.count for report in reports or ())
-    return [Finding("other-generation-prompt", "harms", None, count, total, details={"header": opening})]
+    return [DataFinding("other-generation-prompt", "harms", None, count, total, details={"header": opening})]
 
 
 def answer_text(record: Record) -> str:
@@ -441,7 +441,7 @@ class _Tally:
             padding=estimate_padding(work, int(kept.sum()), self._options),
         )
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[DataFinding]:
         """What there is to say about the split."""
         for code, reasons in self._errors.items():
             yield from self._reasons(code, "ruins", reasons)
@@ -454,7 +454,7 @@ class _Tally:
                 yield self._finding(code, "ruins" if hits.count >= ruins_from * total else severity, hits, **more)
         yield from self._about_the_whole()
 
-    def _reasons(self, code: str, severity: Severity, reasons: Reasons) -> Iterator[Finding]:
+    def _reasons(self, code: str, severity: Severity, reasons: Reasons) -> Iterator[DataFinding]:
         """A finding for each reason; it brings its own words."""
         for reason in reasons.listed():
             hits = _Hits(reason.count, reason.places[:_PLACES])
@@ -462,9 +462,9 @@ class _Tally:
             hint = "repair the others first" if reason.message == _OTHER_REASONS else reason.hint
             yield self._finding(code, severity, hits, message=reason.message, hint=hint)
 
-    def _finding(self, code: str, severity: Severity, hits: _Hits, **details: Any) -> Finding:
+    def _finding(self, code: str, severity: Severity, hits: _Hits, **details: Any) -> DataFinding:
         total = len(self._numbers["length"])
-        return Finding(code, severity, self.name, hits.count, total, tuple(hits.places), details)
+        return DataFinding(code, severity, self.name, hits.count, total, tuple(hits.places), details)
 
     def _facts(self) -> dict[str, Any]:
         limit, lengths = self._options.max_seq_length, np.array(self._numbers["length"], dtype=np.int64)
@@ -477,7 +477,7 @@ class _Tally:
             **{name: [text for text, _ in found.most_common(3)] for name, found in self._texts.items()},
         }
 
-    def _about_the_whole(self) -> Iterator[Finding]:
+    def _about_the_whole(self) -> Iterator[DataFinding]:
         """Findings that are not counted example by example."""
         options, number, total = self._options, len(self._numbers["kept"]), len(self._numbers["length"])
         missing = self.name != "train" and not total and not self._errors

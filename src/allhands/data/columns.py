@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any, NoReturn, Protocol, cast
 
-from allhands.data.values import Place, key_list, quoted
+from allhands.data.values import ValuePlace, key_list, quoted
 
 SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 
@@ -41,13 +41,13 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
 _WORDS_OF_PROSE = 5  # in the name of a column
 
 
-class Parts(Protocol):
+class ColumnParts(Protocol):
     """A record and what its parts are called."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...
     @property
-    def place(self) -> Place: ...
+    def place(self) -> ValuePlace: ...
     def name(self, part: str) -> str:
         """The column of a part."""
         ...
@@ -57,7 +57,7 @@ class Parts(Protocol):
         ...
 
 
-def fail_on_mapping(parts: Parts, mapped: list[str]) -> NoReturn:
+def fail_on_mapping(parts: ColumnParts, mapped: list[str]) -> NoReturn:
     """A record without the columns that were mapped: name its keys, and the key that was probably meant."""
     absent = [part for part in mapped if not parts.names_it(part)]
     paths = {path.lower(): path for path in islice(_paths(parts.values), 300)}
@@ -87,7 +87,7 @@ def _is_prose(name: str) -> bool:
     return len(name.split()) >= _WORDS_OF_PROSE or name.rstrip().endswith((".", "?", "!"))
 
 
-def column_hint(parts: Parts) -> str:
+def column_hint(parts: ColumnParts) -> str:
     """What to do about a record of unknown shape: a column mapping if its keys suggest one."""
     row = parts.values
     if "input_ids" in row:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from allhands.data.outcome import Reason, Reasons
 from allhands.data.records import ColumnNames
-from allhands.data.rows import Problem, Row
+from allhands.data.rows import Row, RowProblem
 from allhands.data.shapes import parse_example
 from allhands.data.sources import Source
 from allhands.errors import DataError
@@ -108,9 +108,9 @@ class Corpus:
                 if text:
                     yield text
 
-    def _text(self, item: Row | Problem) -> str:
+    def _text(self, item: Row | RowProblem) -> str:
         try:
-            if isinstance(item, Problem):
+            if isinstance(item, RowProblem):
                 raise item.error()
             text = parse_example(item.value, self._columns, source=item.source, line=item.line).texts()
             text.encode()

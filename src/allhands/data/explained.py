@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.data.answers import AnswerFinder
 from allhands.data.encoding import Encoded, Tokenizer, pieces_of_text
 from allhands.data.records import Message, Record
 from allhands.errors import DataError
-
-if TYPE_CHECKING:
-    from allhands.data.render import ChatTemplate
 
 # "dropped": accepted, but nothing of it is in the text that the model gets.
 Support = Literal["taken", "dropped", "rejected"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORDS = "Bluebell"
+
+
+class RendersChat(Protocol):
+    """What is asked of a chat template here."""
+
+    def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -171,22 +175,25 @@ _CALLING: Message = {
 PROBE = Record("chat", messages=(*_QUESTION, _ANSWER, *_QUESTION, {**_ANSWER, "content": _WORDS}))
 
 
-def probe_template(tokenizer: Tokenizer, template: ChatTemplate, trained: str) -> TemplateFacts:
+def probe_template(
+    tokenizer: Tokenizer, template: RendersChat, answers: Callable[[], AnswerFinder], trained: str
+) -> TemplateFacts:
     """What the chat template does.
 
     Args:
+        answers: finds those of the template.
         trained: the trained text of the last answer of ``PROBE``; "" if it cannot be had.
     """
     source = getattr(tokenizer, "chat_template", None)
     sources: Iterable[Any] = source.values() if isinstance(source, dict) else [source]
-    end = _or_nothing(lambda: template.answers.ending)
+    end = _or_nothing(lambda: answers().ending)
     plain, blanks = (_text(template, [*_QUESTION, {**_ANSWER, "content": words}]) or "" for words in ("b", " b "))
     return TemplateFacts(
         present=True,
         system=_support(template, [{"role": "system", "content": _WORDS}, *_QUESTION, _ANSWER]),
         tools=_support(template, [*_QUESTION, _ANSWER], [_TOOL]),
         tool_calls=_support(template, [*_QUESTION, _CALLING]),
-        header=_or_nothing(lambda: template.answers.header),
+        header=_or_nothing(lambda: answers().header),
         end_of_turn=end,
         end_of_turn_trained=bool(end) and trained.endswith(end),
         end_of_turn_is_eos=bool(end) and end == tokenizer.eos_token,
@@ -197,7 +204,7 @@ def probe_template(tokenizer: Tokenizer, template: ChatTemplate, trained: str) -
     )
 
 
-def openings(template: ChatTemplate) -> tuple[str, str]:
+def openings(template: RendersChat) -> tuple[str, str]:
     """What a chat template does not write before an answer that is asked for, and what it writes only there."""
     try:
         plain, prompt = template.text(_QUESTION, None), template.text(_QUESTION, None, prompt=True)
@@ -213,14 +220,14 @@ def openings(template: ChatTemplate) -> tuple[str, str]:
     return "", prompt[same:].strip()
 
 
-def _text(template: ChatTemplate, messages: list[Message], tools: list[Any] | None = None) -> str | None:
+def _text(template: RendersChat, messages: list[Message], tools: list[Any] | None = None) -> str | None:
     try:
         return template.text(messages, tools)
     except DataError:
         return None
 
 
-def _support(template: ChatTemplate, messages: list[Message], tools: list[Any] | None = None) -> Support:
+def _support(template: RendersChat, messages: list[Message], tools: list[Any] | None = None) -> Support:
     text = _text(template, messages, tools)
     return "rejected" if text is None else "taken" if _WORDS in text else "dropped"
 

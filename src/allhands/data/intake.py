@@ -12,11 +12,11 @@ from allhands.data.duplicates import normalise
 from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
 from allhands.data.records import ColumnNames, Record
-from allhands.data.rows import Problem, Row
+from allhands.data.rows import Row, RowProblem
 from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning, with_merged_system
 from allhands.data.sources import Source
-from allhands.data.splitting import NONE, SPLITS, Share, hash64
-from allhands.data.spool import Entry, Spool
+from allhands.data.splitting import NONE, SPLITS, SplitShare, hash64
+from allhands.data.spool import Spool, SpoolEntry
 from allhands.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class PrepareOptions:
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     column_flags: Mapping[str, str] = field(default_factory=dict[str, str])
-    valid: Share | None = None
-    test: Share | None = None
+    valid: SplitShare | None = None
+    test: SplitShare | None = None
     split_by: str | None = None
     resplit: bool = False
     seed: int = 0
@@ -117,7 +117,7 @@ class Intake:
         # Names in rows, in order.
         self.columns: dict[str, None] = {}
         # Files of which only a beginning could be read.
-        self.torn: list[Problem] = []
+        self.torn: list[RowProblem] = []
         self._done = 0
 
     def read(self) -> None:
@@ -137,9 +137,9 @@ class Intake:
         self.spool.finish()
         self._check_columns()
 
-    def _take(self, number: int, item: Row | Problem) -> None:
+    def _take(self, number: int, item: Row | RowProblem) -> None:
         tally = self.tallies[number]
-        if isinstance(item, Problem):
+        if isinstance(item, RowProblem):
             tally.rows += item.line > 0
             tally.left_out += item.line > 0
             tally.unread += item.line == 0
@@ -173,7 +173,7 @@ class Intake:
         elif example.record is not None:
             self._warn_of_unheard(unread(example.record.unread), where)
         split = None if self.options.resplit else self.sources[number].split
-        entry = Entry(
+        entry = SpoolEntry(
             name=row.source,
             line=row.line,
             source=number,

@@ -14,9 +14,9 @@ from allhands.data.rows import (
     NAMES_OF_SPLITS,
     PIECE,
     Item,
-    Problem,
     ReadOptions,
     Row,
+    RowProblem,
     checked_value,
     fragment,
     lines,
@@ -49,10 +49,10 @@ def _item_of_line(raw: bytes, name: str, number: int) -> Item | None:
     except json.JSONDecodeError as error:
         return _bad_line(error, name, number, complete=raw.endswith(b"\n"))
     except (ValueError, RecursionError) as error:
-        return Problem(name, number, f"not usable JSON: {error}", SHORTEN)
+        return RowProblem(name, number, f"not usable JSON: {error}", SHORTEN)
 
 
-def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: bool) -> Problem:
+def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: bool) -> RowProblem:
     line = error.doc
     cut_off = error.pos >= len(line) or error.msg.startswith("Unterminated string")
     if cut_off and not complete:
@@ -64,7 +64,7 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: 
     else:
         message = f"not JSON: {error.msg} at column {error.colno}, near {fragment(line, error.pos)}"
         hint = f"each line must be one JSON object: {SHAPES}"
-    return Problem(name, number, message, hint)
+    return RowProblem(name, number, message, hint)
 
 
 # Keys of an object that holds the rows of a whole file, as exports and APIs write it.
@@ -140,10 +140,10 @@ def rows_of_json(
     while window.skip_blank():
         item, is_broken = window.take()
         if is_broken and not window.resume():
-            yield with_rest(item) if isinstance(item, Problem) else item
+            yield with_rest(item) if isinstance(item, RowProblem) else item
             return
         by_columns = isinstance(item, Row) and not window.skip_blank() and _is_by_columns(item.value)
-        yield Problem(name, item.line, "this is a table written by columns", _BY_COLUMNS) if by_columns else item
+        yield RowProblem(name, item.line, "this is a table written by columns", _BY_COLUMNS) if by_columns else item
 
 
 _BY_COLUMNS = (
@@ -173,7 +173,7 @@ def _rows_under_keys(window: _Window, only: str | None, found: list[str]) -> Ite
     while (char := window.skip_blank()) and char != "}":
         key, is_broken = window.take()
         if is_broken or window.skip_blank() != ":":
-            yield with_rest(key if isinstance(key, Problem) else window.problem("expected ':'", window.position))
+            yield with_rest(key if isinstance(key, RowProblem) else window.problem("expected ':'", window.position))
             return
         window.step()
         char, name = window.skip_blank(), str(key.value) if isinstance(key, Row) else ""
@@ -191,7 +191,7 @@ def _rows_under_keys(window: _Window, only: str | None, found: list[str]) -> Ite
         else:
             item, is_broken = window.take()
             if is_broken:
-                yield with_rest(item) if isinstance(item, Problem) else item
+                yield with_rest(item) if isinstance(item, RowProblem) else item
                 return
         if window.skip_blank() == ",":
             window.step()
@@ -216,7 +216,7 @@ def _elements(window: _Window) -> Iterator[Item]:
             return
         item, is_broken = window.take()
         if is_broken and not window.resume():
-            yield with_rest(item) if isinstance(item, Problem) else item
+            yield with_rest(item) if isinstance(item, RowProblem) else item
             return
         yield item
         if is_broken or (char := window.skip_blank()) in ("]", ""):
@@ -268,19 +268,19 @@ class _Window:
         self._counted = self.position
         return self._line
 
-    def problem(self, message: str, position: int) -> Problem:
+    def problem(self, message: str, position: int) -> RowProblem:
         """What is wrong at a place at or after the position."""
         newline = self.text.rfind("\n", 0, position)
         column = position - newline + (self._before if newline < 0 else 0)
         message = f"not JSON: {message} at column {column}, near {fragment(self.text, position)}"
         hint = "repair the JSON at that place, or write one object a line (JSONL)"
-        return Problem(self._name, self.line() + self.text.count("\n", self.position, position), message, hint)
+        return RowProblem(self._name, self.line() + self.text.count("\n", self.position, position), message, hint)
 
-    def several(self, keys: Sequence[str]) -> Problem:
+    def several(self, keys: Sequence[str]) -> RowProblem:
         """That the rows stand under more keys than one."""
         named = " and ".join(f'"{key}"' for key in keys)
         hint = "`allhands data prepare FILE --out DIR` takes splits apart; write anything else into files of its own"
-        return Problem(self._name, self.line(), f"rows of several kinds: they stand under {named}", hint)
+        return RowProblem(self._name, self.line(), f"rows of several kinds: they stand under {named}", hint)
 
     def step(self) -> None:
         """Move behind a character that is not blank."""
@@ -313,15 +313,15 @@ class _Window:
                 if not (is_cut and self.more()):
                     return self.problem(error.msg, error.pos), True
             except (ValueError, RecursionError) as error:
-                return Problem(self._name, self.line(), f"not usable JSON: {error}", SHORTEN), True
+                return RowProblem(self._name, self.line(), f"not usable JSON: {error}", SHORTEN), True
             else:
                 # Of a number, the last digits may be still to come: 12, 12. or 12e- of 12e-3.
                 if not isinstance(value, int | float) or end < len(self.text) - 2 or is_long or not self.more():
                     return self._taken(value, end), False
 
-    def _too_long(self) -> Problem:
+    def _too_long(self) -> RowProblem:
         hint = "cut the value into several, or check that no quote or bracket is missing in it"
-        return Problem(
+        return RowProblem(
             self._name, self.line(), f"too long to be read: a value of over {self._limit:,} characters", hint
         )
 

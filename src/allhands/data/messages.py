@@ -14,7 +14,7 @@ from typing import Any, cast
 from allhands.data.calls import CALL_ROLES, calls_of_words, with_tool_calls
 from allhands.data.values import (
     DELETE,
-    Place,
+    ValuePlace,
     as_json,
     check_string,
     is_list_of_objects,
@@ -72,7 +72,7 @@ def messages_of_text(value: Any) -> list[Any] | None:
     if not is_list_text(value):
         return None
     try:
-        items = list_of_text(value, "", Place("", 0))
+        items = list_of_text(value, "", ValuePlace("", 0))
     except DataError:
         return None
     spoken = is_list_of_objects(items) and all("role" in item or "from" in item for item in items)
@@ -91,7 +91,7 @@ def _is_foreign(message: Message) -> bool:
     return not written and (message.get("from") is not None or message.get("value") is not None)
 
 
-def check_messages(value: Any, name: str, place: Place, *, sharegpt: bool = False) -> list[Message]:
+def check_messages(value: Any, name: str, place: ValuePlace, *, sharegpt: bool = False) -> list[Message]:
     """The messages of a list, or of a string that holds one: each with a known role and a string as content.
 
     A message that is written with ``from`` and ``value`` is translated wherever it stands, and with ``sharegpt``
@@ -126,7 +126,7 @@ def is_padded(items: Sequence[Any]) -> bool:
     return all(set(item) == keys for item in items) and any(value is None for item in items for value in item.values())
 
 
-def check_message(value: Any, what: str, place: Place, *, sharegpt: bool = False, padded: bool = False) -> Message:
+def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = False, padded: bool = False) -> Message:
     """One message as :func:`check_messages` gives it; ``what`` names it in errors.
 
     Raises:
@@ -152,7 +152,7 @@ def check_message(value: Any, what: str, place: Place, *, sharegpt: bool = False
     return message if len(message) == 2 else as_json(message, what, place)
 
 
-def _role(message: Message, what: str, place: Place) -> str:
+def _role(message: Message, what: str, place: ValuePlace) -> str:
     """The usual name of a message's role."""
     role = message.get("role")
     if role is None:
@@ -163,14 +163,14 @@ def _role(message: Message, what: str, place: Place) -> str:
     return known
 
 
-def _content(value: Any, what: str, place: Place) -> str:
+def _content(value: Any, what: str, place: ValuePlace) -> str:
     """A message's content as one string; a list of text parts is joined."""
     if not isinstance(value, list):
         return check_string(value, what, place)
     return "".join(_text_of_part(part, what, place) for part in cast(list[Any], value))
 
 
-def _text_of_part(part: Any, what: str, place: Place) -> str:
+def _text_of_part(part: Any, what: str, place: ValuePlace) -> str:
     fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
     kind = fields.get("type") or "text"
     if kind == "tool_result":
@@ -181,7 +181,7 @@ def _text_of_part(part: Any, what: str, place: Place) -> str:
     return check_string(fields.get("value") if words is None else words, f"a part of {what}", place)
 
 
-def _with_parts_apart(message: Message, what: str, place: Place) -> Message:
+def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message:
     """An answer whose parts that are calls or thinking stand where other people's answers have them."""
     parts = message.get("content")
     if not isinstance(parts, list):
@@ -210,7 +210,7 @@ def _with_parts_apart(message: Message, what: str, place: Place) -> Message:
     return {**message, "content": rest or None, **more}
 
 
-def _reasoning_text(value: Any, what: str, place: Place) -> Any:
+def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
     """Thinking as one string, of a list of parts; anything else as it is."""
     if not isinstance(value, list):
         return value
@@ -222,7 +222,7 @@ def _reasoning_text(value: Any, what: str, place: Place) -> Any:
     return "".join(texts)
 
 
-def _with_one_reasoning(message: Message, what: str, place: Place) -> tuple[Message, str | None]:
+def _with_one_reasoning(message: Message, what: str, place: ValuePlace) -> tuple[Message, str | None]:
     """An answer whose thinking stands under one key, and that thinking."""
     found: dict[str, str] = {}
     for key in REASONING_KEYS:
@@ -245,7 +245,7 @@ def _with_one_reasoning(message: Message, what: str, place: Place) -> tuple[Mess
 # ShareGPT
 
 
-def _translated(message: Message, what: str, place: Place, *, sharegpt: bool) -> Message:
+def _translated(message: Message, what: str, place: ValuePlace, *, sharegpt: bool) -> Message:
     """``from`` and ``value`` as ``role`` and ``content``, a function call as an assistant's tool call.
 
     Where a message has role and content as well, those count and the others are kept like any other key.
@@ -264,7 +264,7 @@ def _translated(message: Message, what: str, place: Place, *, sharegpt: bool) ->
     return without_nulls({"role": speaker, "content": words}) | rest
 
 
-def require_answer(messages: Sequence[Message], name: str, place: Place) -> None:
+def require_answer(messages: Sequence[Message], name: str, place: ValuePlace) -> None:
     """Make sure that there is something to learn.
 
     Raises:
@@ -274,7 +274,7 @@ def require_answer(messages: Sequence[Message], name: str, place: Place) -> None
         place.fail(f"{quoted(name)} has no assistant message: there is nothing to learn", DELETE)
 
 
-def check_tool_answers(messages: Sequence[Message], name: str, place: Place) -> None:
+def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace) -> None:
     """Make sure that tools speak only when called, as far as that can be told.
 
     Raises:

@@ -162,7 +162,7 @@ class Duplicates:
 
 
 @dataclass
-class Outcome:
+class PrepareOutcome:
     """Everything that ``data prepare`` has to say.
 
     Attributes:

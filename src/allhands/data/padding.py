@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.order import GlobalOrder, micro_batches
-
-if TYPE_CHECKING:
-    from allhands.data.check import CheckOptions
+from allhands.sizing import Sizing
 
 # They are a random sample of an epoch.
 _SAMPLED_BATCHES = 500
+
+
+class Cutting(Protocol):
+    """How an epoch is cut into batches and micro-batches."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def packing(self) -> bool: ...
+
+    @property
+    def max_seq_length(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def sizing(self) -> Sizing: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,7 @@ class Padding:
     rows: int | None
 
 
-def estimate_padding(work: NDArray[np.int64], tokens: int, options: CheckOptions) -> Padding:
+def estimate_padding(work: NDArray[np.int64], tokens: int, options: Cutting) -> Padding:
     """Padding and batches of an epoch on one process.
 
     Args:

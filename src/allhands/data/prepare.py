@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits, few
 from allhands.data.lengths import LengthSummary, Unit
-from allhands.data.outcome import LeftOut, Outcome
+from allhands.data.outcome import LeftOut, PrepareOutcome
 from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
 from allhands.data.splitting import (
     LARGE_PART,
@@ -28,7 +28,7 @@ from allhands.data.splitting import (
     TRAIN,
     VALID,
     Ints,
-    Share,
+    SplitShare,
     assign,
     check_fractions,
     keepers,
@@ -40,7 +40,7 @@ from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
 from allhands.staging import publish, publishing, staging
 
-DEFAULT_SHARE = Share(0.05, False)
+DEFAULT_SHARE = SplitShare(0.05, False)
 PREFERENCE = "preference"
 OUTPUT = frozenset({*(f"{split}.jsonl" for split in SPLITS), REPORT, LEFT_OUT, LENGTHS, PREFERENCE})
 
@@ -48,7 +48,7 @@ OUTPUT = frozenset({*(f"{split}.jsonl" for split in SPLITS), REPORT, LEFT_OUT, L
 class NothingLeft(DataError):
     """No row of any source can be used; ``outcome`` says why."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: PrepareOutcome) -> None:
         first = outcome.reasons[0] if outcome.reasons else None
         count = outcome.rows_read
         message = f"none of the {count} rows can be used" if count > 1 else "there is no row that can be used"
@@ -69,7 +69,7 @@ def prepare(
     *,
     measure: Measure | None = None,
     progress: Progress = no_progress,
-) -> Outcome:
+) -> PrepareOutcome:
     """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is untouched.
 
     Args:
@@ -90,7 +90,7 @@ def prepare(
         intake.read()
         if intake.torn:  # how much is missing, nobody knows
             raise intake.torn[0].error()
-        outcome = Outcome(intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed())
+        outcome = PrepareOutcome(intake.tallies, reasons=left_out.reasons.listed(), warnings=intake.warnings.listed())
         outcome.options = options.to_json()
         if not len(intake.spool):
             raise NothingLeft(outcome)
@@ -172,7 +172,7 @@ def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
 # --- duplicates and splits --------------------------------------------------------------------------
 
 
-def _split_and_write(staged: Path, intake: Intake, outcome: Outcome, progress: Progress) -> None:
+def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, progress: Progress) -> None:
     spool, options = intake.spool, intake.options
     twins = find_twins(
         spool, options.near_threshold, lambda done, total: progress("looking for duplicates", done, total)
@@ -209,11 +209,11 @@ def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> No
         intake.left_out.write(entry, json.loads(spool.row(row)))
 
 
-def _default(intake: Intake) -> Share:
-    return Share(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
+def _default(intake: Intake) -> SplitShare:
+    return SplitShare(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
 
 
-def _write_lengths(path: Path, outcome: Outcome, limit: int | None) -> None:
+def _write_lengths(path: Path, outcome: PrepareOutcome, limit: int | None) -> None:
     """``limit`` is in tokens; without it, lengths are characters."""
     from allhands.histograms import draw_lengths
 
@@ -226,7 +226,7 @@ def _write_lengths(path: Path, outcome: Outcome, limit: int | None) -> None:
 
 
 def _write_splits(
-    staged: Path, spool: Spool, split: NDArray[np.int8], options: PrepareOptions, outcome: Outcome
+    staged: Path, spool: Spool, split: NDArray[np.int8], options: PrepareOptions, outcome: PrepareOutcome
 ) -> None:
     """One file a split that has rows. Their order depends on the contents and the seed, or is that of the sources."""
     place = shuffled(spool.contents, options.seed) if options.shuffle else np.arange(len(spool))
@@ -243,7 +243,7 @@ def _write_splits(
                     file.writelines(spool.row(row) for row in rows[np.argsort(place[rows], kind="stable")].tolist())
 
 
-def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Outcome) -> Iterator[str]:
+def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: PrepareOutcome) -> Iterator[str]:
     """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
     options, spool = intake.options, intake.spool
     carried = carried_splits(intake.sources, options)

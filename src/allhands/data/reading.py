@@ -1,4 +1,4 @@
-"""Files of training data as rows: whatever is broken becomes a :class:`Problem` with its line, the rest is read.
+"""Files of training data as rows: whatever is broken becomes a :class:`RowProblem` with its line, the rest is read.
 
 JSON Lines, JSON, CSV, TSV, Parquet, Arrow and plain text, each also with ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. Every
 file is streamed: memory holds some megabytes and one row, and a row has at most ``ReadOptions.max_row_bytes``.
@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, cast
 from allhands.data.jsontext import keys_with_rows, rows_key, rows_of_json, rows_of_lines
 from allhands.data.other_types import true_kind, way_from
 from allhands.data.records import SHAPES, ColumnNames, Record, parse_record
-from allhands.data.rows import BOM, NAMES_OF_SPLITS, PIECE, Item, Problem, ReadOptions
+from allhands.data.rows import BOM, NAMES_OF_SPLITS, PIECE, Item, ReadOptions, RowProblem
 from allhands.data.tables import Separator, rows_of_arrow, rows_of_parquet, rows_of_table, rows_of_text, separator_of
 
 FileType = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
@@ -87,7 +87,7 @@ def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | Non
     """
     kind = file_type(path)
     if kind is None:
-        yield Problem(name or path.name, 0, "files of this type cannot be read", unread_hint(path))
+        yield RowProblem(name or path.name, 0, "files of this type cannot be read", unread_hint(path))
     else:
         yield from _read(path, kind, options or ReadOptions(), name or path.name)
 
@@ -104,7 +104,7 @@ def read_records(path: Path, columns: ColumnNames, *, name: str | None = None) -
     """
     kind = file_type(path) or "jsonl"
     for item in _read(path, kind, ReadOptions(), name or path.name):
-        if isinstance(item, Problem):
+        if isinstance(item, RowProblem):
             raise item.error()
         yield parse_record(item.value, columns, source=item.source, line=item.line)
 
@@ -125,9 +125,9 @@ def _read(path: Path, kind: FileType, options: ReadOptions, name: str) -> Iterat
             elif empty:
                 fill = "write text into it, or remove it if there are other files"
                 hint = f"write one JSON object a line: {SHAPES}" if kind in ("jsonl", "json") else fill
-                yield Problem(name, 0, "the file is empty", hint)
+                yield RowProblem(name, 0, "the file is empty", hint)
     except OSError as error:
-        yield Problem(str(path), 0, f"cannot read the file: {error.strerror or error}", read_hint(error))
+        yield RowProblem(str(path), 0, f"cannot read the file: {error.strerror or error}", read_hint(error))
 
 
 def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
@@ -153,7 +153,7 @@ def _items(file: IO[bytes], stream: _Stream, kind: FileType, options: ReadOption
     for magic, (what, hint) in _MAGIC.items() if kind != "arrow" else ():
         if head.startswith(magic):
             what, hint = true_kind(Path(name), file) or (what, hint)
-            return iter([Problem(name, 0, f"the file is {what}, not {'JSON text' if is_json else 'text'}", hint)])
+            return iter([RowProblem(name, 0, f"the file is {what}, not {'JSON text' if is_json else 'text'}", hint)])
     if kind in ("parquet", "arrow"):
         whole = file if stream.inner is file else buffered
         if kind == "parquet":
@@ -238,7 +238,7 @@ class _Stream(io.RawIOBase):
             return b""
 
 
-def _cut_short(error: Exception, path: Path, name: str) -> Problem:
+def _cut_short(error: Exception, path: Path, name: str) -> RowProblem:
     suffix = path.suffix.lower()
     other = isinstance(error, gzip.BadGzipFile) and "Not a gzipped" in str(error)
     other |= (
@@ -247,12 +247,12 @@ def _cut_short(error: Exception, path: Path, name: str) -> Problem:
     if other:
         kind = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}.get(suffix, "zstd")
         hint = f"take {suffix} from the name"
-        return Problem(name, 0, f"the name ends in {suffix}, but the content is not {kind}", hint)
+        return RowProblem(name, 0, f"the name ends in {suffix}, but the content is not {kind}", hint)
     if isinstance(error, OSError) and error.errno is not None:
         hint = read_hint(error)
     else:
         hint = f"the file is cut off or damaged: fetch it again; to see how much is whole: {_TESTS[suffix]} {path.name}"
-    return Problem(name, 0, f"cannot be read to its end, only the rows before were read: {error}", hint)
+    return RowProblem(name, 0, f"cannot be read to its end, only the rows before were read: {error}", hint)
 
 
 _TESTS = {".gz": "gzip -t", ".bz2": "bzip2 -t", ".xz": "xz -t", ".zst": "zstd -t"}

@@ -29,7 +29,7 @@ from allhands.data.messages import (
 )
 from allhands.data.values import (
     DELETE,
-    Place,
+    ValuePlace,
     check_string,
     key_list,
     list_if_text,
@@ -139,7 +139,7 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
     Raises:
         DataError: with ``where="source:line"``.
     """
-    parts = Parts.of(value, columns, Place(source, line))
+    parts = Parts.of(value, columns, ValuePlace(source, line))
     shape = recognise(parts)
     if shape == "preference":
         pair = f"{quoted(parts.name('chosen'))}, {quoted(parts.name('rejected'))}"
@@ -173,10 +173,10 @@ class Parts:
 
     values: Mapping[str, Any]
     columns: ColumnNames
-    place: Place
+    place: ValuePlace
 
     @classmethod
-    def of(cls, value: Any, columns: ColumnNames, place: Place) -> Parts:
+    def of(cls, value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
         """The parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner one.
 
         Raises:

@@ -173,7 +173,8 @@ class Renderer:
             trained = "".join(text for text, trained in probe.explain(PROBE).pieces if trained)
         except AllhandsError:
             trained = ""
-        return probe_template(self._tokenizer, self._template, trained)
+        template = self._template
+        return probe_template(self._tokenizer, template, lambda: template.answers, trained)
 
     def _draft_or_error(self, record: Record) -> Draft | AllhandsError:
         try:

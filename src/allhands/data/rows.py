@@ -62,7 +62,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Problem:
+class RowProblem:
     """What could not be read: one row, or with ``is_rest`` all of the file from there; line 0 is the file itself."""
 
     source: str
@@ -81,7 +81,7 @@ class Problem:
         return DataError(self.message, where=self.where, hint=self.hint)
 
 
-Item = Row | Problem
+Item = Row | RowProblem
 
 
 def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
@@ -101,13 +101,13 @@ def fragment(text: str, position: int) -> str:
     return repr(text[max(0, position - 20) : position + 20])
 
 
-def too_long(name: str, number: int, size: int) -> Problem:
+def too_long(name: str, number: int, size: int) -> RowProblem:
     """The line is longer than is read."""
     hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
-    return Problem(name, number, f"the line is too long to be read: {size:,} bytes", hint)
+    return RowProblem(name, number, f"the line is too long to be read: {size:,} bytes", hint)
 
 
-def not_utf8(text: str, name: str, line: int, start: int = 0) -> Problem | None:
+def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | None:
     """A Problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
     found = None if text.isascii() else _BAD_BYTE.search(text, start)
     if found is None:
@@ -119,14 +119,14 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> Problem | None:
     hint = "convert the file; from Windows, for example: iconv -f CP1252 -t UTF-8 OLD > NEW"
     if _CONTROL.search(text, start):
         hint = "this does not look like text: look at the file, and name another"
-    return Problem(name, line + text.count("\n", start, place), message, hint)
+    return RowProblem(name, line + text.count("\n", start, place), message, hint)
 
 
 def checked_value(value: Any, text: str, name: str, line: int) -> Item:
     """The row of a JSON value read from ``text``, unless it is nested too deeply."""
     # Deeper values could be read, but whoever walks them by recursion would fail.
     if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
-        return Problem(name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN)
+        return RowProblem(name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN)
     return Row(value, name, line)
 
 
@@ -138,7 +138,7 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
-def with_rest(problem: Problem) -> Problem:
+def with_rest(problem: RowProblem) -> RowProblem:
     """The same, and that nothing after it was read."""
     what, _, why = problem.message.partition(":")
     return replace(problem, message=f"{what}{_REST}:{why}", is_rest=True)

@@ -42,7 +42,7 @@ from allhands.data.records import (
     unread_keys,
     with_system,
 )
-from allhands.data.values import Place, quoted
+from allhands.data.values import ValuePlace, quoted
 from allhands.errors import DataError
 
 
@@ -152,7 +152,7 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, e
     Raises:
         DataError: with ``where="source:line"`` and a hint.
     """
-    parts = Parts.of(value, columns, Place(source, line))
+    parts = Parts.of(value, columns, ValuePlace(source, line))
     shape = recognise(parts)
     if shape == "preference":
         return _preference(parts)

@@ -22,7 +22,7 @@ from allhands.data.reading import (
     unpacked_name,
     unread_hint,
 )
-from allhands.data.rows import Item, Problem, ReadOptions, Row, with_rest
+from allhands.data.rows import Item, ReadOptions, Row, RowProblem, with_rest
 from allhands.data.saved import saved_files, saved_split, split_called, split_of_directory, split_of_part, why_no_data
 from allhands.errors import ConfigError, DataError
 from allhands.paths import meant
@@ -77,7 +77,7 @@ class Source:
     read: Callable[[], Iterator[Item]]
     limit: int | None = None
     kind: FileType | None = None
-    skipped: tuple[Problem, ...] = ()
+    skipped: tuple[RowProblem, ...] = ()
 
     def rows(self) -> Iterator[Item]:
         """Its rows and what could not be read, in order; may be called again."""
@@ -146,7 +146,7 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
 
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
     """A file as a source; one that holds several splits as one for each."""
-    kind, notes = file_type(path), tuple(Problem(str(path), 0, note) for note in notes_of(path))
+    kind, notes = file_type(path), tuple(RowProblem(str(path), 0, note) for note in notes_of(path))
     if keys := splits_in(path):
         return [
             Source(name, split_called(key), _reader(path, options, name, key), options.limit, kind, notes)
@@ -184,14 +184,14 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
     return [replace(sources[0], skipped=(*sources[0].skipped, *skipped)), *sources[1:]]
 
 
-def _skip(path: Path, why: str) -> Problem:
-    return Problem(str(path), 0, f"skipped: {why}")
+def _skip(path: Path, why: str) -> RowProblem:
+    return RowProblem(str(path), 0, f"skipped: {why}")
 
 
-def _walk(root: Path) -> tuple[list[Path], list[Problem]]:
+def _walk(root: Path) -> tuple[list[Path], list[RowProblem]]:
     """The files below a directory that can be read, sorted, and the rest."""
     files: list[Path] = []
-    skipped: list[Problem] = []
+    skipped: list[RowProblem] = []
 
     def stop(error: OSError) -> None:
         hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
@@ -267,7 +267,7 @@ def _hub_rows(rows: Iterable[Any], name: str) -> Iterator[Item]:
             yield Row(dict(value), name, number)
     except Exception as error:  # a download that breaks off, a file that is damaged, a picture that needs a library
         message = f"cannot be read: {type(error).__name__}: {error}"
-        yield with_rest(Problem(name, number + 1, message, "check the network and start again"))
+        yield with_rest(RowProblem(name, number + 1, message, "check the network and start again"))
     else:
         if not number:
-            yield Problem(name, 0, "the split is empty", "choose another: --hub-split")
+            yield RowProblem(name, 0, "the split is empty", "choose another: --hub-split")

@@ -25,14 +25,14 @@ Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Share:
+class SplitShare:
     """Size of a held-out split: a number of rows, or a fraction of all rows."""
 
     value: float
     is_count: bool
 
     @classmethod
-    def parse(cls, text: str, flag: str) -> Share:
+    def parse(cls, text: str, flag: str) -> SplitShare:
         """``"0.05"`` is a fraction, ``"200"`` a number of rows, ``"0"`` none.
 
         Raises:
@@ -118,14 +118,14 @@ MANY_EPOCHS = 20
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSplit:
     """How many rows the held-out splits shall have."""
 
     valid: int
     test: int
 
 
-def check_fractions(valid: Share | None, test: Share | None) -> None:
+def check_fractions(valid: SplitShare | None, test: SplitShare | None) -> None:
     """What can be said about the sizes before the rows are counted.
 
     Raises:
@@ -140,7 +140,9 @@ def check_fractions(valid: Share | None, test: Share | None) -> None:
         raise ConfigError(message, where=_flags(valid, test), hint=_SMALLER)
 
 
-def wanted_rows(valid: Share | None, test: Share | None, default: Share, num_rows: int, num_free: int) -> Wanted:
+def wanted_rows(
+    valid: SplitShare | None, test: SplitShare | None, default: SplitShare, num_rows: int, num_free: int
+) -> WantedSplit:
     """The sizes in rows. ``None`` is ``default``, but what was asked for comes first if both are too much.
 
     Args:
@@ -160,18 +162,18 @@ def wanted_rows(valid: Share | None, test: Share | None, default: Share, num_row
     usual = default.rows(num_rows)
     if total:
         usual = min(usual, num_free - total - 1)
-    return Wanted(asked.get("valid", usual), asked.get("test", usual))
+    return WantedSplit(asked.get("valid", usual), asked.get("test", usual))
 
 
 _SMALLER = "ask for fewer rows, a fraction such as 0.05, or 0 for none"
 
 
-def _flags(valid: Share | None, test: Share | None) -> str:
+def _flags(valid: SplitShare | None, test: SplitShare | None) -> str:
     given = (("--valid", valid), ("--test", test))
     return " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
 
 
-def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: Wanted, seed: int) -> NDArray[np.int8]:
+def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: WantedSplit, seed: int) -> NDArray[np.int8]:
     """The split of every row.
 
     Rows that their source puts into valid or test stay there, and undecided rows of the same group follow

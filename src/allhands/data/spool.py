@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Entry:
+class SpoolEntry:
     """What is kept of an accepted row besides its bytes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Spool:
     def __len__(self) -> int:
         return len(self._offset)
 
-    def add(self, row: bytes, text: str, entry: Entry) -> None:
+    def add(self, row: bytes, text: str, entry: SpoolEntry) -> None:
         """Append ``row``, a JSON line with its line end, and ``text``, its words for the search of duplicates."""
         raw = text.encode("utf-8", "surrogatepass")
         self._file.write(row)

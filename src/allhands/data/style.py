@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from allhands.data.outcome import LeftOut, Reason
 from allhands.data.prepare import check_output
 from allhands.data.records import ColumnNames, Record
-from allhands.data.rows import Problem, Row
+from allhands.data.rows import Row, RowProblem
 from allhands.data.shapes import Example, json_line, parse_example
 from allhands.data.styles import RuleSet
 from allhands.data.styles.engine import Styler, keyed_number
@@ -104,9 +104,9 @@ def style_data(rules: RuleSet, sources: Sequence[Source], out: Path, options: St
     """
     _check_options(options)
     if out.suffix != ".jsonl":
-        return _style_folder(_Job(rules, sources, options), out)
+        return _style_folder(_StyleJob(rules, sources, options), out)
     check_output_file(out, sources, options.force)
-    job = _Job(rules, sources, options)
+    job = _StyleJob(rules, sources, options)
     if len(job.splits) > 1:
         hint = "name a directory (without .jsonl), or style one of the files"
         raise ConfigError(f"one file cannot hold {' and '.join(job.splits)}", where=f"--out {out}", hint=hint)
@@ -115,7 +115,7 @@ def style_data(rules: RuleSet, sources: Sequence[Source], out: Path, options: St
     return job.report
 
 
-def _style_folder(job: _Job, out: Path) -> StyleReport:
+def _style_folder(job: _StyleJob, out: Path) -> StyleReport:
     check_output(out, [source.name for source in job.sources], job.options.force)
     with staging(out) as staged:
         with (staged / "left-out.jsonl").open("wb") as file:
@@ -162,7 +162,7 @@ def _check_options(options: StyleOptions) -> None:
         raise ConfigError("the text is empty", where="--system", hint="say what asks for the style, or leave it out")
 
 
-class _Job:
+class _StyleJob:
     """One pass over the sources; ``report`` grows with it."""
 
     def __init__(self, rules: RuleSet, sources: Sequence[Source], options: StyleOptions) -> None:
@@ -213,7 +213,7 @@ class _Job:
         for item in source.rows():
             value = item.value if isinstance(item, Row) else None
             try:
-                if isinstance(item, Problem):
+                if isinstance(item, RowProblem):
                     raise item.error()
                 yield self._line(item)
             except DataError as error:

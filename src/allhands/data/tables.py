@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import IO, Any
 
-from allhands.data.rows import BOM, Item, Problem, ReadOptions, Row, lines, not_utf8, with_rest
+from allhands.data.rows import BOM, Item, ReadOptions, Row, RowProblem, lines, not_utf8, with_rest
 
 _PIECE = 1 << 20
 _BATCH_BYTES = 8 << 20
@@ -37,7 +37,7 @@ class _TableLines:
         """The next line begins a row."""
         self.first, self.quotes, self._size = self.number + 1, 0, 0
         self.text = ""
-        self.bad: Problem | None = None
+        self.bad: RowProblem | None = None
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -53,7 +53,7 @@ class _TableLines:
         self.text = self.text or text
         self.bad = self.bad or not_utf8(text, self._name, self.number)
         if "\0" in text and self.bad is None:
-            self.bad = Problem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
+            self.bad = RowProblem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
         return text
 
 
@@ -142,7 +142,9 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: S
             continue
         if cells is None:
             if header and empty:
-                yield Problem(name, 0, "the file has a header and no rows", "add rows below it, or leave the file out")
+                yield RowProblem(
+                    name, 0, "the file has a header and no rows", "add rows below it, or leave the file out"
+                )
             return
         if table.bad is None and len(cells) <= 1 and not "".join(cells).strip():
             continue
@@ -156,32 +158,32 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: S
             return
 
 
-def _table_problem(table: _TableLines, name: str, error: csv.Error) -> Problem:
+def _table_problem(table: _TableLines, name: str, error: csv.Error) -> RowProblem:
     several = f" (lines {table.first} to {table.number})" if table.number > table.first else ""
     hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
-    return Problem(name, table.first, f"not a row of a table: {error}{several}", hint)
+    return RowProblem(name, table.first, f"not a row of a table: {error}{several}", hint)
 
 
-def _unsure(name: str, delimiter: str) -> Problem:
+def _unsure(name: str, delimiter: str) -> RowProblem:
     shown = "a tab" if delimiter == "\t" else delimiter
     if delimiter not in _DELIMITERS:
-        return Problem(name, 1, f"the separator {shown} is none that is read", "save it with commas")
+        return RowProblem(name, 1, f"the separator {shown} is none that is read", "save it with commas")
     hint = f'save it with commas; or give each row as many fields, those with {shown} in them in "..."; '
     hint += 'if the first row is one name, put it in "..."'
-    return Problem(name, 0, f"the separator seems to be {shown}, which is not certain", hint)
+    return RowProblem(name, 0, f"the separator seems to be {shown}, which is not certain", hint)
 
 
 def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
     if len(cells) == len(header):
         return Row(dict(zip(header, cells, strict=True)), name, line)
     message = f"ragged row: {len(cells)} fields where the header has {len(header)}"
-    return Problem(name, line, message, 'put a field that has separators in it in "..."')
+    return RowProblem(name, line, message, 'put a field that has separators in it in "..."')
 
 
-def _twice(names: Sequence[str], source: str, line: int) -> Problem | None:
+def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     message = f"unusable columns: two are called {twice[0]!r}" if twice else ""
-    return Problem(source, line, message, "rename one of them") if twice else None
+    return RowProblem(source, line, message, "rename one of them") if twice else None
 
 
 def rows_of_parquet(file: IO[bytes], name: str) -> Iterator[Item]:
@@ -202,10 +204,10 @@ def rows_of_parquet(file: IO[bytes], name: str) -> Iterator[Item]:
                 yield from _rows_of_batch(batch, name, row)
                 row += len(batch)
     except ImportError:
-        yield Problem(name, 0, "Parquet files need pyarrow", "pip install pyarrow")
+        yield RowProblem(name, 0, "Parquet files need pyarrow", "pip install pyarrow")
     except Exception as error:  # pyarrow and what it calls raise many kinds
         message = f"not readable as Parquet at row {row + 1}: {error}"
-        yield with_rest(Problem(name, row + 1 if row else 0, message, hint))
+        yield with_rest(RowProblem(name, row + 1 if row else 0, message, hint))
 
 
 def rows_of_arrow(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
@@ -225,11 +227,11 @@ def rows_of_arrow(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
                     yield from _rows_of_batch(part, name, row)
                     row += len(part)
     except ImportError:
-        yield Problem(name, 0, "Arrow files need pyarrow", "pip install pyarrow")
+        yield RowProblem(name, 0, "Arrow files need pyarrow", "pip install pyarrow")
     except Exception as error:  # pyarrow and what it calls raise many kinds
         message = f"not readable as Arrow at row {row + 1}: {error}"
         hint = "the file is cut off or damaged, or no Arrow file: fetch it again"
-        yield with_rest(Problem(name, row + 1 if row else 0, message, hint))
+        yield with_rest(RowProblem(name, row + 1 if row else 0, message, hint))
 
 
 def _arrow_batches(pa: Any, file: IO[bytes], head: bytes) -> Iterator[Any]:
@@ -264,7 +266,7 @@ def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
             value = values[index] if values is not None else batch.slice(index, 1).to_pylist()[0]
         except Exception as error:
             message = f"row {before + index + 1} has a value that Python cannot hold: {error}"
-            yield Problem(name, before + index + 1, message, "repair or drop the column")
+            yield RowProblem(name, before + index + 1, message, "repair or drop the column")
         else:
             yield Row(value, name, before + index + 1)
 
@@ -282,7 +284,7 @@ def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
         line += len(text) - len(text.lstrip("\n"))
         if "\0" in document:
             hint = "is this a text file? remove the byte"
-            yield Problem(name, line + document[: document.index("\0")].count("\n"), "a NUL byte in the text", hint)
+            yield RowProblem(name, line + document[: document.index("\0")].count("\n"), "a NUL byte in the text", hint)
         else:
             yield not_utf8(document, name, line) or Row({"text": document}, name, line)
 

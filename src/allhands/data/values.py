@@ -18,7 +18,7 @@ DELETE = "fill it in or delete the record"
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePlace:
     """Where a record begins, so that every check can raise with it."""
 
     source: str
@@ -61,7 +61,7 @@ def is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in cast(list[Any], value))
 
 
-def check_string(value: Any, what: str, place: Place) -> str:
+def check_string(value: Any, what: str, place: ValuePlace) -> str:
     """The value if it is a string that UTF-8 can write.
 
     Raises:
@@ -78,12 +78,12 @@ def check_string(value: Any, what: str, place: Place) -> str:
     return value
 
 
-def _fail_on_surrogate(what: str, error: UnicodeEncodeError, place: Place) -> NoReturn:
+def _fail_on_surrogate(what: str, error: UnicodeEncodeError, place: ValuePlace) -> NoReturn:
     bad = f"\\u{ord(error.object[error.start]):04x}"
     place.fail(f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it")
 
 
-def as_json(value: Any, what: str, place: Place) -> Any:
+def as_json(value: Any, what: str, place: ValuePlace) -> Any:
     """The value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to a template."""
     if isinstance(value, str):
         return check_string(value, what, place)
@@ -104,7 +104,7 @@ def _date_as_text(value: Any) -> str:
     raise TypeError(f"{type_name(value)} is no JSON")
 
 
-def parse_json(text: str, what: str, place: Place) -> Any:
+def parse_json(text: str, what: str, place: ValuePlace) -> Any:
     """A JSON value that stands in the data as a string.
 
     Raises:
@@ -121,7 +121,7 @@ def is_list_text(value: Any) -> bool:
     return isinstance(value, str) and value.lstrip()[:1] == "[" and value.rstrip()[-1:] == "]"
 
 
-def list_of_text(text: str, what: str, place: Place) -> Any:
+def list_of_text(text: str, what: str, place: ValuePlace) -> Any:
     """The list that stands in the data as a string: JSON, or as Python, and so pandas, writes it into a CSV.
 
     Raises:
@@ -139,7 +139,7 @@ def list_of_text(text: str, what: str, place: Place) -> Any:
         raise
 
 
-def list_if_text(value: Any, what: str, place: Place) -> Any:
+def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
     """The list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
 
     Raises:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from allhands.data.messages import Place
+from allhands.data.values import ValuePlace
 
 
 def inner_record(
-    values: Mapping[str, Any], is_record: Callable[[Mapping[str, Any]], bool], place: Place
+    values: Mapping[str, Any], is_record: Callable[[Mapping[str, Any]], bool], place: ValuePlace
 ) -> dict[str, Any] | None:
     """The one record that an object holds under a key, with what stands beside it; None if it is a record itself.
 

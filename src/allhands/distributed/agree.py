@@ -20,6 +20,7 @@ import numpy as np
 
 from allhands.blame import Circumstances, MisfitError, Statement, judge
 from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import gather_json
 from allhands.versions import software_here
 
 _GIVEN = ("launcher", "option", "model", "data", "adapter", "config")
@@ -56,7 +57,7 @@ def agree(communicator: Communicator, facts: Mapping[str, Any], witness: Witness
     digests = _gather(communicator, digest)
     if (digests == digests[0]).all():
         return
-    everyone = _exchange(communicator, text)
+    everyone = gather_json(communicator, facts)
     sections = {key for one in everyone for key in one if one.get(key) != everyone[0].get(key)}
     raise _misfit(communicator, everyone, sections, witness or Witness())
 
@@ -72,7 +73,7 @@ def _misfit(
         "given": [getattr(witness.given, name) for name in _GIVEN],
         "trusted": sorted(witness.given.trusted),
     }
-    said = _exchange(communicator, json.dumps(own, default=str).encode())
+    said = gather_json(communicator, own)
     names = _names(everyone, said)
     # Of one computer's ranks, which say the same, the first speaks for all.
     statements = [
@@ -97,14 +98,6 @@ def _names(everyone: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, An
         return computers
     several = len(set(computers)) > 1
     return [f"rank {rank}" + (f" on {name}" if several else "") for rank, name in enumerate(computers)]
-
-
-def _exchange(communicator: Communicator, text: bytes) -> list[dict[str, Any]]:
-    """What each rank has to say, as JSON; the lengths first, so that the texts travel in arrays of one size."""
-    lengths = _gather(communicator, np.array([len(text)], dtype=np.int32))[:, 0]
-    words = -(-int(lengths.max()) // 4)
-    padded = np.frombuffer(text.ljust(words * 4, b" "), dtype=np.int32)
-    return [json.loads(row.tobytes()) for row in _gather(communicator, padded)]
 
 
 def _gather(communicator: Communicator, row: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, Any]:

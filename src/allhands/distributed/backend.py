@@ -1,40 +1,38 @@
 """The only module that touches ``mx.distributed``: connect, check, communicate.
 
 MLX's back-ends fail quietly: ``init()`` gives a group of one when it finds no peers, the ring waits for
-ever for a peer that never comes, and an operation that a back-end lacks throws in the middle of a run.
-So the group's size is compared with what the launcher promised, and what each back-end can do is one table.
+ever for a peer that never comes, an operation that a back-end lacks throws in the middle of a run, and two collectives
+on two streams mix their bytes. So the group's size is compared with what the launcher promised, what each back-end can
+do is one table (:mod:`allhands.distributed.capabilities`), and a process has one stream for all that it exchanges.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
 from allhands.accelerator import nothing_computed
+from allhands.distributed.capabilities import can, require_way
 from allhands.distributed.ring import Watch, reach_first, take_turns
 from allhands.errors import ConfigError, DistributedError
 from allhands.kernels import launch_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
-
-# Operations that each of MLX 0.32's back-ends really has (the others throw when called).
-CAPABILITIES: dict[str, frozenset[str]] = {
-    "none": frozenset({"all_sum", "all_max", "all_min", "all_gather"}),
-    "ring": frozenset({"all_sum", "all_max", "all_min", "all_gather", "send_recv_neighbours"}),
-    "mpi": frozenset({"all_sum", "all_max", "all_min", "all_gather", "send_recv", "split"}),
-    "nccl": frozenset({"all_sum", "all_max", "all_min", "all_gather", "sum_scatter", "split"}),
-    "jaccl": frozenset({"all_sum", "all_max", "all_min", "all_gather", "send_recv"}),
-}
+DeviceKind = Literal["cpu", "gpu"]
+_PERSONS = "a person's"  # back-end of a group that MLX has made for a person: which one is not known
 
 
 class Communicator(Protocol):
-    """What training needs from a group of processes; :class:`Alone` and the tests' twins implement it too."""
+    """What training needs from a group of processes; the tests' twins implement it too."""
 
     @property
     def rank(self) -> int: ...
@@ -54,7 +52,7 @@ class Communicator(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The communicator of a single process: every collective is the identity."""
 
     rank = 0
@@ -68,42 +66,199 @@ class Alone:
         return array
 
 
+class TwoStreamsError(DistributedError):
+    """A collective was asked for on another stream than the one that the process exchanges on."""
+
+    code = "two-streams"
+
+
+class ExchangeStream:
+    """The one stream of a device over which this process exchanges anything, with whatever group.
+
+    Two collectives on two streams of a ring run at once and take each other's bytes: the sums are wrong, and nothing
+    says so. MPI, as MLX starts it, allows one thread only, and a stream of the CPU is a thread. So the first stream
+    that is used stays the one, whatever MLX's default is later, until :meth:`release`.
+    """
+
+    def __init__(self, device: DeviceKind) -> None:
+        # Instead of the thread's default.
+        self.home: mx.Stream | None = None
+        self._device = device
+        self._used: mx.Stream | None = None
+        self._thread = 0
+
+    def restart(self, *, apart: bool) -> None:
+        """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
+        if not apart or self._thread not in (0, threading.get_ident()):
+            self.home = None
+        if apart and self.home is None:
+            self.home = mx.new_stream(mx.default_device())
+        self._used, self._thread = None, threading.get_ident()
+
+    @property
+    def used(self) -> mx.Stream | None:
+        """The stream in use; ``None``: the next one will be."""
+        return self._used
+
+    def take(self, wanted: Any = None) -> mx.Stream:
+        """The stream for the next collective; ``wanted``: by name, else the one in use.
+
+        Raises:
+            TwoStreamsError: another one is in use, or the one in use is another thread's.
+        """
+        thread = threading.get_ident()
+        if wanted is not None:
+            stream = resolved(wanted)
+        elif self._used is not None and self._thread == thread:
+            stream = self._used
+        else:
+            stream = self.home or mx.default_stream(getattr(mx, self._device))
+        if self._used is not None and stream != self._used:
+            raise TwoStreamsError(
+                f"a collective over {stream}, while this process exchanges over {self._used}: their bytes would mix",
+                hint="exchange in one thread and over one stream; after world.barrier() it may be another",
+            )
+        self._used, self._thread = stream, thread
+        return stream
+
+    def release(self) -> None:
+        """Wait for everything that was handed out on the stream in use, after which another one may be."""
+        if self._used is not None:
+            mx.synchronize(self._used)
+        self._used = None
+
+    @contextmanager
+    def lent(self) -> Generator[None]:
+        """Within the block another stream may be used, for what is computed before the block ends."""
+        before, thread = self._used, self._thread
+        self.release()
+        try:
+            yield
+        finally:
+            self.release()
+            self._used, self._thread = before, thread
+
+
+def resolved(stream: Any) -> mx.Stream:
+    """The stream that MLX takes for a device, for a stream of every thread, or for a stream itself."""
+    with mx.stream(stream):
+        return mx.default_stream(getattr(stream, "device", stream))
+
+
+@cache
+def exchange_stream(device: DeviceKind) -> ExchangeStream:
+    """The one of this process."""
+    return ExchangeStream(device)
+
+
 class MlxGroup:
-    """A communicator over ``mx.distributed``."""
+    """A communicator over ``mx.distributed``; all of a process share one :class:`ExchangeStream` a device."""
 
     def __init__(self, group: Any, backend: str, stream: Any = None) -> None:
-        """``stream``: of MLX, for what is exchanged; ``None``: the one that the back-end prefers."""
+        """``stream``: of MLX, for what is exchanged; ``None``: the one in use, or the one that the back-end prefers."""
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.backend = backend
-        self.stream = stream
+        self.scatters = can(backend, "sum_scatter")
+        self.exchange = exchange_stream(_device_of(backend))
+        self.stream = self.exchange.home if stream is None else stream
+        if self.stream is not None:
+            self.exchange.take(self.stream)
 
     def all_sum(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_sum(array, group=self.group, stream=self.stream)
+        return mx.distributed.all_sum(array, group=self.group, stream=self.exchange.take(self.stream))
 
     def all_gather(self, array: mx.array) -> mx.array:
-        return mx.distributed.all_gather(array, group=self.group, stream=self.stream)
+        return mx.distributed.all_gather(array, group=self.group, stream=self.exchange.take(self.stream))
+
+    def all_max(self, array: mx.array) -> mx.array:
+        return mx.distributed.all_max(array, group=self.group, stream=self.exchange.take(self.stream))
+
+    def sum_scatter(self, array: mx.array) -> mx.array:
+        """See :func:`sum_scatter`; where the back-end has it."""
+        return mx.distributed.sum_scatter(array, group=self.group, stream=self.exchange.take(self.stream))
+
+    def send(self, array: mx.array, peer: int) -> mx.array:
+        """``array``, sent to a rank when it is computed; where the back-end has it."""
+        require_way(self.backend, self.rank, peer, self.size)
+        return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
+        """What a rank sends; where the back-end has it."""
+        require_way(self.backend, self.rank, peer, self.size)
+        return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
+
+    def split(self, members: Sequence[int]) -> MlxGroup:
+        """The group of some ranks, in this order; called by all ranks together, each with those that it is among.
+
+        Raises:
+            DistributedError: MLX's group is another one.
+        """
+        place = members.index(self.rank)
+        part = MlxGroup(self.group.split(members[0], place), self.backend, self.stream)
+        if (part.rank, part.size) != (place, len(members)):
+            told = f"rank {self.rank} is to be {place} of {len(members)}, and is {part.rank} of {part.size}"
+            raise DistributedError(f"the {self.backend} back-end has made another group of {list(members)}: {told}")
+        return part
+
+
+def _device_of(backend: str) -> DeviceKind:
+    """Where a back-end sends from. A person's own group is NCCL's where MLX would have chosen that."""
+    chosen = backend == _PERSONS and mx.cuda.is_available() and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
+    return "gpu" if backend == "nccl" or chosen else "cpu"
 
 
 def of_group(group: Any) -> Communicator:
     """The communicator over a group of ``mx.distributed`` that a person has made."""
-    return MlxGroup(group, "none") if group.size() > 1 else Alone()
+    return MlxGroup(group, _PERSONS) if group.size() > 1 else SingleProcess()
 
 
 def on_stream(communicator: Communicator, stream: Any) -> Communicator:
-    """The same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's."""
+    """The same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's.
+
+    Raises:
+        TwoStreamsError: another one is in use: see :func:`moved_to`.
+    """
     if stream is None or not isinstance(communicator, MlxGroup):
         return communicator
     return MlxGroup(communicator.group, communicator.backend, stream)
 
 
-def sum_scatter(communicator: Communicator, row: mx.array) -> mx.array:
-    """This rank's equal part of the sum over ranks of ``row``, of one dimension that the number of ranks divides."""
-    if isinstance(communicator, MlxGroup) and "sum_scatter" in CAPABILITIES[communicator.backend]:
-        return mx.distributed.sum_scatter(row, group=communicator.group, stream=communicator.stream)
-    each = row.size // communicator.size
-    return communicator.all_sum(row)[communicator.rank * each : (communicator.rank + 1) * each]
+def finish_exchanges(communicator: Communicator) -> None:
+    """Wait for all that was handed out to be exchanged; then another stream, or thread, may exchange.
+
+    The caller has evaluated every collective of before, and calls no function that was compiled with one in it: on the
+    stream of before they would meet those of the new one.
+    """
+    if isinstance(communicator, MlxGroup):
+        communicator.exchange.release()
+
+
+def moved_to(communicator: Communicator, stream: Any) -> Communicator:
+    """As :func:`on_stream`, after :func:`finish_exchanges`: from now on every group exchanges there."""
+    if stream is None:
+        return communicator
+    finish_exchanges(communicator)
+    return on_stream(communicator, stream)
+
+
+def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:
+    """A block for what is computed on ``stream`` before it ends; ``None`` where that is, or becomes, the one in use."""
+    if stream is None or not isinstance(communicator, MlxGroup):
+        return None
+    used = communicator.exchange.used
+    return None if used is None or used == resolved(stream) else communicator.exchange.lent()
+
+
+def sum_scatter(communicator: Communicator, array: mx.array) -> mx.array:
+    """This rank's equal part of the sum over ranks of ``array``, whose first axis the number of ranks divides."""
+    if communicator.size > 1 and array.shape[0] % communicator.size:
+        raise ValueError(f"{communicator.size} ranks cannot have equal parts of an array of shape {array.shape}")
+    if isinstance(communicator, MlxGroup) and communicator.scatters:
+        return communicator.sum_scatter(array)
+    each = array.shape[0] // communicator.size
+    return communicator.all_sum(array)[communicator.rank * each : (communicator.rank + 1) * each]
 
 
 def connect(
@@ -136,7 +291,7 @@ def connect(
     if backend == "none":
         if size != 1:
             raise DistributedError(f"{size} processes were promised, but no back-end to connect them")
-        return Alone()
+        return SingleProcess()
     _check_build(backend)
     wait_s = timeout_s + _LATER_S if watch is not None else min(timeout_s + _LATER_S, _NEIGHBOURS_S)
     if backend == "ring" and size > 1 and (hostfile := os.environ.get("MLX_HOSTFILE")):
@@ -147,9 +302,11 @@ def connect(
         launch_directly(os.environ, untouched=nothing_computed())
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
-    # NCCL sends from the GPU: on a stream of its own, beside what is computed, and all of it in one order.
-    communicator = MlxGroup(group, backend, mx.new_stream(mx.default_device()) if backend == "nccl" else None)
+    exchange_stream(_device_of(backend)).restart(apart=can(backend, "overlap"))
+    communicator = MlxGroup(group, backend)
     _check_first_sum(communicator)
+    _check_first_gathering(communicator)
+    communicator.exchange.release()  # what was summed is here: whoever is first may choose
     return communicator
 
 
@@ -163,6 +320,14 @@ def _check_first_sum(communicator: Communicator) -> None:
     if not mx.array_equal(total, ranks):
         hint = _SAME_NAME if communicator.backend == "mpi" else _HINTS[communicator.backend]
         raise DistributedError(f"the first sum over {communicator.size} processes is wrong", hint=hint)
+
+
+def _check_first_gathering(communicator: Communicator) -> None:
+    """Every rank's own part must be at its place: over a ring of JACCL, MLX has sent a wrong half."""
+    own = mx.arange(communicator.rank * _GATHERED, (communicator.rank + 1) * _GATHERED)
+    if not mx.array_equal(communicator.all_gather(own), mx.arange(communicator.size * _GATHERED)):
+        problem = f"the first gathering over {communicator.size} processes is wrong"
+        raise DistributedError(problem, hint="update MLX on every computer, or use another --backend")
 
 
 def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
@@ -196,6 +361,7 @@ def _initialise(backend: str, size: int) -> Any:
 
 _BUILDS = {"nccl": "MLX for NVIDIA GPUs (pip install 'mlx[cuda13]')", "jaccl": "MLX for macOS"}
 _CHECKED = 256  # numbers a rank
+_GATHERED = 1 << 15
 _SAME_NAME = "give every computer a host name of its own (see `hostname`): Open MPI takes equal names for one computer"
 _HINTS = {
     "ring": "check that every host of the hostfile answers at its address and that the ports are free",

@@ -98,7 +98,7 @@ class Lookups:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingReduce:
     """Sums over ranks that are on their way.
 
     Attributes:
@@ -112,7 +112,7 @@ class Begun:
     lookups: Lookups | None = None
 
 
-def begin_sums(
+def start_all_reduce(
     communicator: Communicator,
     arrays: Sequence[mx.array],
     *,
@@ -121,7 +121,7 @@ def begin_sums(
     shards: Shards | None = None,
     lookups: Lookups | None = None,
     cuts: Collection[int] = (),
-) -> Begun:
+) -> PendingReduce:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
     The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
@@ -174,7 +174,7 @@ def begin_sums(
             gathered.append(communicator.all_gather(lookups.rows))
         computed = [*computed[-1:], lookups.rows]
         lookups = replace(lookups, rows=gathered[0])
-    return Begun(sums, computed, lookups)
+    return PendingReduce(sums, computed, lookups)
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicato
     mx.async_eval(mx.depends([zero], met))
 
 
-def begin_wholes(
+def start_all_gather(
     communicator: Communicator, parts: Sequence[mx.array], shards: Shards, *, bucket_bytes: int, stream: Any
 ) -> list[mx.array]:
     """Arrays of all ranks' parts, the first ones first, as a forward pass needs them; beside what is computed.
@@ -232,7 +232,7 @@ def begin_wholes(
     return wholes
 
 
-def begin_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
+def start_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
     """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
     with _beside([value for value in scalars if isinstance(value, mx.array)], stream) as totals:
         totals.append(communicator.all_sum(_as_array(scalars)))

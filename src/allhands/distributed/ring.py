@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Conversation, Unproved, key_for, listen_at
+from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
 from allhands.errors import DistributedError
-from allhands.ports import Settings, cannot_listen, fate_of, is_blocked, kind_of
+from allhands.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
 _log = logging.getLogger(__name__)
 
 _CHECK = "`allhands cluster check` with the same --hostfile or --hosts finds what is in the way"
 _HINT = f"see whether it runs, and whether a firewall is between the computers: {_CHECK}"
 _BLOCKED_HINT = f"open the ports of that computer for this one: {_CHECK}"
-_SETTINGS = Settings("other ports", 'the address that the other computers reach it by, as "ips" in the hostfile')
+_SETTINGS = PortSettings("other ports", 'the address that the other computers reach it by, as "ips" in the hostfile')
 # What another rank takes from its word to being called: a few milliseconds.
 _HEAD_START_S = 0.02
 _PAUSES_S = (0.005, 0.1)  # between two calls: the first, and the longest of those that double
@@ -148,7 +148,7 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
             raise _unreached(0, host, problem, proof, timeout_s)
         return
     words = {b"%d is there" % other: other for other in range(1, size)}
-    came: dict[int, tuple[Caller, Conversation]] = {}
+    came: dict[int, tuple[Caller, Handshake]] = {}
     with Callers([_listen(host, "the group")], _MOST_BYTES, _TALK_S) as callers:
         proof.watch.listening()
         while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:

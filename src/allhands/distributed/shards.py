@@ -46,6 +46,13 @@ class Shards:
         unit = math.lcm(_ALIGNED, self._tables.get(index, 1))
         return -(-math.prod(self._shapes[index]) // (self._size * unit)) * unit
 
+    def range(self, index: int) -> tuple[int, int]:
+        """Which numbers of an array, and of the zeros after it, this rank has: from the first up to the second."""
+        if not self.divided[index]:
+            return 0, math.prod(self._shapes[index])
+        each = self._each(index)
+        return self._rank * each, (self._rank + 1) * each
+
     def zeros(self, index: int, dtype: mx.Dtype) -> mx.array:
         """This rank's part of an array of zeros."""
         return self.shaped(index, mx.zeros((self._each(index),), dtype=dtype))

@@ -253,7 +253,8 @@ def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, pe
         report.peak_memory_bytes if peaks == "range" else report.peak_memory_bytes and (max(report.peak_memory_bytes),)
     )
     peak = f"  peak {format_memory(memory)}" if peaks else ""
-    loss = f"loss {report.loss:.3f}  lr {report.learning_rate:.1e}"
+    more = "".join(f"  {name} {value:.3f}" for name, value in report.metrics.items())
+    loss = f"loss {report.loss:.3f}{more}  lr {report.learning_rate:.1e}"
     return f"{step}  {loss}  tokens/s {rate}{peak}  left {format_duration(left_s)}{waiting}"
 
 
@@ -279,6 +280,7 @@ def _waiting(report: TrainReport) -> str:
 def valid_line(report: ValidReport) -> str:
     """One line a validation."""
     loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}"
+    loss += "".join(f"  {name} {value:.3f}" for name, value in report.metrics.items())
     if report.bits_per_byte is not None:
         loss += f"  {report.bits_per_byte:.3f} bits per byte"
     return f"step {report.step}  {loss}  {format_duration(report.duration_s)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, cast
 
@@ -57,6 +57,7 @@ class TrainReport:
     ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere. ``needed_bytes`` is what a rank's largest step so
     far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
     ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
+    ``metrics`` are those of the objective besides the loss, by name.
     """
 
     step: int
@@ -77,13 +78,15 @@ class TrainReport:
     peak_mlx_bytes: tuple[int, ...] = ()
     needed_bytes: tuple[int, ...] = ()
     shapes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
 class ValidReport:
     """Mean validation loss a token after ``step`` updates; ``best`` if no earlier one was lower.
 
-    ``bits_per_byte`` of text is the same loss whatever the tokenizer; where all examples are plain texts.
+    ``bits_per_byte`` of text is the same loss whatever the tokenizer; where all examples are plain texts. ``metrics``
+    are those of the objective besides the loss, by name.
     """
 
     step: int
@@ -93,6 +96,7 @@ class ValidReport:
     duration_s: float
     best: bool
     bits_per_byte: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
     **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
+    "metrics": {},
 }
 
 

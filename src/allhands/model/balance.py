@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.model.fastmath import with_vjp
+from allhands.model.instances import give_form
 
 
 def balance_experts(model: nn.Module, coefficient: float) -> int:
@@ -27,8 +28,7 @@ def balance_experts(model: nn.Module, coefficient: float) -> int:
     for module in model.modules():
         gate, chosen = getattr(module, "gate", None), getattr(module, "num_experts_per_tok", None)
         if coefficient and type(gate) is nn.Linear and isinstance(chosen, int) and "switch_mlp" in module:
-            gate.__class__ = _Router
-            object.__setattr__(gate, "_balance", (chosen, coefficient))
+            give_form(gate, _Router, _balance=(chosen, coefficient))
             changed += 1
     return changed
 

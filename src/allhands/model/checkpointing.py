@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from allhands.model.fastmath import with_vjp
+from allhands.model.instances import give_form
 from allhands.model.native_arrays import floats, no_gradient_through
 from allhands.trees import flatten, unflatten
 
@@ -30,7 +31,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> 
     """
     for layer in layers:
         if not hasattr(layer, "_recomputes"):
-            layer.__class__ = _recomputing(type(layer), _called_at_once if at_once else _called_in_a_graph)
+            give_form(layer, _recomputing(type(layer), _called_at_once if at_once else _called_in_a_graph))
 
 
 def _recomputing(base: type[nn.Module], called: Callable[[_Call], list[mx.array]]) -> type[nn.Module]:

@@ -1,17 +1,16 @@
 """Which form of an operation is computed: by rule, as measured on this device, or as a person asks.
 
-An operation asks :func:`chosen` when it is called, and names the kind of device whose forms it can compute:
-what is for CUDA alone is never an answer elsewhere. Without a measurement the rule decides.
+An operation asks the :class:`Selector` that it was given, and names the kind of device whose forms it can compute:
+what is for CUDA alone is never an answer elsewhere. Without a measurement the rule decides. Nothing here belongs to the
+process: two models may compute by different choices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -70,7 +69,7 @@ def tolerance(name: str, dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SizedOperation:
     """An operation at one size.
 
     Attributes:
@@ -96,7 +95,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FormTimes:
     """What was found for a problem on a kind of device.
 
     Attributes:
@@ -105,7 +104,7 @@ class Measured:
         difference: largest difference of each form from the reference, as a share of the largest value.
     """
 
-    problem: Problem
+    problem: SizedOperation
     kind: Kind
     ms: Mapping[str, float]
     least_ms: Mapping[str, float]
@@ -137,9 +136,17 @@ class Measured:
         return self.ms[first] / self.ms[self.best] if self.ms.get(first) and self.ms.get(self.best) else 1.0
 
 
+class Selector(Protocol):
+    """Who decides in which form an operation is computed: :class:`Choices`, or a model's :class:`KernelSelection`."""
+
+    def select(self, name: str, kind: Kind, dtype: mx.Dtype, tokens: int, shape: tuple[int, ...]) -> str:
+        """The form in which to compute an operation, one of :func:`forms`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Choices:
-    """What a process computes by.
+    """What a model computes by; without anything: by rule.
 
     Attributes:
         measured: on this device.
@@ -148,19 +155,32 @@ class Choices:
         missing: forms that other devices of this kind have, but this process does not.
     """
 
-    measured: Sequence[Measured] = ()
+    measured: Sequence[FormTimes] = ()
     wished: Mapping[str, str] = field(default_factory=dict[str, str])
     device: str = ""
     missing: frozenset[str] = frozenset()
+    _selected: dict[tuple[SizedOperation, Kind], str] = field(
+        default_factory=dict[tuple["SizedOperation", "Kind"], str], init=False, repr=False, compare=False
+    )
 
-    def nearest(self, problem: Problem, kind: Kind) -> Measured | None:
+    def select(self, name: str, kind: Kind, dtype: mx.Dtype, tokens: int, shape: tuple[int, ...]) -> str:
+        """The form in which to compute an operation, one of :func:`forms`; see :meth:`decide`."""
+        if not self.measured and not self.wished:
+            return forms(name, kind, tokens)[0]
+        problem = SizedOperation(name, type_name(dtype), shape, tokens)
+        found = self._selected.get((problem, kind))
+        if found is None:
+            found = self._selected[problem, kind] = self.decide(problem, kind)[0]
+        return found
+
+    def nearest(self, problem: SizedOperation, kind: Kind) -> FormTimes | None:
         """The measurement that speaks for ``problem``."""
         alike = replace(problem, tokens=0)
         same = [e for e in self.measured if e.kind == kind and replace(e.problem, tokens=0) == alike]
         found = min(same, key=lambda e: (abs(e.problem.size - problem.size), e.problem.size), default=None)
         return found if found and abs(found.problem.size - problem.size) <= _REACH else None
 
-    def decide(self, problem: Problem, kind: Kind) -> tuple[str, str]:
+    def decide(self, problem: SizedOperation, kind: Kind) -> tuple[str, str]:
         """The form to compute ``problem`` in on a kind of device on which it is a choice, and why."""
         known = [each for each in forms(problem.name, kind, problem.tokens) if each not in self.missing]
         for wish in (self.wished.get(problem.name), self.wished.get("")):
@@ -206,54 +226,39 @@ def parse_wishes(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[s
     return wished
 
 
-# --- what this process goes by ------------------------------------------------------------------------
+# --- what selects --------------------------------------------------------------------------------------
 
 
-class _Settled:
-    """The choices of this process, and what was decided by them."""
+class KernelSelection:
+    """Selects the forms of one model: its modules and what trains it share one, and another model has another.
 
-    def __init__(self) -> None:
-        self.choices = Choices()
-        self.known: dict[tuple[Problem, Kind], str] = {}
+    The modules get theirs before the ranks agree, so its choices can be replaced.
+    """
 
+    def __init__(self, choices: Choices | None = None) -> None:
+        self._choices = choices or Choices()
 
-@cache
-def _process() -> _Settled:
-    return _Settled()
+    def select_by(self, choices: Choices) -> None:
+        """Select by ``choices`` from now on; functions that are compiled already stay as they are."""
+        self._choices = choices
 
-
-def settled() -> Choices:
-    """The choices of this process."""
-    return _process().choices
-
-
-def settle(choices: Choices) -> None:
-    """Compute by ``choices`` from now on; functions that are compiled already stay as they are."""
-    process = _process()
-    process.choices, process.known = choices, {}
+    def select(self, name: str, kind: Kind, dtype: mx.Dtype, tokens: int, shape: tuple[int, ...]) -> str:
+        """The form in which to compute an operation, one of :func:`forms`."""
+        return self._choices.select(name, kind, dtype, tokens, shape)
 
 
-@contextmanager
-def forced(name: str, form: str) -> Generator[None]:
-    """Compute one operation in one form, all others by rule."""
-    before = settled()
-    settle(Choices(wished={name: form}))
-    try:
-        yield
-    finally:
-        settle(before)
+BY_RULE = Choices()
+SELECTION = "_selection"  # an attribute of a module
 
 
-def chosen(name: str, kind: Kind, dtype: mx.Dtype, tokens: int, shape: tuple[int, ...]) -> str:
-    """The form in which to compute an operation now, one of :func:`forms`."""
-    process = _process()
-    if not process.choices.measured and not process.choices.wished:
-        return forms(name, kind, tokens)[0]
-    problem = Problem(name, type_name(dtype), shape, tokens)
-    found = process.known.get((problem, kind))
-    if found is None:
-        found = process.known[problem, kind] = process.choices.decide(problem, kind)[0]
-    return found
+def selection_of(module: Any) -> Selector:
+    """What selects the forms of ``module``, which may be a whole model; by rule where nothing was given to it."""
+    return getattr(module, SELECTION, BY_RULE)
+
+
+def give_selection(module: Any, selection: Selector) -> None:
+    """Let ``module``, or the functions that are made for it as a model, select by ``selection``."""
+    object.__setattr__(module, SELECTION, selection)
 
 
 def type_name(dtype: mx.Dtype) -> str:

@@ -1,6 +1,6 @@
 """Attention that does not cross documents, for rows that hold several.
 
-mlx_lm's models ask their key-value cache for the attention mask. :class:`Row` stands in the cache's place: it
+mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` stands in the cache's place: it
 keeps nothing and answers with a mask that is block-diagonal by document. Positions need no change: rotary
 embeddings depend on differences of positions only, which are the same within a document wherever it
 begins. Since architectures may do otherwise, :func:`require_isolation` computes that a document's hidden
@@ -19,7 +19,7 @@ from allhands.errors import ConfigError
 from allhands.model.known import follows_length
 
 
-class Row:
+class DocumentRow:
     """What a layer takes for its cache while rows of several documents are computed."""
 
     offset = 0
@@ -64,7 +64,7 @@ def caches_for(num_layers: int, documents: mx.array) -> list[Any]:
         documents: (B, T) int32, the number of the document of each place.
     """
     # One object: the mask is built once and shared by the layers that ask for it.
-    return [Row(documents)] * num_layers
+    return [DocumentRow(documents)] * num_layers
 
 
 def require_isolation(model: Any, name: str) -> None:

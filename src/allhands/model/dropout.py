@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from allhands.data.order import mix
 from allhands.errors import ConfigError
+from allhands.model.instances import give_form
 from allhands.trees import unflatten
 
 # A feature's fate is decided by 16 bits, which costs less than a number of 32 and errs by 1/131,072 at most.
@@ -124,6 +125,11 @@ class SampleDropout(nn.Module):
         digest = hashlib.sha256(name.encode()).digest()
         self._own = np.frombuffer(digest[:8], dtype="<u4")
 
+    @property
+    def shared_keys(self) -> DropoutKeys:
+        """What all dropout layers of the model draw from."""
+        return self._keys
+
     def _extra_repr(self) -> str:
         return f"p={1 - self._kept / _LEVELS:.4g}"
 
@@ -161,8 +167,14 @@ def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
         model.update_modules(unflatten([(name, new)]))
     for _, module in modules:
         if isinstance(module, SwitchGLU | SwitchMLP) and any(_drops(child) for child in module.children().values()):
-            module.__class__ = _routing(type(module), keys)
+            give_form(module, _routing(type(module), keys))
     return keys
+
+
+def dropout_keys_of(model: nn.Module) -> DropoutKeys | None:
+    """What :func:`install_dropout` gave for ``model``; ``None`` if nothing is ever dropped."""
+    found = next((module for module in model.modules() if isinstance(module, SampleDropout)), None)
+    return None if found is None else found.shared_keys
 
 
 def _probability(module: nn.Module) -> float:

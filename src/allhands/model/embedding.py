@@ -18,6 +18,7 @@ from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.tuner.lora import LoRAEmbedding
 
 from allhands.model.fused import kernels
+from allhands.model.instances import give_form
 
 
 def make_deterministic(model: nn.Module) -> int:
@@ -34,7 +35,7 @@ def make_deterministic(model: nn.Module) -> int:
     for module in model.modules():
         found = _IN_ORDER.get(type(module))
         if found is not None and module.trainable_parameters().keys() & found.tables:
-            module.__class__ = found
+            give_form(module, found)
             changed += 1
     return changed
 

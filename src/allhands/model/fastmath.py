@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.model import known
-from allhands.model.choices import PLAIN, chosen
+from allhands.model.choices import BY_RULE, PLAIN, SELECTION, Selector, selection_of
+from allhands.model.instances import mix_in
 
 # tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation of degree
 # 13 / 6, coefficients from the highest power down.
@@ -77,26 +78,25 @@ class FastMlp:
     """Forward pass shared by the substitute classes of :func:`use_fast_mlp`."""
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), selection_of(self)))
 
 
-def gated(gate: mx.array, up: mx.array) -> mx.array:
-    """``silu(gate) * up`` in MLX's own operations or by :func:`swiglu`, as chosen."""
-    return nn.silu(gate) * up if swiglu_form(gate) == PLAIN else swiglu(gate, up)
+def gated(gate: mx.array, up: mx.array, selection: Selector) -> mx.array:
+    """``silu(gate) * up`` in MLX's own operations or by :func:`swiglu`, as selected."""
+    return nn.silu(gate) * up if swiglu_form(gate, selection) == PLAIN else swiglu(gate, up)
 
 
-def swiglu_form(gate: mx.array) -> str:
+def swiglu_form(gate: mx.array, selection: Selector) -> str:
     """The form in which ``silu(gate) * up`` is to be computed on a CPU."""
-    return chosen("swiglu", "cpu", gate.dtype, gate.size // gate.shape[-1], gate.shape[-1:])
+    return selection.select("swiglu", "cpu", gate.dtype, gate.size // gate.shape[-1], gate.shape[-1:])
 
 
-def use_fast_mlp(model: nn.Module) -> int:
+def use_fast_mlp(model: nn.Module, selection: Selector = BY_RULE) -> int:
     """Let the model's known SwiGLU blocks use :func:`swiglu`; returns how many.
 
     Only instances change, and neither the names nor the values of their parameters do.
     """
     found = [module for module in model.modules() if known.is_swiglu(module)]
     for module in found:
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (FastMlp, kind), {})
+        mix_in(module, FastMlp, **{SELECTION: selection})
     return len(found)

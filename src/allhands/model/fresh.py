@@ -19,8 +19,8 @@ from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
 from allhands.errors import ConfigError
-from allhands.model.balance import balance_experts
 from allhands.model.load import Json, LoadedModel, LoadedTokenizer
+from allhands.model.passes import PassContext, apply_passes
 from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import Shape, TokenIds, find_shape, model_config, rows_for
 from allhands.model.tokenizer import with_stop
@@ -75,7 +75,9 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
     ids = TokenIds(wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None))
     values = model_config(shape, ids=ids, dtype=dtype)
     model = build_model(values, config.seed, dtype=getattr(mx, dtype))
-    balance_experts(model, config.router_aux_loss)
+    # What this adds belongs to the model: a check of the gradient compares with it.
+    context = PassContext(accelerator, "train", router_aux_loss=config.router_aux_loss)
+    apply_passes(model, context, "made")
     return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, seed=config.seed)
 
 

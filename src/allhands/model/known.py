@@ -22,7 +22,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_IDLE = {"_no_grad", "_training", "_native_forward_only"}  # they do not change what a module computes
+_IDLE = {"_no_grad", "_training", "_native_forward_only", "_selection"}  # they do not change what a module computes
 
 # ``down_proj(silu(gate_proj(x)) * up_proj(x))``.
 SWIGLU = _names(

@@ -21,12 +21,12 @@ from allhands.accelerator import Accelerator
 from allhands.blas import cache_dir
 from allhands.files import make_directory, write_whole
 from allhands.model import native
-from allhands.model.choices import FORMS, Measured
+from allhands.model.choices import FORMS, FormTimes
 from allhands.model.fused import kernels
 from allhands.versions import version_of
 
 Facts = dict[str, str | int]
-_ROWS = TypeAdapter(list[Measured])
+_ROWS = TypeAdapter(list[FormTimes])
 _FORMAT = 1
 
 
@@ -66,7 +66,7 @@ def table_path(facts: Facts) -> Path:
     return cache_dir() / "choices" / f"{words}-{digest}.json"
 
 
-def load_table(facts: Facts) -> tuple[list[Measured], str | None]:
+def load_table(facts: Facts) -> tuple[list[FormTimes], str | None]:
     """What was measured on a device, and what a person should know if the file cannot be used."""
     path = table_path(facts)
     try:
@@ -87,7 +87,7 @@ def _notice(path: Path, reason: str) -> str:
     return f"{path} is not used: {reason}; `allhands bench kernels` makes it anew"
 
 
-def save_table(facts: Facts, measured: Sequence[Measured]) -> Path:
+def save_table(facts: Facts, measured: Sequence[FormTimes]) -> Path:
     """Add ``measured`` to the table of a device, in place of what it says of the same problems.
 
     Raises:
@@ -102,12 +102,12 @@ def save_table(facts: Facts, measured: Sequence[Measured]) -> Path:
     return path
 
 
-def as_rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+def as_rows(measured: Sequence[FormTimes]) -> list[dict[str, Any]]:
     """As JSON values."""
     return _ROWS.dump_python(list(measured), mode="json")
 
 
-def rows_of(values: Any) -> list[Measured]:
+def rows_of(values: Any) -> list[FormTimes]:
     """The reverse of :func:`as_rows`; forms that there are not are left out.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from allhands.model.dropout import SampleDropout
+from allhands.model.instances import form_for_a_while
 from allhands.trees import flatten, unflatten
 
 
@@ -102,14 +103,11 @@ def in_float32(model: nn.Module) -> Generator[None]:
     half = [(name, array) for name, array in before if array.dtype in (mx.float16, mx.bfloat16)]
     quantised = [module for module in model.modules() if type(module) in _DENSE]
     model.update(unflatten([(name, array.astype(mx.float32)) for name, array in half]))
-    for module in quantised:
-        module.__class__ = _DENSE[type(module)]
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
+        stack.callback(lambda: model.update(unflatten(half)))
         for module in quantised:
-            module.__class__ = type(module).__bases__[0]
-        model.update(unflatten(half))
+            stack.enter_context(form_for_a_while(module, _DENSE[type(module)]))
+        yield
 
 
 def _dense(layer: Any) -> mx.array:
@@ -170,8 +168,5 @@ def last_places(model: Any, length: int, count: int) -> Generator[None]:
         whole = isinstance(made, mx.array) and made.ndim == 3 and made.shape[1] == length
         return made[:, -count:] if whole else made
 
-    body.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-    try:
+    with form_for_a_while(body, type(kind.__name__, (kind,), {"__call__": call})):
         yield
-    finally:
-        body.__class__ = kind

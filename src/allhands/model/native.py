@@ -17,9 +17,10 @@ import numpy as np
 
 from allhands.blas import native_library
 from allhands.model import known, native_arrays, native_experts, native_products
-from allhands.model.choices import PLAIN, chosen
-from allhands.model.documents import Row
+from allhands.model.choices import BY_RULE, PLAIN, SELECTION, Selector, give_selection, selection_of
+from allhands.model.documents import DocumentRow
 from allhands.model.fastmath import FastMlp, gated, swiglu_form, with_vjp
+from allhands.model.instances import give_form, mix_in
 from allhands.model.native_arrays import (
     FORWARD_ONLY,
     Array,
@@ -31,12 +32,14 @@ from allhands.model.native_arrays import (
     new,
     pointers,
 )
+from allhands.model.native_experts import NativeExperts
+from allhands.model.native_products import AdaptedLinear, Linear
 from allhands.trees import flatten
 
 _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
 
 
-def use_native(model: nn.Module) -> int:
+def use_native(model: nn.Module, selection: Selector = BY_RULE) -> int:
     """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively where they can; returns how many.
 
     Only instances change, by a subclass of their own class; the names and values of parameters stay. To be called when
@@ -51,21 +54,28 @@ def use_native(model: nn.Module) -> int:
     for module in model.modules():
         if (multiply := getattr(module, "multiply_at_once", None)) is not None:
             multiply()
+            give_selection(module, selection)
     turns: dict[Hashable, dict[str, tuple[Array, Array]]] = {}
     for module in model.modules():
         if type(module) is nn.RMSNorm:
-            module.__class__ = _Norm
+            give_form(module, NativeNorm, **{SELECTION: selection})
             changed += 1
         elif isinstance(module, FastMlp):
-            module.__class__ = type(type(module).__name__, (_Mlp, type(module)), {})
+            mix_in(module, NativeMlp, **{SELECTION: selection})
             changed += 1
         elif (sizes := known.attention_of(module)) is not None:
-            _use_attention(module, sizes, turns)
+            _use_attention(module, sizes, turns, selection)
             changed += 1
         else:
-            changed += native_experts.substitute(module)
+            changed += native_experts.substitute(module, selection)
     blocks: list[nn.Module] = list(getattr(model, "layers", ()))
     return changed + sum(native_products.substitute(module) for block in blocks for module in block.modules())
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether something in ``model`` computes natively: when it is called, not in a graph."""
+    forms = (NativeNorm, NativeMlp, NativeAttention, NativeExperts, Linear, AdaptedLinear)
+    return any(isinstance(module, forms) for module in model.modules())
 
 
 def before_training(model: Any) -> list[Any]:
@@ -113,13 +123,18 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False,
     return with_vjp(lambda x: forward(x, weight), back)(x)
 
 
-class _Norm(nn.RMSNorm):
+class NativeNorm(nn.RMSNorm):
+    """:class:`mlx.nn.RMSNorm` with :func:`rms_norm`."""
+
     def __call__(self, x: mx.array) -> mx.array:
         known = x.dtype == self.weight.dtype == mx.float32
-        if not known or chosen("rms_norm", "cpu", x.dtype, x.size // x.shape[-1], x.shape[-1:]) == PLAIN:
+        if not known or self._form(x) == PLAIN:
             return super().__call__(x)
         trained = "weight" not in self._no_grad
         return rms_norm(x, self.weight, self.eps, frozen=forward_only(self), trained=trained)
+
+    def _form(self, x: mx.array) -> str:
+        return selection_of(self).select("rms_norm", "cpu", x.dtype, x.size // x.shape[-1], x.shape[-1:])
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
@@ -141,11 +156,14 @@ def _gated_back(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.a
 swiglu = with_vjp(_gated, _gated_back)
 
 
-class _Mlp:
+class NativeMlp:
+    """A feed-forward block with :func:`swiglu`."""
+
     def __call__(self: Any, x: mx.array) -> mx.array:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if not gate.dtype == up.dtype == mx.float32 or swiglu_form(gate) != "native":
-            return self.down_proj(gated(gate, up))
+        selection = selection_of(self)
+        if not gate.dtype == up.dtype == mx.float32 or swiglu_form(gate, selection) != "native":
+            return self.down_proj(gated(gate, up, selection))
         return self.down_proj(_gated(gate, up) if forward_only(self) else swiglu(gate, up))
 
 
@@ -228,15 +246,17 @@ def _narrowed(rooms: Sequence[Array], width: int, fill: Callable[[Sequence[Array
         room.reshape(*shape[:-1], width // 2)[...] = each[..., : width // 2]
 
 
-class _Attention:
+class NativeAttention:
+    """A known attention block with :func:`attention`."""
+
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        row = cache if isinstance(cache, Row) and not cache.windowed else None
+        row = cache if isinstance(cache, DocumentRow) and not cache.windowed else None
         causal = cache is None and isinstance(mask, str) and mask == "causal"
         if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         known_sizes: known.Attention = self._native_sizes
         sizes = (known_sizes.heads, known_sizes.kv_heads, known_sizes.width)
-        if chosen("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
+        if selection_of(self).select("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if known_sizes.normed:
@@ -260,10 +280,13 @@ def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
     return known_turns["turns"]
 
 
-def _use_attention(module: Any, sizes: known.Attention, turns: dict[Hashable, dict[str, tuple[Array, Array]]]) -> None:
+def _use_attention(
+    module: Any,
+    sizes: known.Attention,
+    turns: dict[Hashable, dict[str, tuple[Array, Array]]],
+    selection: Selector,
+) -> None:
     """Give a known attention block the native form; ``turns`` are the tables of each rotation so far."""
     shared = turns.setdefault((known.key_of_rotation(module.rope), sizes.width), {})
-    for name, value in (("_native_sizes", sizes), ("_native_turns", shared)):
-        object.__setattr__(module, name, value)
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (_Attention, kind), {})
+    needed = {"_native_sizes": sizes, "_native_turns": shared, SELECTION: selection}
+    mix_in(module, NativeAttention, **needed)

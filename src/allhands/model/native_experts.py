@@ -16,8 +16,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from allhands.model import native_arrays
-from allhands.model.choices import PLAIN
+from allhands.model.choices import BY_RULE, PLAIN, SELECTION, Selector, selection_of
 from allhands.model.fastmath import swiglu_form, with_vjp
+from allhands.model.instances import give_form
 from allhands.model.native_arrays import Array, floats, forward_only, multiply, new, rows
 
 
@@ -78,7 +79,7 @@ class _Coded:
         return multiply(cotangent, self._weight(expert))
 
 
-class _Adapted:
+class _AdaptedExperts:
     def __init__(self, layer: LoRASwitchLinear, below: _Layer) -> None:
         self._below, self._scale, self.outputs = below, float(layer.scale), below.outputs
         self.trained = [layer.lora_a, layer.lora_b]
@@ -113,23 +114,25 @@ def _layer_of(layer: Any) -> _Layer | None:
     if not layer.lora_a.dtype == layer.lora_b.dtype == mx.float32 or (below := _layer_of(layer.linear)) is None:
         return None
     # Weights below an adapter that are trained with it: not by this.
-    return None if below.trained else _Adapted(layer, below)
+    return None if below.trained else _AdaptedExperts(layer, below)
 
 
-class _Experts(SwitchGLU):
+class NativeExperts(SwitchGLU):
+    """A mixture of experts with :func:`experts`."""
+
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         layers = [_layer_of(each) for each in (self.gate_proj, self.up_proj, self.down_proj)]
         known = [each for each in layers if each is not None]
-        if x.dtype != mx.float32 or len(known) < len(layers) or swiglu_form(x) == PLAIN:
+        if x.dtype != mx.float32 or len(known) < len(layers) or swiglu_form(x, selection_of(self)) == PLAIN:
             return super().__call__(x, indices)
         return experts(x, indices, known, self.gate_proj.num_experts, frozen=forward_only(self))
 
 
-def substitute(module: Any) -> bool:
+def substitute(module: Any, selection: Selector = BY_RULE) -> bool:
     """Give a mixture of experts the native form; whether it is one."""
     if type(module) is not SwitchGLU or type(module.activation) is not SwiGLU:
         return False
-    module.__class__ = _Experts
+    give_form(module, NativeExperts, **{SELECTION: selection})
     return True
 
 

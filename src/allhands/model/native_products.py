@@ -16,12 +16,13 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.blas import native_library
 from allhands.model.fastmath import with_vjp
+from allhands.model.instances import give_form
 from allhands.model.native_arrays import Array, at, available, call, floats, forward_only, multiply, new, rows
 
 _LEAST_GROUP = 16
 
 
-class Product(Protocol):
+class FrozenProduct(Protocol):
     """``x @ w.T`` for a weight that is not trained."""
 
     def run(self, x: mx.array, *, back: bool = False) -> mx.array:
@@ -74,12 +75,14 @@ class DenseProduct:
         return out
 
 
-def differentiable(product: Product, x: mx.array) -> mx.array:
+def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
     """The product, with its gradient in ``x``."""
     return with_vjp(product.run, lambda _x, cotangent, _y: product.run(cotangent, back=True))(x)
 
 
-def adapted(product: Product, x: mx.array, a: mx.array, b: mx.array, scale: float, *, frozen: bool = False) -> mx.array:
+def adapted(
+    product: FrozenProduct, x: mx.array, a: mx.array, b: mx.array, scale: float, *, frozen: bool = False
+) -> mx.array:
     """``x @ w.T + scale * (x @ a) @ b``, of which nothing is kept but ``x`` and ``x @ a``; not these if ``frozen``."""
     inner: list[Array] = []
 
@@ -120,7 +123,9 @@ def trained(x: mx.array, weight: mx.array) -> mx.array:
 # --- layers ---------------------------------------------------------------------------------------
 
 
-class _Adapted(LoRALinear):
+class AdaptedLinear(LoRALinear):
+    """mlx_lm's LoRALinear with :func:`adapted`."""
+
     def __call__(self, x: mx.array) -> mx.array:
         # Where something is dropped, allhands.model.dropout has put a class of its own.
         plain = type(self.dropout) is nn.Dropout and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
@@ -131,7 +136,7 @@ class _Adapted(LoRALinear):
         return y + self.linear.bias if "bias" in self.linear else y
 
 
-def _product_of(linear: Any, x: mx.array) -> Product | None:
+def _product_of(linear: Any, x: mx.array) -> FrozenProduct | None:
     """The product below an adapter, where it is one of these."""
     if type(linear) is nn.Linear or type(linear) is Linear:
         return DenseProduct(linear.weight) if linear.weight.dtype == mx.float32 else None
@@ -156,9 +161,9 @@ class Linear(nn.Linear):
 def substitute(module: Any) -> bool:
     """Give a linear layer, adapted or not, the native form; whether it has one."""
     if type(module) is nn.Linear:
-        module.__class__ = Linear
+        give_form(module, Linear)
     elif type(module) is LoRALinear and (type(module.linear) in (nn.Linear, Linear) or _is_coded(module.linear)):
-        module.__class__ = _Adapted
+        give_form(module, AdaptedLinear)
     else:
         return False
     return True

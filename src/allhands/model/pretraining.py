@@ -119,7 +119,7 @@ def portable_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             continue
         matrix, _, kind = rest.partition(".")
         experts, *shape = tensor.shape
-        data = memoryview(tensor.data).cast("B")
+        data = tensor.content()
         size = len(data) // experts
         for expert in range(experts):
             name = f"{block}.experts.{expert}.{_EXPERT_NAMES[matrix]}.{kind}"

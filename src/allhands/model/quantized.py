@@ -7,7 +7,6 @@ made at each use (at 350 tokens 7 % slower, 1.25 bytes a value).
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 from allhands.accelerator import Accelerator
 from allhands.model import native_products
 from allhands.model.adapters import count_parameters
-from allhands.model.choices import PLAIN, chosen
-from allhands.model.fastmath import use_fast_mlp
+from allhands.model.choices import PLAIN, selection_of
 from allhands.model.fused.ops import product_with
 from allhands.model.native_arrays import available, forward_only
 from allhands.model.split import dense_weight
@@ -67,7 +65,7 @@ class UnpackedLinear(nn.Module):
             return False
         rows, groups, group = self.codes.shape
         shape = (rows, groups * group, self._bits, group)
-        return chosen(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
+        return selection_of(self).select(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.coded is not None and self.multiplies_natively(x):
@@ -99,7 +97,7 @@ def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return made
 
 
-def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bool) -> int:
+def replace_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bool) -> int:
     """Replace the quantised layers of a frozen model, adapters on them or not, by what is fast on this device.
 
     The values, and so the adapters that come out, are those of the quantised model. CPUs need it; with CUDA, which
@@ -114,9 +112,7 @@ def prepare_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bo
         Number of layers replaced.
     """
     if accelerator.kind == "cpu":
-        count = _substitute_all(model, compact=compact, dtype=mx.float32)
-        prepare_dense(model)
-        return count
+        return _substitute_all(model, compact=compact, dtype=mx.float32)
     if accelerator.kind == "cuda" and held_dense(count_parameters(model), accelerator.memory_bytes):
         return _substitute_all(model, compact=False, dtype=None)
     return 0
@@ -152,12 +148,10 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
     return count
 
 
-def prepare_dense(model: nn.Module) -> None:
-    """Make a model without quantised weights fast on a CPU: float32, and products of our own where faster."""
+def hold_in_float32(model: nn.Module) -> None:
+    """Let a CPU compute ``model`` in float32, several times as fast there as any other type."""
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
-    if sys.platform == "linux":
-        use_fast_mlp(model)
 
 
 def _is_quantized(module: Any) -> bool:

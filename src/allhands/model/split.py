@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.model import known
+from allhands.model.choices import BY_RULE, Selector, selection_of
 from allhands.model.embedding import OrderedEmbedding, RowsEmbedding
 from allhands.model.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
 
@@ -24,15 +25,17 @@ class SplitModel:
         body: (B, T) token ids, and perhaps ``cache`` -> (B, T, D) hidden states after the final norm.
         head: the module whose dense (V, D) weight makes the logits.
         num_layers: blocks of the body.
+        selection: of the forms of operations, for what is computed of the head.
     """
 
     body: Callable[..., mx.array]
     head: nn.Module
     num_layers: int
+    selection: Selector = BY_RULE
 
     def head_weight(self) -> mx.array:
         """Dense (V, D) weight of the head, dequantised if need be, differentiable if trainable."""
-        return dense_weight(self.head)
+        return dense_weight(self.head, self.selection)
 
     @property
     def head_is_trained(self) -> bool:
@@ -44,10 +47,10 @@ class SplitModel:
         return next(f"{name}.weight" for name, module in model.named_modules() if module is self.head)
 
 
-def dense_weight(module: Any) -> mx.array:
+def dense_weight(module: Any, selection: Selector = BY_RULE) -> mx.array:
     """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        return dequantized(module)
+        return dequantized(module, selection)
     return module.weight
 
 
@@ -58,4 +61,5 @@ def split(model: nn.Module) -> SplitModel | None:
     plain = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, *_OURS)
     if type(head) not in plain or "bias" in head:
         return None
-    return SplitModel(cast("Any", model).model, head, len(cast("Any", model).layers))
+    body, layers = cast("Any", model).model, cast("Any", model).layers
+    return SplitModel(body, head, len(layers), selection_of(model))

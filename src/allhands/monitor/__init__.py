@@ -3,16 +3,16 @@
 Nothing here imports MLX; what MLX knows of its memory is asked for where it is loaded already.
 """
 
-from allhands.monitor.board import Board, Row
+from allhands.monitor.board import Board, BoardRow
 from allhands.monitor.sampler import Identity, ProcessSampler
 from allhands.monitor.samples import Follower, Sample, decode_sample, encode_sample, monitor_file, read_samples
 
 __all__ = [
     "Board",
+    "BoardRow",
     "Follower",
     "Identity",
     "ProcessSampler",
-    "Row",
     "Sample",
     "decode_sample",
     "encode_sample",

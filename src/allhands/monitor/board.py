@@ -16,7 +16,7 @@ _PATIENCE = 3.0  # times the distance of samples
 
 
 @dataclass
-class Row:
+class BoardRow:
     """One process of the run; of a rank that has been started again the latest.
 
     Attributes:
@@ -79,7 +79,7 @@ class Board:
     """What is known of the latest run; fed with samples in the order of their times."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
-        self._rows: dict[Key, Row] = {}
+        self._rows: dict[Key, BoardRow] = {}
         self._counted: dict[Key, Sample] = {}  # the latest of those that live
         self._looked = 0.0
         self.run: str | None = None
@@ -93,7 +93,7 @@ class Board:
             self._rows, self._counted, self.run = {}, {}, sample.run
             self.peak_together_bytes = self.peak_ranks_bytes = 0
         key = key_of(sample)
-        row = self._rows.setdefault(key, Row(sample))
+        row = self._rows.setdefault(key, BoardRow(sample))
         row.take(sample)
         self._counted[key] = sample
         if sample.time > self._looked + sample.every_s:
@@ -115,7 +115,7 @@ class Board:
     def _lives(self, key: Key, now: float) -> bool:
         return self._rows[key].state(now) == "lives"
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BoardRow]:
         """The processes: who orchestrates, agents, ranks."""
         return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -16,17 +15,6 @@ from allhands.monitor.nvml import Gpu, GpuReading
 # Reading the proportional share walks all pages: it may take this part of the time, and no more; ten times as much when
 # the process has grown or shrunk by such a part, because what was read before is wrong then.
 _PSS_SHARE, _PSS_SHARE_CHANGING, _CHANGED = 0.0005, 0.005, 0.1
-
-
-def peak_rss_bytes() -> int:
-    """The highest resident memory of this process so far."""
-    if sys.platform == "linux":
-        # Not ru_maxrss, into which Linux counts the process that started this one.
-        status = Path("/proc/self/status").read_text()
-        return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def began_at(process: psutil.Process) -> float:
@@ -74,7 +62,7 @@ class ProportionalMemory:
         self._bytes = int(getattr(full, self._kind))
 
 
-class Traffic:
+class NetworkTraffic:
     """Bytes that the computer has sent and received since this was made, by interface."""
 
     def __init__(self) -> None:
@@ -92,51 +80,6 @@ class Traffic:
 
 def _counters() -> dict[str, tuple[int, int]]:
     return {name: (one.bytes_sent, one.bytes_recv) for name, one in psutil.net_io_counters(pernic=True).items()}
-
-
-class MlxPeak:
-    """The most bytes of arrays at once, of the process and of parts of its time: MLX itself has one counter.
-
-    To be asked only once MLX has been used.
-    """
-
-    def __init__(self) -> None:
-        self._before = 0
-
-    def begin(self) -> None:
-        """A part of the time begins."""
-        self._before = self.whole()
-        _mlx().reset_peak_memory()
-
-    def part(self) -> int:
-        """Since the part began."""
-        return int(_mlx().get_peak_memory())
-
-    def whole(self) -> int:
-        """Since the process began."""
-        return max(self._before, self.part())
-
-
-def _mlx() -> Any:
-    return sys.modules["mlx.core"]
-
-
-MLX_PEAK = MlxPeak()
-
-
-def mlx_memory() -> dict[str, int]:
-    """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been used.
-
-    MLX's allocator answers from its counters, in any thread.
-    """
-    mx: Any = sys.modules.get("mlx.core")
-    if mx is None:
-        return {}
-    return {
-        "mlx_active_bytes": int(mx.get_active_memory()),
-        "mlx_cache_bytes": int(mx.get_cache_memory()),
-        "mlx_peak_bytes": MLX_PEAK.whole(),
-    }
 
 
 class OwnGpu:

@@ -17,7 +17,8 @@ from typing import Any, Self
 import psutil
 
 from allhands.files import make_directory, private_opener
-from allhands.monitor.process import OwnGpu, ProportionalMemory, Traffic, began_at, mlx_memory, peak_rss_bytes
+from allhands.memory import mlx_memory, peak_rss_bytes
+from allhands.monitor.process import NetworkTraffic, OwnGpu, ProportionalMemory, began_at
 from allhands.monitor.samples import Role, Sample, encode_sample
 
 EVERY_VARIABLE = "ALLHANDS_MONITOR_EVERY_S"
@@ -95,7 +96,7 @@ class ProcessSampler:
         self._began = began_at(self._process)
         self._proportional = ProportionalMemory(self._process)
         self._gpu = OwnGpu()
-        self._traffic: Traffic | None = None
+        self._traffic: NetworkTraffic | None = None
         self._cpu = (time.monotonic(), time.process_time())
         self._thread = threading.Thread(target=self._work, name="allhands-monitor", daemon=True)
 
@@ -167,7 +168,7 @@ class ProcessSampler:
         Raises:
             Exception: whatever the system, or MLX, raises.
         """
-        self._traffic = self._traffic or Traffic()
+        self._traffic = self._traffic or NetworkTraffic()
         phase, step, phases = self.clock.take()
         rss_bytes = self.resident()
         pss_bytes, pss_kind = self._proportional.read(rss_bytes, last=last)

@@ -11,10 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from allhands.distributed.capabilities import can
 from allhands.formatting import format_bytes, format_count, format_duration
 from allhands.metrics import RunHistory, RunStarted, TrainReport, typical
 from allhands.monitor.samples import Sample
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
+from allhands.plan.strategies import SHARD
 
 # From which difference on a figure is not as planned, as a part of what was planned.
 OFF = {"seconds": 0.15, "bytes": 0.10}
@@ -303,7 +305,7 @@ def _memory(
     most = config.get("micro_batch_tokens")
     if most is not None and most != plan.options.get("micro_batch_tokens"):
         flags["micro_batch_tokens"] = f"--micro-batch-tokens {most}"
-    option = [] if ranks == 1 else ["shard_optimizer"]
+    option = [] if ranks == 1 else ["strategy"]
     ways = ways if ranks == 1 else _divided_or_not(plan, ways, backend, config)
     if not ways:
         return None, ()
@@ -319,10 +321,10 @@ def _divided_or_not(
     plan: KeptPlan, ways: Sequence[KeptMemory], backend: str, config: Mapping[str, Any]
 ) -> list[KeptMemory]:
     """Of the ways of several ranks those that divide the optimizer's state as the run did, the plain one first."""
-    choice = config.get("shard_optimizer", plan.options.get("shard_optimizer"))
+    choice = config.get("strategy", plan.options.get("strategy"))
     # As auto decides, for trainings that are large enough.
-    divided = choice == "on" or (choice == "auto" and backend == "nccl" and bool(config.get("master_weights")))
-    found = [way for way in ways if ("--shard-optimizer" in way.flags or way.name == "optimizer divided") == divided]
+    divided = choice == "zero1" or (choice == "auto" and can(backend, "overlap") and bool(config.get("master_weights")))
+    found = [way for way in ways if (SHARD in way.flags or way.name == "optimizer divided") == divided]
     name = "optimizer divided" if divided else "data parallel"
     return found if found and found[0].name == name else []
 

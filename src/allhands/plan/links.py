@@ -13,7 +13,7 @@ from allhands.errors import ConfigError
 _GUESSED = "typical of its kind, not measured"
 
 
-class Exchange(Protocol):
+class ExchangeTimes(Protocol):
     """What can tell the time of an all-reduce."""
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
@@ -129,7 +129,7 @@ def link_of(text: str) -> Link:
     )
 
 
-def faster_than(link: Exchange) -> str:
+def faster_than(link: ExchangeTimes) -> str:
     """What to put in place of a link that is too slow, in words."""
     if not isinstance(link, Link):
         return "a cable in place of wifi, Thunderbolt in place of Ethernet"

@@ -9,10 +9,10 @@ block. The multiples were measured: ``tests/parity/test_expected_memory.py`` com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-Method = Literal["lora", "dora", "full"]
+from allhands.parallel.costs import Memory, Method, Work
 
 WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
 _FLOAT = 4  # bytes: a CPU computes in float32
@@ -66,83 +66,6 @@ def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     return Blocks(layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank does.
-
-    Attributes:
-        method: how it is trained.
-        tokens: places of its largest micro-batch, padding included.
-        trained_layers: blocks through which gradients go back.
-        weights_bytes: of all weights as they are held, ``trained_bytes`` of those that are trained.
-        optimizer: by name.
-        recomputed: whether blocks' activations are computed again in place of being kept.
-        accumulated: whether a batch is more than one micro-batch.
-        masters: whether the optimizer has float32 copies of weights in half precision.
-        by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
-        batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
-        row_tokens: of the longest row, than which no micro-batch can be smaller.
-    """
-
-    method: Method
-    tokens: int
-    trained_layers: int
-    weights_bytes: int
-    trained_bytes: int
-    optimizer: str
-    recomputed: bool = False
-    accumulated: bool = False
-    masters: bool = False
-    batch_tokens: int = 0
-    by_adam_bytes: int = 0
-    row_tokens: int = 1
-
-    def divided(self, ranks: int) -> Work:
-        """That of each of so many ranks with an equal share of the batch."""
-        return self.share(1 / ranks)
-
-    def share(self, part_of_batch: float) -> Work:
-        """That of a rank with such a part of the batch."""
-        whole = self.batch_tokens or self.tokens
-        part = max(1, int(whole * part_of_batch + 1e-6))
-        # What is summed for another reason than the size of the batch still is.
-        summed = self.accumulated and (whole <= self.tokens or part > self.tokens)
-        return replace(self, tokens=min(self.tokens, part), batch_tokens=part, accumulated=summed)
-
-    def cut(self, tokens: int) -> Work:
-        """With micro-batches of so many places, whose gradients are summed."""
-        return replace(self, tokens=tokens, accumulated=self.accumulated or tokens < (self.batch_tokens or self.tokens))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes at the peak of a step; the three phases do not come together.
-
-    Attributes:
-        weights: all of them.
-        optimizer: what it keeps of each trained weight.
-        backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
-        activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
-        beside: what the process takes that is no array: room of the products with the head.
-        renewed: of ``update`` the new values of what a rank updates.
-    """
-
-    weights: int
-    optimizer: int
-    backward: int
-    loss: int
-    update: int
-    activations: int = 0
-    logits: int = 0
-    beside: int = 0
-    renewed: int = 0
-
-    @property
-    def arrays(self) -> int:
-        """The peak of all arrays."""
-        return self.weights + self.optimizer + max(self.backward, self.loss, self.update)
 
 
 def on_cpu(blocks: Blocks, work: Work) -> Memory:

@@ -60,7 +60,7 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
         found.append(
             Sign(
                 f"{100 * rest:.0f} % of a step is the same on every rank, however many there are",
-                "a larger batch; --shard-optimizer on divides the update",
+                "a larger batch; --strategy zero1 divides the update",
             )
         )
     full = [
@@ -71,7 +71,7 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
         found.append(
             Sign(
                 f"{100 * most:.0f} % of a GPU's memory was in use",
-                "--grad-checkpoint, --shard-optimizer on, fewer --micro-batch-tokens; what is larger needs its "
+                "--grad-checkpoint, --strategy zero1, fewer --micro-batch-tokens; what is larger needs its "
                 "parameters sharded: torchtitan, DeepSpeed (ZeRO-3)",
             )
         )

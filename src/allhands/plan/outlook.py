@@ -10,11 +10,11 @@ from typing import Any
 from allhands.formatting import format_bytes
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.computers import Computer, Team, alone, fractions, largest, names, ordered, shown
-from allhands.plan.links import Exchange, faster_than
+from allhands.plan.links import ExchangeTimes, faster_than
 from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
-from allhands.plan.strategies import CHECKPOINT, QUANTISE, Strategy, costs, those_told, ways_of_one, ways_of_team
+from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, costs, those_told, ways_of_one, ways_of_team
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 
@@ -62,7 +62,7 @@ class Job:
     steps: int
     start_s: float
     step: StepModel
-    link: Exchange | None
+    link: ExchangeTimes | None
     computers: tuple[Computer, ...]
     numbers: tuple[int, ...]
     blocks: Blocks | None
@@ -108,7 +108,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Line:
+class OutlookLine:
     """So many computers: a step, the time to the first one, the whole training, and what it costs.
 
     Attributes:
@@ -148,17 +148,17 @@ class Outlook:
     """
 
     job: Job
-    lines: tuple[Line, ...]
+    lines: tuple[OutlookLine, ...]
     enough: int
     laws: dict[int, tuple[float, float]]
-    memory: tuple[Strategy, ...]
+    memory: tuple[Way, ...]
     fits: tuple[bool | None, ...]
     advice: Advice
     alone: Computer
     alone_s: float
     advised: int = 1
 
-    def line(self, machines: int) -> Line:
+    def line(self, machines: int) -> OutlookLine:
         """That of so many computers."""
         return next(line for line in self.lines if line.machines == machines)
 
@@ -191,7 +191,7 @@ class Outlook:
         }
 
 
-def _plain(way: Strategy) -> dict[str, Any]:
+def _plain(way: Way) -> dict[str, Any]:
     """Each rank's bytes only where they differ."""
     values = asdict(way)
     return values if len(set(way.by_rank)) > 1 else {**values, "by_rank": ()}
@@ -207,7 +207,7 @@ def look_ahead(job: Job) -> Outlook:
     groups = [order(number) for number in _numbers(job, most, enough)]
     ways = {len(team): _with_all(job, _ways_of_team(job, team)) for team in groups if len(team) > 1}
     memory = _told(job, ones, (largest(job.computers),))
-    lines: list[Line] = []
+    lines: list[OutlookLine] = []
     for team in groups:
         mine = memory if len(team) == 1 else _told(job, ways[len(team)], team)
         short = _short(job, mine[0][0], team) if mine and len(team) > 1 else ()
@@ -283,7 +283,7 @@ def _able(job: Job, *, exact: bool) -> dict[Computer, bool]:
     }
 
 
-def _is_open(way: Strategy, *, exact: bool) -> bool:
+def _is_open(way: Way, *, exact: bool) -> bool:
     return way.built and not (exact and QUANTISE in way.flags)
 
 
@@ -305,7 +305,7 @@ def _enough(job: Job, order: Callable[[int], Team], most: int) -> int:
     return enough_of(seconds)
 
 
-def _line(job: Job, team: Team) -> Line:
+def _line(job: Job, team: Team) -> OutlookLine:
     speeds = [each.speed for each in team]
     found = predict(job.step, job.link or _Nothing(), speeds)
     start = job.start_of(len(team))
@@ -322,20 +322,20 @@ def _line(job: Job, team: Team) -> Line:
     ]
     weights = tuple(round(speed / min(speeds), 2) for speed in speeds) if len(set(speeds)) > 1 else ()
     money = sum(costs) if costs else None
-    return Line(len(team), found, training, money, kwh, start, validations, None, weights, names(team))
+    return OutlookLine(len(team), found, training, money, kwh, start, validations, None, weights, names(team))
 
 
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def _ways_of_one(job: Job) -> list[Strategy]:
+def _ways_of_one(job: Job) -> list[Way]:
     if job.blocks is None or job.work is None:
         return []
     blocks = job.blocks
     return list(ways_of_one(job.work, lambda work: job.of(blocks, work), quantised=job.quantised))
 
 
-def _ways_of_team(job: Job, team: Sequence[Computer]) -> list[Strategy]:
+def _ways_of_team(job: Job, team: Sequence[Computer]) -> list[Way]:
     if job.blocks is None or job.work is None or len(team) < 2:
         return []
     blocks, rows = job.blocks, job.batch_rows
@@ -351,11 +351,12 @@ def _ways_of_team(job: Job, team: Sequence[Computer]) -> list[Strategy]:
             quantised=job.quantised,
             together=job.together,
             divides=not job.present_bytes,
+            scatters=job.step.overlapped,
         )
     )
 
 
-def _with_all(job: Job, ways: list[Strategy]) -> list[Strategy]:
+def _with_all(job: Job, ways: list[Way]) -> list[Way]:
     """With all that counts besides arrays."""
     if not ways or job.blocks is None or job.work is None:
         return ways
@@ -366,7 +367,7 @@ def _with_all(job: Job, ways: list[Strategy]) -> list[Strategy]:
         return [each.with_bytes(lambda known: known + more) for each in ways]
     # Of a process on a CPU everything counts, and the exchange's buckets beside it.
     beside = job.of(job.blocks, job.work).beside
-    made: list[Strategy] = []
+    made: list[Way] = []
     for each in ways:
         buckets = each.parts["buckets"]
 
@@ -378,10 +379,10 @@ def _with_all(job: Job, ways: list[Strategy]) -> list[Strategy]:
     return made
 
 
-_Ways = list[tuple[Strategy, bool | None]]
+_Ways = list[tuple[Way, bool | None]]
 
 
-def _told(job: Job, ways: list[Strategy], team: Team) -> _Ways:
+def _told(job: Job, ways: list[Way], team: Team) -> _Ways:
     """Those that are worth telling, and whether each fits."""
     fits = [_fits(job, each, team) for each in ways]
     places = set(those_told(ways, fits))
@@ -390,13 +391,13 @@ def _told(job: Job, ways: list[Strategy], team: Team) -> _Ways:
     return [(ways[place], fits[place]) for place in sorted(places)]
 
 
-def _chosen(ways: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
+def _chosen(ways: Sequence[Way], fits: Sequence[bool | None]) -> list[int]:
     """The place of the way that costs the least of those that are here and fit; empty if none does."""
     able = [place for place, (way, fit) in enumerate(zip(ways, fits, strict=True)) if way.built and fit is not False]
     return sorted(able, key=lambda place: costs(ways[place]))[:1]
 
 
-def _fits(job: Job, way: Strategy, team: Team) -> bool | None:
+def _fits(job: Job, way: Way, team: Team) -> bool | None:
     if job.shares:
         return team[0].holds(way.rank_bytes * way.ranks)
     found = [each.holds(num_bytes) for each, num_bytes in zip(team, way.by_rank, strict=True)]
@@ -413,7 +414,7 @@ def _shown_name(job: Job, computer: Computer) -> str:
     return computer.name if len({each.name for each in job.computers}) > 1 else ""
 
 
-def _short(job: Job, way: Strategy, team: Team) -> tuple[str, ...]:
+def _short(job: Job, way: Way, team: Team) -> tuple[str, ...]:
     """The computers that do not hold their part, where that is a matter of each."""
     if job.shares:
         return ()
@@ -438,7 +439,9 @@ def _unable(job: Job, team: Team, memory: _Ways, *, exact: bool) -> tuple[str, .
 # --- what is offered ----------------------------------------------------------------------------------
 
 
-def _offers(job: Job, groups: Sequence[Team], lines: Sequence[Line], memory: _Ways, one_speed: float) -> list[Offer]:
+def _offers(
+    job: Job, groups: Sequence[Team], lines: Sequence[OutlookLine], memory: _Ways, one_speed: float
+) -> list[Offer]:
     """Each number of several computers on which it fits, with the flags that it takes there."""
     made: list[Offer] = []
     link, alone_s = job.link or _Nothing(), job.alone_s(one_speed)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allhands.plan.links import Exchange
+from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
 _MOST = 1024
@@ -94,13 +94,13 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return max(0.0, mean_y - slope * mean_x), min(slope, min(y / x for x, y in points))
 
 
-def exchange_s(model: StepModel, link: Exchange, ranks: int) -> float:
+def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
     """Of all gradients, call by call."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
     return whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
 
 
-def predict(model: StepModel, link: Exchange, speeds: Sequence[float]) -> Prediction:
+def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float]) -> Prediction:
     """A step on computers of these speeds, 1 being that of the one that was measured.
 
     Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for.
@@ -146,7 +146,7 @@ def gustafson(serial_fraction: float, ranks: float) -> float:
     return ranks - serial_fraction * (ranks - 1)
 
 
-def enough(model: StepModel, link: Exchange, most: int = _MOST) -> int:
+def enough(model: StepModel, link: ExchangeTimes, most: int = _MOST) -> int:
     """The number of equal computers beyond which each further one saves less than 5 % of a step's time."""
     limit = max(1, min(most, _MOST, model.rows))
     return enough_of({ranks: predict(model, link, [1.0] * ranks).step_s for ranks in range(1, limit + 1)})

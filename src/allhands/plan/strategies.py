@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.plan.memory import Blocks, Memory, Work
 from allhands.plan.sizes import all_weights, expert_weights
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
-# Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
-ELEMENTWISE = ("adam", "adamw", "sgd")
 # What switches ways on.
 CHECKPOINT = "--grad-checkpoint"
-SHARD = "--shard-optimizer on"
+_DATA, _ZERO1 = STRATEGIES["data"], STRATEGIES["zero1"]
+SHARD = _ZERO1.flags
 QUANTISE = "allhands model get MODEL --quantize 4"
 _THEN = ", then "
 
@@ -23,7 +23,7 @@ _Change = Callable[[Work], Work]
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Way:
     """One way of dividing the work.
 
     Attributes:
@@ -33,6 +33,7 @@ class Strategy:
         by_rank: the same of each rank; all alike where each has an equal share.
         built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on; ``more`` of these what saves memory.
+        sent_bytes: that a rank sends in a step; 0 where that is not worked out.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
@@ -45,15 +46,16 @@ class Strategy:
     combined: bool = False
     by_rank: tuple[int, ...] = ()
     more: str = ""
+    sent_bytes: int = 0
 
-    def with_bytes(self, of: Callable[[int], int]) -> Strategy:
+    def with_bytes(self, of: Callable[[int], int]) -> Way:
         """With other bytes of each rank, worked out from those that it has."""
         found = {each: of(each) for each in {self.rank_bytes, *self.by_rank}}
         by_rank = tuple(found[each] for each in self.by_rank)
         return replace(self, rank_bytes=found[self.rank_bytes], by_rank=by_rank)
 
 
-def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) -> Iterator[Strategy]:
+def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) -> Iterator[Way]:
     """All ways that make sense for this work on one computer, the simplest first.
 
     Those of several flags together are all of them, from the one that costs the least time on: see :func:`those_told`.
@@ -93,7 +95,8 @@ def ways_of_team(
     quantised: bool,
     together: bool = False,
     divides: bool = True,
-) -> Iterator[Strategy]:
+    scatters: bool = False,
+) -> Iterator[Way]:
     """All ways that make sense for this work on several computers; as :func:`ways_of_one`.
 
     Args:
@@ -101,30 +104,40 @@ def ways_of_team(
         shares: of each computer the part of a batch that it gets.
         together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
+        scatters: whether the back-end has a reduce-scatter.
     """
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
-    divided = divides and work.optimizer in ELEMENTWISE
+    wanted = TrainingNeeds(work.optimizer, cpu_native=not divides)
+    divided = not _ZERO1.unfit(wanted)
 
-    def way(name: str, more: str, change: _Change, parts: int = 1, *, combined: bool = False) -> Strategy:
+    def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Way:
         """All ranks with the same flags, each with its share."""
         found = {share: change(work.share(share)) for share in {*shares}}
-        bytes_of = {share: _divided(of(each), parts).arrays + bucket_bytes for share, each in found.items()}
+        bytes_of = {share: entry.costs.memory(of(each), ranks).arrays + bucket_bytes for share, each in found.items()}
         changed = found[max(shares)]
-        made = _of(name, ranks, changed, _divided(of(changed), parts), bucket_bytes, combined=combined)
+        made = _of(name, ranks, changed, entry.costs.memory(of(changed), ranks), bucket_bytes, combined=combined)
         before, then, after = more.partition(_THEN)
         flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
         more = more if not then or after else before
-        return replace(made, by_rank=tuple(bytes_of[share] for share in shares), flags=flags.strip(), more=more)
+        # Gradients travel in the type of what is trained.
+        traffic = entry.costs.traffic(work.trained_bytes, work.trained_bytes, scatters=scatters)
+        return replace(
+            made,
+            by_rank=tuple(bytes_of[share] for share in shares),
+            flags=flags.strip(),
+            more=more,
+            sent_bytes=traffic.sent(ranks),
+        )
 
-    yield way("data parallel", "", _same)
-    if divided:
-        yield way("optimizer divided", SHARD, _same, ranks)
+    for entry in STRATEGIES.values():
+        if not entry.unfit(wanted):
+            yield way(entry.title, entry.flags, _same, entry)
     ways = [*_less(largest)]
     for name, flags, change in ways:
         yield way(f"data parallel, {name}", flags, change, combined=True)
     for name, flags, change in ways if divided else ():
-        yield way(f"divided, {name}", f"{SHARD} {flags}", change, ranks, combined=True)
+        yield way(f"divided, {name}", f"{SHARD} {flags}", change, _ZERO1, combined=True)
     if not quantised and work.method != "full":
         yield way("4 bits, data parallel", f"{QUANTISE}{_THEN}", _in_four_bits)
         for name, flags, change in ways:
@@ -175,12 +188,12 @@ def _cut(tokens: int) -> str:
     return f"--micro-batch-tokens {tokens}"
 
 
-def costs(way: Strategy) -> tuple[bool, bool, bool]:
+def costs(way: Way) -> tuple[bool, bool, bool]:
     """By which ways that fit are chosen from: what changes results comes last, before it what takes time most."""
     return QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags
 
 
-def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[int]:
+def those_told(memory: Sequence[Way], fits: Sequence[bool | None]) -> list[int]:
     """Places of the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
 
     Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much.
@@ -202,15 +215,9 @@ def those_told(memory: Sequence[Strategy], fits: Sequence[bool | None]) -> list[
     return [place for place, each in enumerate(memory) if not each.combined or place in chosen]
 
 
-def _divided(memory: Memory, ranks: int) -> Memory:
-    """With one of so many parts of the optimizer's state, and of what is renewed in the update."""
-    update = memory.update - memory.renewed * (ranks - 1) // ranks
-    return replace(memory, optimizer=memory.optimizer // ranks, update=update)
-
-
 def _of_frameworks(
     work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Callable[[Work], Memory]
-) -> Iterator[Strategy]:
+) -> Iterator[Way]:
     """Ways that divide the model itself."""
     share = work.divided(ranks)
     memory = of(share)
@@ -265,7 +272,7 @@ def _of(
     built: bool = True,
     flags: str = "",
     combined: bool = False,
-) -> Strategy:
+) -> Way:
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
     parts = {
         "weights": memory.weights,
@@ -276,4 +283,4 @@ def _of(
         "buckets": bucket_bytes,
     }
     whole = memory.arrays + bucket_bytes
-    return Strategy(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)
+    return Way(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)

@@ -1,6 +1,6 @@
 """A run, or several, on one page: read, judged, and written as HTML that stands alone and as Markdown."""
 
-from allhands.report.facts import Answers, RunFacts, read_facts
+from allhands.report.facts import Answers, ReportFacts, read_facts
 from allhands.report.html import to_html
 from allhands.report.markdown import to_markdown
 from allhands.report.page import Page, make_page
@@ -10,7 +10,7 @@ __all__ = [
     "Answers",
     "Judgement",
     "Page",
-    "RunFacts",
+    "ReportFacts",
     "judge",
     "make_page",
     "read_facts",

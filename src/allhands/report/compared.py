@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allhands.report.facts import RunFacts
+from allhands.report.facts import ReportFacts
 
 # Options that say which tokens a validation is about; the number of its examples is the product of two more.
 _ABOUT = (
@@ -19,7 +19,7 @@ _ABOUT = (
 )
 
 
-def unlike_validations(runs: Sequence[RunFacts]) -> str:
+def unlike_validations(runs: Sequence[ReportFacts]) -> str:
     """Says that the runs were validated on different samples, and which options differ; empty if they were not."""
     runs = [run for run in runs if run.history.valid]
     if len(runs) < 2:
@@ -39,12 +39,12 @@ def unlike_validations(runs: Sequence[RunFacts]) -> str:
     return f"The runs were validated on different samples ({why}): their validation losses cannot be compared."
 
 
-def _plain(run: RunFacts, name: str) -> str:
+def _plain(run: ReportFacts, name: str) -> str:
     """An option's value; what was not given, and what is off, are the same."""
     return repr(run.config.get(name) or None)
 
 
-def _examples(run: RunFacts) -> int | None:
+def _examples(run: ReportFacts) -> int | None:
     batches, size = run.config.get("val_batches"), run.config.get("batch_size")
     if not isinstance(batches, int) or not isinstance(size, int):
         return None

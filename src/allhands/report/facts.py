@@ -14,7 +14,7 @@ from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
-from allhands.monitor import Board, Row, Sample, read_samples
+from allhands.monitor import Board, BoardRow, Sample, read_samples
 from allhands.names import CONFIG_FILE
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 
@@ -37,7 +37,7 @@ class Answers:
 
 
 @dataclass
-class RunFacts:
+class ReportFacts:
     """All that is known of one run.
 
     Attributes:
@@ -58,7 +58,7 @@ class RunFacts:
     reason: str = ""
     journal: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Sample] = ()
-    rows: Sequence[Row] = ()
+    rows: Sequence[BoardRow] = ()
     together_bytes: int = 0
     ranks_bytes: int = 0
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -68,7 +68,7 @@ class RunFacts:
     notes: list[str] = field(default_factory=list[str])
 
 
-def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> RunFacts:
+def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> ReportFacts:
     """Read all that a run has left; what is damaged or missing becomes a note.
 
     Args:
@@ -90,7 +90,7 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
             raise
         history = RunHistory(path.resolve().name)
         missing = error.message
-    facts = RunFacts(path, history, journal=journal, notes=notes)
+    facts = ReportFacts(path, history, journal=journal, notes=notes)
     facts.samples = _samples(directory, notes)
     board = Board(facts.samples)
     facts.rows, facts.together_bytes, facts.ranks_bytes = (
@@ -132,7 +132,7 @@ def _amiss(history: RunHistory) -> Iterator[str]:
         yield "There is no report of training yet."
 
 
-def _status(facts: RunFacts, directory: Path, board: Board, now: float) -> tuple[Status, str]:
+def _status(facts: ReportFacts, directory: Path, board: Board, now: float) -> tuple[Status, str]:
     """How the run ended, and the supervisor's last word on it."""
     words = {"failed", "given up", "fault"}
     last = next((one for one in reversed(facts.journal) if one.get("kind") in words), None)

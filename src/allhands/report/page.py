@@ -10,13 +10,13 @@ from typing import Any
 
 from allhands import formatting as form
 from allhands.metrics import Sampled
-from allhands.monitor import Row
+from allhands.monitor import BoardRow
 from allhands.pictures import PHASES
 from allhands.plan.outgrown import Sign, signs_of
 from allhands.plots import times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
 from allhands.report.compared import unlike_validations
-from allhands.report.facts import RunFacts
+from allhands.report.facts import ReportFacts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
 from allhands.report.words import Judgement, judge_run
@@ -88,7 +88,7 @@ class Page:
     sections: tuple[Section, ...]
 
 
-def make_page(runs: Sequence[RunFacts], *, title: str | None = None, now: float | None = None) -> Page:
+def make_page(runs: Sequence[ReportFacts], *, title: str | None = None, now: float | None = None) -> Page:
     """Put a report of one run or several together.
 
     Args:
@@ -121,7 +121,7 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
     return tuple(placed)
 
 
-def _part(label: str, colour: int, run: RunFacts) -> RunPart:
+def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
     history = run.history
     found = judge_run(history)
     found += [_judgement(sign) for sign in signs_of(history, run.samples)]
@@ -140,7 +140,7 @@ def _judgement(sign: Sign) -> Judgement:
 
 
 def _sections(
-    labels: Sequence[str], measures: Sequence[tuple[str, list[str]]], runs: Sequence[RunFacts]
+    labels: Sequence[str], measures: Sequence[tuple[str, list[str]]], runs: Sequence[ReportFacts]
 ) -> Iterator[Section]:
     histories = [run.history for run in runs]
     many = len(runs) > 1
@@ -201,7 +201,7 @@ def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
     return tuple(charts[key] for key in keys if key in charts)
 
 
-def _batches(run: RunFacts) -> int:
+def _batches(run: ReportFacts) -> int:
     """Batches of an update."""
     number = run.config.get("grad_accumulation_steps")
     return number if isinstance(number, int) and number > 0 else 1
@@ -214,7 +214,7 @@ def _phase(name: str) -> str:
 # --- tables ------------------------------------------------------------------------------------------
 
 
-def _needs(label: str, run: RunFacts) -> Grid | None:
+def _needs(label: str, run: ReportFacts) -> Grid | None:
     """The highest memory of each process; that of ranks in training beside what was expected of it."""
     if not run.rows:
         return None
@@ -233,11 +233,11 @@ def _needs(label: str, run: RunFacts) -> Grid | None:
     return Grid(caption, ("process", "computer", *told), tuple(rows))
 
 
-def _names(rows: Sequence[Row]) -> str:
+def _names(rows: Sequence[BoardRow]) -> str:
     return ", ".join(row.last.name for row in rows)
 
 
-def _need(run: RunFacts, row: Row) -> tuple[str, ...]:
+def _need(run: ReportFacts, row: BoardRow) -> tuple[str, ...]:
     expected = row.last.estimated_bytes or row.last.mlx_estimated_bytes
     trained = _in_training(run, row.last.rank)
     return (
@@ -256,7 +256,7 @@ def _sum(name: str, held_bytes: int) -> tuple[str, ...]:
     return (name, "", _NONE, _NONE, _NONE, _NONE, form.format_bytes(held_bytes), _NONE)
 
 
-def _in_training(run: RunFacts, rank: int | None) -> int:
+def _in_training(run: ReportFacts, rank: int | None) -> int:
     """The highest resident memory that a rank has reported, before what is written and drawn at the end.
 
     On an NVIDIA GPU it is what the rank needed there.
@@ -265,7 +265,7 @@ def _in_training(run: RunFacts, rank: int | None) -> int:
     return 0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
 
 
-def _events(label: str, run: RunFacts) -> Grid | None:
+def _events(label: str, run: ReportFacts) -> Grid | None:
     """Starts as the run wrote them down, and the supervisor's events."""
     begun = run.history.starts[0].time if run.history.starts else None
     rows: list[tuple[float, tuple[str, ...]]] = []
@@ -313,26 +313,29 @@ def _after(time: float, begun: float | None) -> str:
 
 
 def _columns(
-    caption: str, labels: Sequence[str], rows: Sequence[tuple[str, Callable[[RunFacts], str]]], runs: Sequence[RunFacts]
+    caption: str,
+    labels: Sequence[str],
+    rows: Sequence[tuple[str, Callable[[ReportFacts], str]]],
+    runs: Sequence[ReportFacts],
 ) -> Grid:
     """One column a run; rows of which nothing is known are left out."""
     cells = [(name, *(tell(run) or _NONE for run in runs)) for name, tell in rows]
     return Grid(caption, ("", *labels), tuple(row for row in cells if set(row[1:]) != {_NONE}))
 
 
-def _machines(labels: Sequence[str], runs: Sequence[RunFacts]) -> Grid:
-    def started(tell: Callable[[Any], object]) -> Callable[[RunFacts], str]:
-        def text(run: RunFacts) -> str:
+def _machines(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
+    def started(tell: Callable[[Any], object]) -> Callable[[ReportFacts], str]:
+        def text(run: ReportFacts) -> str:
             value = tell(run.history.started) if run.history.started else None
             return "" if value in (None, 0) else str(value)
 
         return text
 
-    def versions(run: RunFacts) -> str:
+    def versions(run: ReportFacts) -> str:
         known = run.history.started.versions if run.history.started else {}
         return ", ".join(f"{name} {version}" for name, version in known.items())
 
-    rows: list[tuple[str, Callable[[RunFacts], str]]] = [
+    rows: list[tuple[str, Callable[[ReportFacts], str]]] = [
         ("model", started(lambda it: it.model)),
         ("method", started(lambda it: it.method)),
         ("trained parameters", started(_parameters)),
@@ -357,45 +360,45 @@ def _parameters(started: Any) -> str | None:
     return f"{trained} of {total} ({share:.3g} %)"
 
 
-def _computers(run: RunFacts) -> str:
+def _computers(run: ReportFacts) -> str:
     hosts: dict[str, list[str]] = {}
     for row in run.rows:
         hosts.setdefault(row.last.host, []).append(row.last.name)
     return "; ".join(f"{host}: {', '.join(names)}" for host, names in hosts.items())
 
 
-def _gpus(run: RunFacts) -> str:
+def _gpus(run: ReportFacts) -> str:
     known = [row.last for row in run.rows if row.last.gpu_total_bytes]
     return "; ".join(f"{one.name}: {form.format_bytes(one.gpu_total_bytes or 0)}" for one in known)
 
 
-def _data(labels: Sequence[str], runs: Sequence[RunFacts]) -> Grid:
-    def examples(run: RunFacts) -> str:
+def _data(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
+    def examples(run: ReportFacts) -> str:
         known = run.history.started.num_train_examples if run.history.started else 0
         return f"{known:,}" if known else ""
 
-    def tokens(run: RunFacts) -> str:
+    def tokens(run: ReportFacts) -> str:
         known = run.history.train[-1].trained_tokens if run.history.train else 0
         return f"{known:,}" if known else ""
 
-    def epochs(run: RunFacts) -> str:
+    def epochs(run: ReportFacts) -> str:
         known = run.history.train[-1].epoch if run.history.train else math.nan
         return f"{known:.2f}" if math.isfinite(known) else ""
 
-    def validated(run: RunFacts) -> str:
+    def validated(run: ReportFacts) -> str:
         known = max((one.num_tokens for one in run.history.valid), default=0)
         return f"{known:,}" if known else ""
 
-    def tested(run: RunFacts) -> str:
+    def tested(run: ReportFacts) -> str:
         known = run.history.ended.test_loss if run.history.ended else None
         return "" if known is None else f"{known:.4f}"
 
-    def prepared(run: RunFacts) -> str:
+    def prepared(run: ReportFacts) -> str:
         names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
         told = [f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared]
         return ", ".join(told)
 
-    rows: list[tuple[str, Callable[[RunFacts], str]]] = [
+    rows: list[tuple[str, Callable[[ReportFacts], str]]] = [
         ("training examples", examples),
         ("trained tokens", tokens),
         ("epochs", epochs),
@@ -408,7 +411,7 @@ def _data(labels: Sequence[str], runs: Sequence[RunFacts]) -> Grid:
     return _columns("data", labels, rows, runs)
 
 
-def _bits(run: RunFacts) -> str:
+def _bits(run: ReportFacts) -> str:
     known = [one.bits_per_byte for one in run.history.valid if one.bits_per_byte is not None]
     return f"{known[-1]:.3f}" if known else ""
 
@@ -425,14 +428,14 @@ def _samples(label: str, sampled: Sequence[Sampled]) -> Grid | None:
     return Grid(f"samples of {label}", ("step", "prompt", "text"), tuple(rows)) if rows else None
 
 
-def _answers(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
+def _answers(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Grid]:
     for label, run in zip(labels, runs, strict=True):
         for one in run.answers:
             rows = tuple(zip(one.prompts, one.before, one.after, strict=True))
             yield Grid(f"answers of {label} ({one.file})", ("prompt", "before", "after"), rows)
 
 
-def _options(labels: Sequence[str], runs: Sequence[RunFacts]) -> Iterator[Grid]:
+def _options(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Grid]:
     configs = [_in_effect(run.config) for run in runs]
     names = sorted({name for config in configs for name in config})
     if not names:

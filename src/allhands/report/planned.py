@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.report.charts import Grid
-from allhands.report.facts import RunFacts
+from allhands.report.facts import ReportFacts
 from allhands.report.words import Judgement
 
 _NONE = "–"
@@ -19,7 +19,7 @@ PLANNED_TOLD = (
 )
 
 
-def comparison_of(run: RunFacts) -> Comparison | None:
+def comparison_of(run: ReportFacts) -> Comparison | None:
     """The run beside its plan; ``None`` if there is none, or the run has not written its options yet."""
     if run.plan is None or run.history.started is None or (run.status == "going on" and not run.config):
         return None

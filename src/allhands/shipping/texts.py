@@ -63,7 +63,7 @@ class TokenBytes:
         """The text of tokens to come."""
         if not self.joined:
             return _Naive(self._tokenizer.detokenizer)
-        return _Joined(self, drops_space=getattr(self._sample, "trim_space", True))
+        return _JoinedText(self, drops_space=getattr(self._sample, "trim_space", True))
 
 
 class TextStream:
@@ -86,7 +86,7 @@ class TextStream:
         raise NotImplementedError
 
 
-class _Joined(TextStream):
+class _JoinedText(TextStream):
     def __init__(self, tokens: TokenBytes, *, drops_space: bool) -> None:
         self._tokens = tokens
         self._drops_space = drops_space

@@ -24,7 +24,7 @@ class Callback:
         """Called before each update, ``step`` batches done, with the tree of mean gradients over the global batch.
 
         They are not clipped yet. Whole gradients are not divided among ranks: where a callback overrides this method,
-        ``--shard-optimizer`` is not available.
+        ``--strategy zero1`` is not available.
 
         Returns:
             ``None`` to train on these gradients, or a tree of the same names and shapes to train on instead.

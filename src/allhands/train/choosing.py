@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.accelerator import Accelerator
-from allhands.arrays import hand_out_json
 from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import hand_out_json
 from allhands.model.choices import VARIABLE, Choices, parse_wishes
 from allhands.model.measurements import Facts, as_rows, device_facts, load_table, missing_forms, rows_of
 from allhands.trees import numbers

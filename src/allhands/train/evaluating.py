@@ -68,7 +68,7 @@ def _evaluated(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
         beat=surroundings.beat,
     )
     try:
-        loss, num_tokens = evaluator()
+        loss, num_tokens, _ = evaluator()
     finally:
         surroundings.beat("end", 0)
     ratio, num_examples = ready.data.stored[config.split].report.tokens_per_byte, None

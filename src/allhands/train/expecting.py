@@ -56,7 +56,7 @@ def expected_bytes(
     )
     if accelerator.kind == "cuda":
         return on_gpu(blocks, work).arrays
-    later = WRITING_BYTES if config.sample_prompts and mesh.is_main else 0
+    later = WRITING_BYTES if config.sample_prompts and mesh.data_rank == 0 else 0
     return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
 
 

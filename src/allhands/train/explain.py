@@ -8,13 +8,12 @@ from typing import Any
 from allhands.accelerator import Accelerator
 from allhands.blas import preload_blas
 from allhands.config import TrainConfig
-from allhands.data.loader import Sizing
 from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ModelError
-from allhands.model.choices import Choices, Problem
-from allhands.model.fused.blocks import count_fused, kept_bytes
+from allhands.model.choices import Choices, SizedOperation
 from allhands.model.split import split
+from allhands.sizing import Sizing
 from allhands.train.operations import problems, sizes_of
 
 
@@ -35,7 +34,6 @@ def choices(
         "backend": _backend(config, communicator),
         "micro-batches": _sizing(config, sizing),
         "step": _step(accelerator, config, compiled),
-        "blocks": _blocks(model),
         "loss": _loss(model),
         "all-reduce": f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB",
         "optimizer": _optimizer(communicator, divided),
@@ -58,7 +56,7 @@ def kernel_choices(choices: Choices, model: Mapping[str, Any], accelerator: Acce
     return [_kernel(problem, *choices.decide(problem, accelerator.kind)) for problem in found]
 
 
-def _kernel(problem: Problem, form: str, reason: str) -> str:
+def _kernel(problem: SizedOperation, form: str, reason: str) -> str:
     sizes = "" if reason.startswith("measured") else f" at {problem}"
     return f"chosen: {problem.name}{sizes}: {form} ({reason})"
 
@@ -93,15 +91,6 @@ def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
     if accelerator.eager and config.compile != "on":
         return "eager (best on this processor)"
     return "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
-
-
-def _blocks(model: Any) -> str:
-    fused = count_fused(model)
-    if not fused:
-        return "as the model's own"
-    kept = kept_bytes(model)
-    words = f", dense copies of quantised weights that a step needs twice kept in {kept / 1e9:.1f} GB" if kept else ""
-    return f"{fused} in fast forms for this GPU{words}"
 
 
 def _loss(model: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,17 +28,19 @@ _IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RankFacts:
     """What one rank has loaded, to be compared with the others'.
 
     Attributes:
         start: the file of weights to start from, or ``None``.
+        equal: names of the trained arrays of which every rank has all; ``None``: of all of them.
     """
 
     config: TrainConfig
     loaded: LoadedModel
     data: Datasets
     start: Path | None
+    equal: Collection[str] | None = None
 
     def values(self) -> dict[str, Any]:
         """What every rank must have in common, as JSON values.
@@ -48,7 +50,11 @@ class RunFacts:
         trained = trained_weights(self.loaded.model) if self.config.train or self.start is not None else {}
         return {
             "config": {k: v for k, v in self.config.shared_values().items() if k not in _BY_CONTENT},
-            "parameters": {name: [list(a.shape), str(a.dtype)] for name, a in trained.items()},
+            "parameters": {
+                name: [list(array.shape), str(array.dtype)]
+                for name, array in trained.items()
+                if self.equal is None or name in self.equal
+            },
             "data": self.data.fingerprints(),
             "model": {"weights": self.loaded.fingerprint, "config": _architecture(self.loaded)},
             "resume_adapter_file": {"weights": _sha256(self.start) if self.start else None},

@@ -29,12 +29,11 @@ from allhands.errors import ModelError, StorageError
 from allhands.files import make_directory, write_whole
 from allhands.model import moments
 from allhands.model.adapters import ADAPTER_LEAVES
-from allhands.model.choices import Choices, settle, settled
 from allhands.model.dropout import DropoutKeys
 from allhands.model.load import LoadedModel
+from allhands.parallel.gradient import make_gradient
 from allhands.train.choosing import Settlement
 from allhands.train.datasets import Datasets
-from allhands.train.gradient import make_gradient
 from allhands.train.gradient_cost import SHORT_TOKENS, TRAINED, PassCost
 from allhands.trees import flatten, number
 from allhands.versions import versions_of
@@ -92,7 +91,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GradientVerdict:
     """What a check found.
 
     Attributes:
@@ -272,23 +271,18 @@ class GradientCheck:
             value, gradient = nn.value_and_grad(model, loss)(model)
             return _passed(value / row.trained, gradient)
 
-    def compare(self, model: nn.Module, *, kernels: Choices, eager: bool, dropout: DropoutKeys | None) -> Verdict:
-        """Ours, by the model with its forms in place and by the choices of ``kernels``, beside mlx_lm's.
+    def compare(self, model: nn.Module, *, eager: bool, dropout: DropoutKeys | None) -> GradientVerdict:
+        """Ours, by the model with its passes applied and by what selects its kernels, beside mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
         """
-        before = settled()
-        settle(kernels)
-        try:
-            compared = [self._decided(model, each, eager, dropout) for each in self._rows]
-        finally:
-            settle(before)
+        compared = [self._decided(model, each, eager, dropout) for each in self._rows]
         self._rows.clear()
         # What a step will need is told from what the process holds before.
         mx.clear_cache()
         give_back_freed_pages()
-        return Verdict(tuple(compared), tuple(self.notes), self._is_complete)
+        return GradientVerdict(tuple(compared), tuple(self.notes), self._is_complete)
 
     def _decided(self, model: nn.Module, rows: list[_Told], eager: bool, dropout: DropoutKeys | None) -> Compared:
         """The first of these rows if it is right, else the one in the middle of all."""
@@ -412,15 +406,14 @@ def _source() -> str:
     """Of the code that computes a step: a version under development changes without its number."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for file in sorted(
-        [*package.glob("model/**/*.py"), *package.glob("native/*"), *package.glob("train/gradient*.py")]
-    ):
+    computing = ("model/**/*.py", "native/*", "objectives/*.py", "parallel/*.py")
+    for file in sorted(file for pattern in computing for file in package.glob(pattern)):
         if file.is_file():
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def remember(path: Path, verdict: Verdict) -> None:
+def remember(path: Path, verdict: GradientVerdict) -> None:
     """Write that a step was right; where it cannot be written it is checked again the next time."""
     content = {"compared": [asdict(row) for row in verdict.compared], "notes": list(verdict.notes)}
     try:
@@ -433,8 +426,8 @@ def remember(path: Path, verdict: Verdict) -> None:
 class StartCheck:
     """The check of a training before its first step: made once for each kind of step, and remembered."""
 
-    def __init__(self, check: GradientCheck, memory: Path, kernels: Choices, *, eager: bool, name: str) -> None:
-        self._check, self._memory, self._kernels = check, memory, kernels
+    def __init__(self, check: GradientCheck, memory: Path, *, eager: bool, name: str) -> None:
+        self._check, self._memory = check, memory
         self._eager, self._name = eager, name
 
     @classmethod
@@ -461,7 +454,7 @@ class StartCheck:
             loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
         )
         eager = accelerator.eager and config.compile != "on"
-        return cls(check, memory, kernels.choices, eager=eager, name=str(loaded.path))
+        return cls(check, memory, eager=eager, name=str(loaded.path))
 
     def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:
         """Compare with ours; returns what a person should know.
@@ -469,7 +462,7 @@ class StartCheck:
         Raises:
             ModelError: they differ, or ours cannot be computed.
         """
-        verdict = self._check.compare(model, kernels=self._kernels, eager=self._eager, dropout=dropout)
+        verdict = self._check.compare(model, eager=self._eager, dropout=dropout)
         verdict.raise_if_wrong(self._name)
         if verdict.is_complete:
             remember(self._memory, verdict)

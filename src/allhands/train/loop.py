@@ -14,6 +14,8 @@ from typing import Literal
 import mlx.core as mx
 
 from allhands.accelerator import Accelerator, peak_memory_bytes
+from allhands.checkpoints.copies import NUMBERS, Copies
+from allhands.checkpoints.saving import CopyError, SaveKind
 from allhands.config import TrainConfig
 from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
@@ -22,15 +24,13 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.evaluate import Evaluator
 from allhands.faults import fire
+from allhands.memory import MLX_PEAK, peak_rss_bytes
 from allhands.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.model.load import MODEL
-from allhands.monitor.process import MLX_PEAK, peak_rss_bytes
 from allhands.pretrain_config import pretraining
 from allhands.train.callbacks import Callback
-from allhands.train.copies import NUMBERS, Copies
 from allhands.train.result import StepResult
-from allhands.train.saving import CopyError, SaveKind
-from allhands.train.state import LoopState, Window
+from allhands.train.state import LoopState, ReportWindow
 from allhands.train.step import TrainStep
 from allhands.trees import number, numbers
 
@@ -124,7 +124,7 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         done = state.iteration == parts.total
         state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
         if _reports(parts, before, state.iteration):
-            _report(parts, state, started, result.told)
+            _report(parts, state, started, result.gathered)
         if result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()):
             raise Interrupted("stopped")
         sampled = state.validation_due
@@ -230,7 +230,7 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
         micro_batches,
         stop=parts.stop_requested,
         upcoming=partial(_load_ahead, parts, end),
-        tell=_told(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
+        extra=_extra(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
     )
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
@@ -285,13 +285,13 @@ def _limit_cache(threshold: int) -> None:
         mx.clear_cache()
 
 
-def _report(parts: LoopParts, state: LoopState, started: float, told: Sequence[float]) -> None:
-    """A report; ``told`` has what the ranks tell each other for it, if the step has exchanged that."""
-    window, state.window = state.window, Window()
-    if not told:
+def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequence[float]) -> None:
+    """A report; ``gathered`` has what the ranks tell each other for it, if the step has exchanged that."""
+    window, state.window = state.window, ReportWindow()
+    if not gathered:
         parts.beat("reduce", state.iteration)
-        told = numbers(parts.communicator.all_gather(mx.array(_told(parts), dtype=mx.float32)))
-    by_rank = [told[at : at + _PEAKS + NUMBERS] for at in range(0, len(told), _PEAKS + NUMBERS)]
+        gathered = numbers(parts.communicator.all_gather(mx.array(_extra(parts), dtype=mx.float32)))
+    by_rank = [gathered[at : at + _PEAKS + NUMBERS] for at in range(0, len(gathered), _PEAKS + NUMBERS)]
     for warned in parts.copies.hear([one for row in by_rank for one in row[_PEAKS:]], state.iteration):
         parts.sink.emit(warned)
     peaks = [tuple(int(row[kind] * 2**20) for row in by_rank) for kind in range(_PEAKS)]
@@ -314,13 +314,14 @@ def _report(parts: LoopParts, state: LoopState, started: float, told: Sequence[f
         peak_mlx_bytes=peaks[2],
         needed_bytes=peaks[3] if any(peaks[3]) else (),
         shapes=len(parts.step.shapes),
+        metrics=window.metrics(parts.step.options.objective),
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):
         callback.on_train_report(report)
 
 
-def _told(parts: LoopParts) -> list[float]:
+def _extra(parts: LoopParts) -> list[float]:
     """What counts as this rank's peak, its resident memory's, that of MLX's arrays, what it needs; and of its copy.
 
     Memory in MiB, because float32 (which every back-end can exchange) is exact only to 2**24.
@@ -340,7 +341,7 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
         state.validation_due = False
         return False
     begun = time.perf_counter()
-    loss, num_tokens = parts.evaluator(state.iteration)
+    loss, num_tokens, metrics = parts.evaluator(state.iteration)
     better = loss < state.best_loss - parts.config.early_stopping_min_delta
     if better:
         state.best_loss, state.best_iteration, state.stale_validations = loss, state.iteration, 0
@@ -350,7 +351,7 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
     now = time.perf_counter()
     ratio = parts.tokens_per_byte
     bits = None if ratio is None else loss / math.log(2) * ratio
-    report = ValidReport(state.iteration, loss, num_tokens, now - started, now - begun, better, bits)
+    report = ValidReport(state.iteration, loss, num_tokens, now - started, now - begun, better, bits, metrics)
     parts.sink.emit(report)
     for callback in _on_main(parts):
         callback.on_valid_report(report)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from allhands.model.choices import Kind, Measured, Problem, reference
+from allhands.model.choices import FormTimes, Kind, SizedOperation, reference
 from allhands.train.operations import Form, operation
 from allhands.trees import number
 
@@ -19,7 +19,7 @@ _SAMPLE_S = 2e-3  # what is shorter is timed several times in a row
 _MOST_REPEATS = 32
 
 
-def measure(problem: Problem, kind: Kind) -> Measured:
+def measure(problem: SizedOperation, kind: Kind) -> FormTimes:
     """Median times of all forms, in alternation, and their differences from the reference."""
     found = operation(problem, kind)
     results = {name: _evaluated(form) for name, form in found.items()}  # builds what is built at the first use
@@ -29,7 +29,7 @@ def measure(problem: Problem, kind: Kind) -> Measured:
     times = _times(found)
     mx.clear_cache()
     median = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-    return Measured(problem, kind, median, {name: 1e3 * min(each) for name, each in times.items()}, difference)
+    return FormTimes(problem, kind, median, {name: 1e3 * min(each) for name, each in times.items()}, difference)
 
 
 def _times(found: Mapping[str, Form]) -> dict[str, list[float]]:

@@ -15,12 +15,22 @@ from mlx_lm.tuner.lora import LoRALinear
 from allhands.accelerator import Accelerator
 from allhands.errors import ModelError
 from allhands.model import fastmath, native, native_products
-from allhands.model.choices import FORMS, PLAIN, Kind, Problem, forced, forms
+from allhands.model.choices import (
+    FORMS,
+    PLAIN,
+    Choices,
+    KernelSelection,
+    Kind,
+    Selector,
+    SizedOperation,
+    forms,
+    give_selection,
+)
 from allhands.model.fused import linear, ops
 from allhands.model.quantized import UnpackedLinear
-from allhands.train.losses import eager_linear_cross_entropy, linear_cross_entropy
+from allhands.objectives.cross_entropy import eager_linear_cross_entropy, linear_cross_entropy
+from allhands.train.graph_update import GraphUpdate
 from allhands.train.optim import KernelAdamW
-from allhands.train.update import GraphUpdate
 
 # A form of an operation: everything it computes, forward and backward.
 Form = Callable[[], list[mx.array]]
@@ -93,13 +103,13 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
     raise ModelError(f"its config.json does not have {name}", where="--model", hint=hint)
 
 
-def problems(sizes: ModelSizes, kind: Kind, tokens: Sequence[int]) -> list[Problem]:
+def problems(sizes: ModelSizes, kind: Kind, tokens: Sequence[int]) -> list[SizedOperation]:
     """The operations of a model that are a choice on a kind of device, at its sizes."""
-    made: list[Problem] = []
+    made: list[SizedOperation] = []
 
     def add(name: str, shape: tuple[int, ...], counts: Sequence[int]) -> None:
         if kind in FORMS[name]:
-            made.extend(Problem(name, sizes.dtype, shape, count) for count in dict.fromkeys(counts))
+            made.extend(SizedOperation(name, sizes.dtype, shape, count) for count in dict.fromkeys(counts))
 
     heads = (sizes.heads, sizes.kv_heads, sizes.head_width)
     add("rms_norm", (sizes.hidden,), tokens)
@@ -125,7 +135,7 @@ def _weights(sizes: ModelSizes, kind: Kind) -> list[tuple[int, int]]:
     return list(dict.fromkeys(rows))
 
 
-def operation(problem: Problem, kind: Kind) -> dict[str, Form]:
+def operation(problem: SizedOperation, kind: Kind) -> dict[str, Form]:
     """Each form of ``problem`` that this device can compute, on the same numbers."""
     mx.random.seed(0)
     dtype = _DTYPES[problem.dtype]
@@ -150,34 +160,38 @@ def _listed(outputs: Any) -> list[mx.array]:
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _under(problem: Problem, kind: Kind, form: Form) -> dict[str, Form]:
+def _under(problem: SizedOperation, kind: Kind, form: Callable[[Choices], list[mx.array]]) -> dict[str, Form]:
     """``form`` with each choice made for it: it asks for one itself, as in training."""
-
-    def run(name: str) -> list[mx.array]:
-        with forced(problem.name, name):
-            return form()
-
-    return {name: partial(run, name) for name in FORMS[problem.name][kind]}
+    return {name: partial(form, _only(problem, name)) for name in FORMS[problem.name][kind]}
 
 
-def _norm(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _only(problem: SizedOperation, form: str) -> Choices:
+    """One operation in one form, all others by rule."""
+    return Choices(wished={problem.name: form})
+
+
+def _norm(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     x, c = (_random(problem.tokens, *problem.shape, dtype=dtype) for _ in range(2))
     weight = 1 + _random(*problem.shape, dtype=dtype, scale=0.1)
     if kind == "cuda":
-        function = partial(ops.rms_norm, weight=weight, eps=1e-5, trained=False)
-        return _under(problem, kind, lambda: _both_ways(function, [x], [c]))
+
+        def norm(selection: Selector) -> list[mx.array]:
+            function = partial(ops.rms_norm, weight=weight, eps=1e-5, trained=False, selection=selection)
+            return _both_ways(function, [x], [c])
+
+        return _under(problem, kind, norm)
     made: dict[str, Form] = {"plain": lambda: _both_ways(lambda x: mx.fast.rms_norm(x, weight, 1e-5), [x], [c])}
     if native.available():
         made["native"] = lambda: _both_ways(lambda x: native.rms_norm(x, weight, 1e-5), [x], [c])
     return made
 
 
-def _swiglu(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _swiglu(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     features = problem.shape[0]
     c = _random(problem.tokens, features, dtype=dtype)
     if kind == "cuda":
         x = _random(problem.tokens, 2 * features, dtype=dtype)
-        return _under(problem, kind, lambda: _both_ways(ops.swiglu, [x], [c]))
+        return _under(problem, kind, lambda choices: _both_ways(lambda x: ops.swiglu(x, choices), [x], [c]))
     parts = [_random(problem.tokens, features, dtype=dtype) for _ in range(2)]
     made: dict[str, Form] = {
         "plain": lambda: _both_ways(lambda gate, up: nn.silu(gate) * up, parts, [c]),
@@ -188,12 +202,16 @@ def _swiglu(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return made
 
 
-def _rope(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _rope(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     heads, kv_heads, width = problem.shape
     x = _random(1, problem.tokens, heads + 2 * kv_heads, width, dtype=dtype)
     cs = [_random(1, count, problem.tokens, width, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
     turns = mx.stack([mx.array(each) for each in _turns(problem.tokens, width)], axis=-1)
-    return _under(problem, kind, lambda: _both_ways(lambda x: ops.rope_split(x, turns, heads, kv_heads), [x], cs))
+
+    def rope(selection: Selector) -> list[mx.array]:
+        return _both_ways(lambda x: ops.rope_split(x, turns, heads, kv_heads, selection), [x], cs)
+
+    return _under(problem, kind, rope)
 
 
 def _turns(length: int, width: int) -> tuple[Any, Any]:
@@ -202,7 +220,7 @@ def _turns(length: int, width: int) -> tuple[Any, Any]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _attention(problem: Problem, dtype: mx.Dtype, _: Kind) -> dict[str, Form]:
+def _attention(problem: SizedOperation, dtype: mx.Dtype, _: Kind) -> dict[str, Form]:
     heads, kv_heads, width = problem.shape
     length, scale = problem.tokens, problem.shape[2] ** -0.5
     inputs = [_random(1, length, count * width, dtype=dtype) for count in (heads, kv_heads, kv_heads)]
@@ -220,12 +238,17 @@ def _attention(problem: Problem, dtype: mx.Dtype, _: Kind) -> dict[str, Form]:
     return made
 
 
-def _linear(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _linear(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     x, c = (_random(problem.tokens, width, dtype=dtype) for width in problem.shape[1::-1])
-    layer = _quantised(problem, dtype)
+    layer, selection = _quantised(problem, dtype), KernelSelection()
+
+    def product(choices: Choices) -> list[mx.array]:
+        selection.select_by(choices)
+        return _both_ways(layer, [x], [c])
+
     if kind != "cpu":
-        linear.use_dense(layer)
-        return _under(problem, kind, lambda: _both_ways(layer, [x], [c]))
+        linear.use_dense(layer, selection)
+        return _under(problem, kind, product)
     (unpacked,) = (UnpackedLinear(each) for each in layer.layers)
     mx.eval(unpacked.parameters())
     made: dict[str, Form] = {"plain": lambda: _both_ways(unpacked, [x], [c])}
@@ -235,24 +258,29 @@ def _linear(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     return made
 
 
-def _adapted(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _adapted(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     """As trained: a layer and its adapter, with the gradients of both factors."""
     out, width = problem.shape[:2]
     x, c = (_random(problem.tokens, features, dtype=dtype) for features in (width, out))
     layer: Any = LoRALinear(width, out, r=_RANK)
     (layer.linear,) = (UnpackedLinear(each) for each in _quantised(problem, dtype).layers)
     factors = [_random(width, _RANK, dtype=dtype), _random(_RANK, out, dtype=dtype, scale=0.1)]
-    native.use_native(nn.Sequential(layer))
+    selection = KernelSelection()
+    native.use_native(nn.Sequential(layer), selection)
 
     def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         layer.lora_a, layer.lora_b = a, b
         return layer(x)
 
-    both = _under(problem, kind, lambda: _both_ways(run, [x, *factors], [c]))
+    def product(choices: Choices) -> list[mx.array]:
+        selection.select_by(choices)
+        return _both_ways(run, [x, *factors], [c])
+
+    both = _under(problem, kind, product)
     return both if native.available() else {PLAIN: both[PLAIN]}
 
 
-def _quantised(problem: Problem, dtype: mx.Dtype) -> nn.Sequential:
+def _quantised(problem: SizedOperation, dtype: mx.Dtype) -> nn.Sequential:
     out, width, bits, group = problem.shape
     layer = nn.QuantizedLinear(width, out, bias=False, group_size=group, bits=bits)
     weight = _random(out, width, dtype=dtype, scale=width**-0.5)
@@ -261,34 +289,41 @@ def _quantised(problem: Problem, dtype: mx.Dtype) -> nn.Sequential:
     return nn.Sequential(layer)
 
 
-def _dequantize(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _dequantize(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     (layer,) = _quantised(problem, dtype).layers
-    return _under(problem, kind, lambda: [linear.dequantized(layer)])
+    return _under(problem, kind, lambda choices: [linear.dequantized(layer, choices)])
 
 
-def _loss(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _loss(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     vocabulary, width = problem.shape if len(problem.shape) == 2 else (*problem.shape, 1024)
     rows = problem.tokens or 1024
     hidden, weight = _random(rows, width, dtype=dtype), _random(vocabulary, width, dtype=dtype, scale=width**-0.5)
     targets = mx.random.randint(0, vocabulary, (rows,))
     if kind == "cpu":
 
-        def run() -> list[mx.array]:
-            loss, gradient, _ = eager_linear_cross_entropy(hidden, weight, targets, train_weight=False)
+        def run(choices: Choices) -> list[mx.array]:
+            loss, gradient, _ = eager_linear_cross_entropy(
+                hidden, weight, targets, train_weight=False, selection=choices
+            )
             assert gradient is not None
             return [loss, gradient]
 
         return _under(problem, kind, run)
     loss = partial(linear_cross_entropy, weight=weight, targets=targets, train_weight=False)
-    return _under(problem, kind, lambda: _both_ways(loss, [hidden], [mx.array(1.0)]))
+
+    def both(choices: Choices) -> list[mx.array]:
+        return _both_ways(partial(loss, selection=choices), [hidden], [mx.array(1.0)])
+
+    return _under(problem, kind, both)
 
 
-def _adam(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
+def _adam(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
     weight, gradient = (_random(problem.tokens, dtype=dtype, scale=0.02) for _ in range(2))
 
-    def updates() -> Form:
+    def updates(choices: Choices) -> Form:
         # Each form has a model of its own, since an update changes it.
         model: Any = nn.Module()
+        give_selection(model, choices)
         model.weight = weight + 0
         update = GraphUpdate(model, KernelAdamW(1e-3, weight_decay=0.01), 1.0, compiled=True)
 
@@ -298,10 +333,10 @@ def _adam(problem: Problem, dtype: mx.Dtype, kind: Kind) -> dict[str, Form]:
 
         return run
 
-    return {name: _under(problem, kind, updates())[name] for name in FORMS["adamw"][kind]}
+    return {name: updates(_only(problem, name)) for name in FORMS["adamw"][kind]}
 
 
-_MAKERS: Mapping[str, Callable[[Problem, mx.Dtype, Kind], dict[str, Form]]] = {
+_MAKERS: Mapping[str, Callable[[SizedOperation, mx.Dtype, Kind], dict[str, Form]]] = {
     "rms_norm": _norm,
     "swiglu": _swiglu,
     "rope": _rope,

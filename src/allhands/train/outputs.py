@@ -12,15 +12,15 @@ from typing import TextIO
 from rich.console import Console
 
 from allhands.checkpoints import quick_step
+from allhands.checkpoints.copies import Copies
+from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 from allhands.errors import AllhandsError
 from allhands.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
 from allhands.metrics import METRICS_FILE, ConsoleSink, JsonlSink, Sink, Sinks, read_metrics
 from allhands.monitor import read_samples
 from allhands.reporting import start_trackers, tracker_names
 from allhands.terminal import print_line
-from allhands.train.copies import Copies
 from allhands.train.preparing import Prepared, Surroundings
-from allhands.train.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
 
 
 def copies_of(directory: Path, surroundings: Surroundings, ready: Prepared) -> Copies:

@@ -19,16 +19,29 @@ import mlx.core as mx
 from rich.console import Console
 
 from allhands.accelerator import Accelerator, detect, nothing_computed
-from allhands.arrays import hand_out_json
 from allhands.blame import Circumstances
 from allhands.checkpoints import Checkpoint, run_name
+from allhands.checkpoints.resuming import (
+    AUTO,
+    Restored,
+    date_of,
+    find_checkpoint,
+    keeps_files,
+    receive,
+    restore_weights,
+    seen_date,
+    tell_kept_aside,
+)
+from allhands.checkpoints.rundir import kept_as
+from allhands.checkpoints.settings import check_contents, check_settings, check_versions
 from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.formatting import format_count
-from allhands.kernels import launch_directly, launches_directly
+from allhands.kernels import launch_directly, launches_directly, prepare_process
 from allhands.model.adapters import (
     Trainable,
     as_written,
@@ -38,37 +51,19 @@ from allhands.model.adapters import (
     unfit,
     untrained,
 )
-from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.choices import Choices, settle
+from allhands.model.choices import KernelSelection
 from allhands.model.documents import require_isolation
-from allhands.model.dropout import DropoutKeys, install_dropout
-from allhands.model.embedding import make_deterministic
+from allhands.model.dropout import DropoutKeys, dropout_keys_of
 from allhands.model.fresh import fitted, new_model
-from allhands.model.fused.blocks import fuse, keep_dense
-from allhands.model.fused.linear import use_dense
-from allhands.model.known import calls_blocks, can_be_compiled, length_that_counts, sees_ahead
+from allhands.model.known import can_be_compiled, length_that_counts, sees_ahead
 from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
-from allhands.model.native import use_native
-from allhands.model.quantized import prepare_quantized
+from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.paths import meant
 from allhands.pretrain_config import pretraining
 from allhands.train.choosing import Settlement, agreed, own_choices, resumed
 from allhands.train.datasets import Datasets, Progress, chat_of, find_splits, open_data
-from allhands.train.facts import RunFacts
+from allhands.train.facts import RankFacts
 from allhands.train.gradient_check import StartCheck
-from allhands.train.restore import (
-    AUTO,
-    Restored,
-    date_of,
-    find_checkpoint,
-    keeps_files,
-    receive,
-    seen_date,
-    tell_kept_aside,
-)
-from allhands.train.resume import check_contents, check_settings, check_versions
-from allhands.train.rundir import kept_as
-from allhands.train.state import restore_weights
 from allhands.train.unlearned import unlearned
 from allhands.versions import versions_of
 
@@ -102,7 +97,7 @@ class Surroundings:
     """
 
     mesh: Mesh = field(default_factory=Mesh)
-    connect: Callable[[], Communicator] = Alone
+    connect: Callable[[], Communicator] = SingleProcess
     started: Callable[[], None] = lambda: None
     busy: Callable[[], None] = lambda: None
     beat: Callable[[str, int], None] = lambda phase, step: None
@@ -133,6 +128,7 @@ class Prepared:
         notes: what a person should know.
         run_id: the same on all ranks.
         kernels: which forms of operations are computed, and why.
+        passes: what became of each substitution of modules.
     """
 
     config: TrainConfig
@@ -147,6 +143,7 @@ class Prepared:
     notes: tuple[str, ...]
     run_id: str
     kernels: Settlement
+    passes: tuple[Applied, ...] = ()
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
@@ -155,13 +152,13 @@ class Prepared:
 
 def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
     """Load model and data, join the group and agree; go on from a checkpoint."""
+    prepare_process()
     told = config.notes
     if start is not None and not config.train:
         config = as_written(config, start.parent)
     mesh = surroundings.mesh
     told = (*told, *_launching(config))
     accelerator = detect()
-    settle(Choices())  # by rule, until the ranks have agreed
     kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
     checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
@@ -200,7 +197,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += _padding_told(model, data)
     with _busy(surroundings):
-        dropout = _put_in_and_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
+        context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
     if start is not None:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     if config.isolate_documents:
@@ -210,27 +207,27 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
-    data = _agreed(communicator, surroundings, RunFacts(config, loaded, data, start), made_data)
+    data = _agreed(communicator, surroundings, RankFacts(config, loaded, data, start), made_data)
     kernels = agreed(kernels, communicator)
-    settle(kernels.choices)
+    context.selection.select_by(kernels.choices)
     notes += kernels.notes
-    if accelerator.kind == "cuda" and config.train:
-        keep_dense(model)
+    applied += apply_passes(model, context, "agreed")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
-        restore_weights(model, restored.weights, restored.place)
+        restore_weights(model, restored, surroundings.busy)
     elif config.train and config.resume == AUTO:
         notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
     surroundings.started()
+    dropout = dropout_keys_of(model)
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
-    return Prepared(*parts, tuple(notes), run_id, kernels)
+    return Prepared(*parts, tuple(notes), run_id, kernels, applied)
 
 
 def _agreed(
-    communicator: Communicator, surroundings: Surroundings, facts: RunFacts, made_data: Callable[..., Datasets]
+    communicator: Communicator, surroundings: Surroundings, facts: RankFacts, made_data: Callable[..., Datasets]
 ) -> Datasets:
     """The data, with rank 0's date, once all ranks have stated the same.
 
@@ -256,7 +253,7 @@ def _agreed(
     return facts.data
 
 
-def _put_in_and_checked(
+def _passes_checked(
     config: TrainConfig,
     loaded: LoadedModel,
     accelerator: Accelerator,
@@ -264,8 +261,8 @@ def _put_in_and_checked(
     data: Datasets,
     surroundings: Surroundings,
     notes: list[str],
-) -> DropoutKeys | None:
-    """:func:`put_forms_in`, with the check of the gradient around it on one rank of a host; adds to ``notes``."""
+) -> tuple[PassContext, tuple[Applied, ...]]:
+    """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
 
     def say(line: str) -> None:
         if surroundings.console is not None:
@@ -273,10 +270,12 @@ def _put_in_and_checked(
 
     leads = surroundings.mesh.local_rank == 0
     check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
-    dropout = put_forms_in(loaded.model, config, accelerator)
+    # By this rank's own choices, which the agreement may replace.
+    context = pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))
+    applied = apply_passes(loaded.model, context)
     if check is not None:
-        notes += check.finish(loaded.model, dropout)
-    return dropout
+        notes += check.finish(loaded.model, dropout_keys_of(loaded.model))
+    return context, applied
 
 
 def _launching(config: TrainConfig) -> list[str]:
@@ -320,31 +319,24 @@ def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
     return config.compile == "on"
 
 
-def put_forms_in(model: Any, config: TrainConfig, accelerator: Accelerator) -> DropoutKeys | None:
-    """Let ``model``, of which it is settled what is trained, compute as its training on this device does.
+def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection) -> PassContext:
+    """What decides which passes apply to ``model``, of which it is settled what is trained.
 
-    Returns:
-        What a training step must set for each micro-batch; ``None`` if nothing is ever dropped.
+    Raises:
+        ConfigError: it cannot be compiled, and shall be.
     """
     if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
         message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
         raise ConfigError(message, where="--compile", hint="leave it out; the step is then computed, not compiled")
-    if not accelerator.eager:
-        make_deterministic(model)
-    dropout = install_dropout(model, config.seed)
-    prepare_quantized(model, accelerator, compact=True)
-    at_once = accelerator.eager and config.compile != "on" and use_native(model) > 0
-    if accelerator.kind == "cuda":
-        fuse(model, config.max_seq_length)
-    elif accelerator.kind == "metal":
-        use_dense(model)
-    if config.grad_checkpoint:
-        if not calls_blocks(model):
-            message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
-            hint = "leave it out; a smaller --batch-size saves memory"
-            raise ConfigError(message, where="--grad-checkpoint", hint=hint)
-        checkpoint_layers(model.layers, at_once=at_once)
-    return dropout
+    return PassContext(
+        accelerator,
+        "train" if config.train else "evaluate",
+        at_once=accelerator.eager and config.compile != "on",
+        longest=config.max_seq_length,
+        seed=config.seed,
+        grad_checkpoint=config.grad_checkpoint,
+        selection=selection,
+    )
 
 
 def _moment(

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from allhands.checkpoints.place import require_place_of_run
+from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config import TrainConfig
-from allhands.data.loader import Loader, MicroBatch, Sizing
+from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
+from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
@@ -32,9 +34,7 @@ from allhands.metrics import (
     RunEnded,
     RunStarted,
     Sampled,
-    SavedReport,
     Sink,
-    Warned,
 )
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
@@ -42,11 +42,14 @@ from allhands.model.fresh import ModelFiles
 from allhands.model.tokenizer import positions_of
 from allhands.monitor import Identity, ProcessSampler, monitor_file
 from allhands.monitor.samples import LOGS
+from allhands.objectives.base import Objective
+from allhands.objectives.causal_lm import CAUSAL_LM
+from allhands.parallel.registry import TrainingNeeds
 from allhands.pretrain_config import pretraining
 from allhands.reporting import require_trackers, tracker_names
+from allhands.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.datasets import size_notes
-from allhands.train.dividing import divides
 from allhands.train.expecting import expected_bytes, scarce
 from allhands.train.explain import choices, kernel_choices
 from allhands.train.loop import LoopParts, train_loop
@@ -54,9 +57,11 @@ from allhands.train.optim import has_schedule, make_optimizer, num_batches
 from allhands.train.outputs import Outputs, copies_of
 from allhands.train.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
 from allhands.train.samples import Sampler
-from allhands.train.saving import SaveKind, SavePlan, Saver
-from allhands.train.state import LoopState, restore_optimizer, snapshot
-from allhands.train.step import TrainStep
+from allhands.train.sharded_state import load_optimizer, sharded_state
+from allhands.train.state import LoopState
+from allhands.train.step import StepOptions, TrainStep, make_step
+from allhands.train.strategy_choice import chosen_strategy
+from allhands.train.updater import Rules
 from allhands.trees import number, numbers
 
 __all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
@@ -77,7 +82,12 @@ class FinetuneResult:
     plot: Path | None
 
 
-def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Sequence[Callback] = ()) -> FinetuneResult:
+def run_finetune(
+    config: TrainConfig,
+    surroundings: Surroundings,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective = CAUSAL_LM,
+) -> FinetuneResult:
     """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
 
     Raises:
@@ -99,7 +109,7 @@ def run_finetune(config: TrainConfig, surroundings: Surroundings, callbacks: Seq
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs).execute()
+        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
 
 
 def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
@@ -127,6 +137,7 @@ class _Run:
     ready: Prepared
     observer: ProcessSampler
     outputs: Outputs
+    objective: Objective = CAUSAL_LM
 
     @property
     def mesh(self) -> Mesh:
@@ -160,7 +171,7 @@ class _Run:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        self._divides(masters=False)  # raises where it is asked for and cannot be
+        self._strategy(masters=False)  # raises where it is asked for and cannot be
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -168,9 +179,10 @@ class _Run:
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        loader = Loader(windows, order, sizing, self.mesh.rank, self.mesh.weights, alike=self._alike(sizing))
+        loader = Loader(windows, order, sizing, self.mesh.data_rank, self.mesh.weights, alike=self._alike(sizing))
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
+        self._restore_optimizer(optimizer, step)
         sink.emit(self._started(total, state, largest))
         positions = positions_of(self.ready.loaded.config)
         notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
@@ -189,7 +201,7 @@ class _Run:
             self.surroundings.waits(state.iteration, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
-        with closing(step), prefetched as prefetcher, self._saver(optimizer, step) as saver:
+        with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
             parts = LoopParts(
                 config=config,
                 order=order,
@@ -200,8 +212,8 @@ class _Run:
                 accelerator=self.ready.accelerator,
                 sink=sink,
                 callbacks=self.callbacks,
-                save=partial(self._save, step, saver),
-                saved=saver.saved if saver else lambda wait: list[SavedReport | Warned | AllhandsError](),
+                save=save,
+                saved=saved,
                 beat=self.surroundings.beat,
                 stop_requested=self.surroundings.stop_requested,
                 regroup_requested=self.surroundings.regroup_requested,
@@ -213,19 +225,14 @@ class _Run:
             )
             ended = train_loop(parts, state)
         if config.log_level == "verbose":
-            kind = "compiled" if compiled and not step.eager else "computed, none of them compiled"
+            kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
-    def _save(self, step: TrainStep, saver: Saver | None, state: LoopState, kind: SaveKind) -> None:
-        step.gather(keep=saver is not None)
-        if saver is not None:
-            saver.save(state, kind)
-
     def _sampler(self) -> Callable[[int], list[Sampled]]:
-        """What lets the model write, on rank 0."""
+        """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
         config = self.config
-        if not (config.sample_prompts and self.mesh.is_main):
+        if not (config.sample_prompts and self.mesh.data_rank == 0):
             return lambda step: []
         return Sampler(
             model=self.ready.loaded.model,
@@ -252,19 +259,26 @@ class _Run:
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
-        """The optimizer and the state of the loop, new or as the checkpoint has them."""
+        """The optimizer, and the state of the loop, new or as the checkpoint has it."""
         config, restored = self.config, self.ready.restored
         trained = trained_weights(self.ready.loaded.model)
         half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
-        optimizer = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
+        optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
         if restored is None:
             return optimizer, LoopState()
-        state = LoopState.from_json(restored.state)
-        restore_optimizer(optimizer, restored.optimizer, None if has_schedule(config) else config.learning_rate)
-        # The arrays have their places now: nothing is held twice.
+        return optimizer, LoopState.from_json(restored.state)
+
+    def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
+        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
+        config, restored = self.config, self.ready.restored
+        if restored is None:
+            return
+        load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy)
+        if not has_schedule(config):  # which computes it from the step
+            optimizer.learning_rate = config.learning_rate
+        # The arrays have their places now: nothing is read again.
         restored.weights.clear()
         restored.optimizer.clear()
-        return optimizer, state
 
     def _step(self, optimizer: Any, state: LoopState, compiled: bool) -> TrainStep:
         config = self.config
@@ -272,41 +286,44 @@ class _Run:
         self.ready.loaded.model.train()
         start = state.iteration
 
-        def beat(phase: str) -> None:
+        def heartbeat(phase: str) -> None:
             # The first update after a start builds what later ones find: kernels and buffers.
             first = state.iteration == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.iteration)
 
-        return TrainStep(
-            self.ready.loaded.model,
-            optimizer,
-            self.ready.communicator,
-            eager=self._eager,
-            shard=self._divides(masters=optimizer.masters),
-            compiled=compiled,
+        rules = Rules(
             max_grad_norm=config.max_grad_norm,
-            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             after_backward=self._after_backward(state),
-            non_finite=config.non_finite,
-            dropout=self.ready.dropout,
-            packed=config.packing,
-            beat=beat,
-            rehearse=lambda point: fire(point, state.iteration, self.mesh.rank),
+            inject_fault=lambda point: fire(point, state.iteration, self.mesh.rank),
         )
+        options = StepOptions(
+            cpu_native=self._cpu_native,
+            compiled=compiled,
+            rules=rules,
+            strategy=self._strategy(masters=optimizer.masters),
+            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
+            dropout=self.ready.dropout,
+            non_finite=config.non_finite,
+            packed=config.packing,
+            objective=self.objective,
+            heartbeat=heartbeat,
+        )
+        return make_step(self.ready.loaded.model, optimizer, self.ready.communicator, options)
 
     @property
-    def _eager(self) -> bool:
+    def _cpu_native(self) -> bool:
         return self.ready.accelerator.eager and self.config.compile != "on"
 
-    def _divides(self, *, masters: bool) -> bool:
-        wanted = gradient_hook(self.callbacks, None) is not None
-        told = {"masters": masters, "eager": self._eager, "wants_gradients": wanted}
-        return divides(self.config, self.ready.communicator, self.ready.loaded.model, **told)
+    def _strategy(self, *, masters: bool) -> str:
+        hooked = gradient_hook(self.callbacks, None) is not None
+        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
+        parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+        return chosen_strategy(*parts, masters=masters)
 
     def _alike(self, sizing: Sizing) -> bool:
         """Whether all ranks cut their shares the same way; asked where that is of use."""
         communicator = self.ready.communicator
-        if communicator.backend != "nccl":
+        if not can(communicator.backend, "overlap"):
             return False
         # Float32, which every back-end can gather, is exact to 2**24.
         mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
@@ -334,18 +351,24 @@ class _Run:
         ready = self.ready
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
         kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
-    @contextmanager
-    def _saver(self, optimizer: Any, step: TrainStep) -> Generator[Saver | None, None, None]:
-        """Who writes on this rank, if it keeps files."""
-        if not self.ready.keeps_files:
-            yield None
-            return
+    def _saving(self, optimizer: Any, step: TrainStep) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
+        """What saves on this rank: everything if it keeps files, else what only it holds."""
+        ready = self.ready
+        held = Held(
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph),
+            spare_bytes=lambda: step.spare_bytes,
+            ranks_here=self.mesh.local_size,
+        )
+        return saving(ready.communicator, self._save_plan(), held, self._described, keeps=ready.keeps_files)
+
+    def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
-        plan = SavePlan(
+        return SavePlan(
             directory=self.directory,
             run_id=ready.run_id,
             busy=self.surroundings.busy,
@@ -360,11 +383,6 @@ class _Run:
             model=self._model_files(),
             room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
         )
-        saver = Saver(plan, lambda: snapshot(ready.loaded.model, optimizer, step.spare_bytes), self._described)
-        try:
-            yield saver
-        finally:
-            saver.close()
 
     def _described(self, state: LoopState) -> dict[str, Any]:
         """Where the run stands, as JSON values."""
@@ -409,6 +427,7 @@ class _Run:
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             eager=self.ready.accelerator.eager,
+            objective=self.objective,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
         )
@@ -416,7 +435,7 @@ class _Run:
     def _test(self, step: int) -> float:
         evaluator = self._evaluator(self.ready.data.test, self.config.test_batches)
         assert evaluator is not None
-        return evaluator(step)[0]
+        return evaluator(step).loss
 
     def _started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
         config, windows, restored = self.config, self.ready.data.train, self.ready.restored

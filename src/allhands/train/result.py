@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from allhands.data.loader import MicroBatch
 from allhands.distributed.reduce import count_parts, lazy_count, whole_count
+from allhands.parallel.sums import Reduced, Times
 from allhands.trees import number, numbers
 
-# A step's numbers: loss, trained tokens and tokens in two parts each, votes; then the gradients' squares, where ranks
-# have parts of them.
-_TARGETS, _TOKENS, _VOTES, SQUARES = 1, 3, 5, 6
+# A step's numbers: loss, trained tokens and tokens in two parts each, votes; then the objective's further sums.
+_TARGETS, _TOKENS, _VOTES, _FURTHER = 1, 3, 5, 6
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,9 @@ class StepResult:
         skipped: why the update was not applied ("the gradient is nan"), model and optimizer being as before and
             ``loss_sum`` and ``num_targets`` 0; empty if it was.
         culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
-        told: what the ranks were given to tell all others, one after the other; empty where a rank that is asked for
-            it after a step waits for nothing.
+        gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy leaves them to be
+            asked for after the step.
+        further: the objective's further sums over the global batch, in its order.
     """
 
     loss_sum: float
@@ -45,32 +45,41 @@ class StepResult:
     comm_s: float
     skipped: str = ""
     culprits: tuple[int, ...] = ()
-    told: tuple[float, ...] = ()
+    gathered: tuple[float, ...] = ()
+    further: tuple[float, ...] = ()
 
 
-def filled(timed: StepResult, totals: mx.array, norm: mx.array) -> StepResult:
-    """``timed`` with the numbers of the step: sums of loss, trained tokens, tokens and votes."""
+def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, num_gathered: int = 0) -> StepResult:
+    """The result of a step with these sums over ranks, which may be followed by what is no result of it."""
     values = numbers(totals)
-    return replace(
-        timed,
+    return StepResult(
         loss_sum=values[0],
         num_targets=whole_count(*values[_TARGETS:_TOKENS]),
         num_tokens=whole_count(*values[_TOKENS:_VOTES]),
         grad_norm=number(norm),
         stop_votes=int(values[_VOTES]),
+        compute_s=times.compute_s,
+        comm_s=times.comm_s,
+        gathered=tuple(values[len(values) - num_gathered :]),
+        further=tuple(values[_FURTHER : _FURTHER + num_further]),
     )
 
 
-def own_numbers(loss: mx.array, micro_batches: Sequence[MicroBatch], stop: bool) -> list[float | mx.array]:
-    """What this rank adds to the numbers of the step."""
-    num_targets = sum(batch.num_targets for batch in micro_batches)
-    num_tokens = sum(batch.num_tokens for batch in micro_batches)
-    return [loss, *count_parts(num_targets), *count_parts(num_tokens), float(stop)]
+def own_numbers(sums: mx.array, counts: Sequence[Mapping[str, int]], stop: bool) -> list[float | mx.array]:
+    """What this rank adds to the numbers of the step: its sums, and the counts of its micro-batches."""
+    num_targets, num_tokens = (sum(each[name] for each in counts) for name in ("targets", "tokens"))
+    loss, further = (sums, []) if sums.ndim == 0 else (sums[0], [sums[i] for i in range(1, len(sums))])
+    return [loss, *count_parts(num_targets), *count_parts(num_tokens), float(stop), *further]
 
 
-def num_targets_of(totals: mx.array) -> mx.array:
-    """() float32, lazy: trained tokens of the global batch."""
-    return lazy_count(totals[_TARGETS:_TOKENS])
+def all_finite(totals: mx.array, norm: mx.array) -> bool:
+    """Whether the loss and the gradient are."""
+    return math.isfinite(number(totals[0])) and math.isfinite(number(norm))
+
+
+def divisor_of(reduced: Reduced) -> mx.array:
+    """() float32, lazy: what gradients are divided by, which is the trained tokens of the global batch."""
+    return lazy_count(reduced.totals[_TARGETS:_TOKENS]) if reduced.divisor is None else reduced.divisor
 
 
 def not_finite(result: StepResult) -> str:

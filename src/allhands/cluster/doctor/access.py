@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from allhands.blame import init_command
-from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Login, Trouble
+from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac, usual
 from allhands.formatting import format_duration
 from allhands.versions import (
@@ -66,21 +66,21 @@ _SSH_FAILED = 255
 _STALE = re.compile(r"^Offending [^\n]*key in ([^\n]+):\d+\n(?:[^\n]*\n)*?Host key for (\S+) has changed", re.MULTILINE)
 
 
-def ssh_trouble(code: int | None, said: str) -> Trouble:
+def ssh_trouble(code: int | None, said: str) -> FactTrouble:
     """Why an ssh with this exit code and error output has failed; ``None`` is no answer in time."""
     lines = ["".join(c for c in line if c.isprintable()).strip() for line in said.splitlines()]
     last = next((line for line in reversed(lines) if line), "")[:200]
     if code is None:
-        return Trouble(kind="timeout", reason=last)
+        return FactTrouble(kind="timeout", reason=last)
     if code == _SSH_FAILED:
         for words, kind in _SAID:
             if any(words in line.lower() for line in lines):
                 stale = _STALE.search("\n".join(lines)) if kind == "changed-key" else None
-                return Trouble.model_validate({"kind": kind, "reason": last, "stale": stale and stale.groups()})
-        return Trouble(kind="other", reason=last or "ssh has failed without a word")
+                return FactTrouble.model_validate({"kind": kind, "reason": last, "stale": stale and stale.groups()})
+        return FactTrouble(kind="other", reason=last or "ssh has failed without a word")
     if code in (126, 127):
-        return Trouble(kind="no-ssh" if "no ssh program" in said else "no-python", reason=last)
-    return Trouble(kind="login", reason=last or f"it ended with code {code}")
+        return FactTrouble(kind="no-ssh" if "no ssh program" in said else "no-python", reason=last)
+    return FactTrouble(kind="login", reason=last or f"it ended with code {code}")
 
 
 def ssh_remedy(host: HostReport, kind: str) -> str:
@@ -105,7 +105,7 @@ def ssh_remedy(host: HostReport, kind: str) -> str:
     }.get(kind, f"ssh -v {target} true")
 
 
-def trouble_remedy(host: HostReport, trouble: Trouble) -> str:
+def trouble_remedy(host: HostReport, trouble: FactTrouble) -> str:
     """The command that helps, with what ssh itself has said about it."""
     if trouble.near:
         user, at, bare = (host.ssh or host.name).rpartition("@")
@@ -126,7 +126,7 @@ def check_ssh(cluster: Cluster) -> list[Finding]:
     ]
 
 
-def _trouble_finding(check: str, host: HostReport, trouble: Trouble) -> Finding:
+def _trouble_finding(check: str, host: HostReport, trouble: FactTrouble) -> Finding:
     words = _WORDS[trouble.kind].format(python=host.python)
     said = f": {trouble.reason}" if trouble.reason else ""
     near = f"; did you mean {' or '.join(trouble.near)}?" if trouble.near else ""
@@ -191,7 +191,7 @@ def check_ssh_between(cluster: Cluster) -> list[Finding]:
     ]
 
 
-def _login_finding(cluster: Cluster, login: Login, trouble: Trouble) -> Finding:
+def _login_finding(cluster: Cluster, login: Login, trouble: FactTrouble) -> Finding:
     source, target = cluster.host(login.source), cluster.host(login.target)
     # The person may mean to start mpirun here.
     severity: Severity = "note" if target.ssh is None else "warn"

@@ -100,14 +100,14 @@ class Processor(Fact):
     usable: int = 1
 
 
-class Memory(Fact):
+class MemoryFacts(Fact):
     """Of the computer."""
 
     total: int = 0
     free: int = 0
 
 
-class Gpu(Fact):
+class GpuFacts(Fact):
     """A GPU that MLX can use; 0 bytes: not known."""
 
     kind: Literal["metal", "cuda"]
@@ -117,7 +117,7 @@ class Gpu(Fact):
     driver: str = ""
 
 
-class Limits(Fact):
+class LimitFacts(Fact):
     """``None``: no limit; ``files`` may be raised to ``most_files`` by anybody."""
 
     files: int | None = None
@@ -212,9 +212,9 @@ class HostFacts(Fact):
     python: Python = Python()
     starts: str | None = None
     processor: Processor = Processor()
-    memory: Memory = Memory()
-    gpus: tuple[Gpu, ...] = ()
-    limits: Limits = Limits()
+    memory: MemoryFacts = MemoryFacts()
+    gpus: tuple[GpuFacts, ...] = ()
+    limits: LimitFacts = LimitFacts()
     variables: tuple[str, ...] = ()
     disks: tuple[Disk, ...] = ()
     mpi: Mpi | None = None
@@ -247,7 +247,7 @@ class HostFacts(Fact):
         return {**self.python.versions, "python": self.python.python_version}
 
 
-class Trouble(Fact):
+class FactTrouble(Fact):
     """Why a computer could not be asked: the kind, and the words of ssh or of its shell.
 
     ``stale`` is the file of known host keys, and the name in it, whose key has changed; ``near`` are names that are
@@ -288,7 +288,7 @@ class HostReport(Fact):
     cwd_given: bool = False
     rdma: int = 0
     facts: HostFacts | None = None
-    trouble: Trouble | None = None
+    trouble: FactTrouble | None = None
     lost: str | None = None
     noise: str = ""
     login_s: float = 0.0
@@ -324,7 +324,7 @@ class Login(Fact):
     source: str
     target: str
     name: str
-    trouble: Trouble | None = None
+    trouble: FactTrouble | None = None
 
 
 class LinkSpeed(Fact):

@@ -16,7 +16,7 @@ NAMES = {"wifi": "Wi-Fi", "ethernet": "Ethernet", "thunderbolt": "Thunderbolt", 
 
 
 @dataclass(frozen=True)
-class Pair:
+class HostPair:
     """Two addresses in one network, one on each of two computers, with the interfaces that have them."""
 
     ips: tuple[str, str]
@@ -44,10 +44,10 @@ def networks(facts: HostFacts) -> Iterator[tuple[Interface, str, ipaddress.IPv4N
                 yield interface, address.ip, ipaddress.IPv4Network(f"{address.ip}/{address.prefix}", strict=False)
 
 
-def pairs_between(first: HostFacts, second: HostFacts) -> list[Pair]:
+def pairs_between(first: HostFacts, second: HostFacts) -> list[HostPair]:
     """The addresses by which the two are in one network, the best first."""
     found = [
-        Pair((ip, other_ip), (interface, other))
+        HostPair((ip, other_ip), (interface, other))
         for interface, ip, network in networks(first)
         for other, other_ip, other_network in networks(second)
         if network == other_network and ip != other_ip

@@ -21,11 +21,11 @@ from pydantic import ValidationError
 from allhands.cluster import ssh
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.checks import findings_of
-from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Login, Network, Reach, Tree, Trouble
+from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login, Network, Reach, Tree
 from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.measured import measured
 from allhands.cluster.doctor.probes.network import source_for
-from allhands.cluster.doctor.session import Refused, Session, Untold, clock_offset
+from allhands.cluster.doctor.session import Session, SessionRefused, Untold, clock_offset
 from allhands.cluster.hosts import Host, below_home
 from allhands.errors import AllhandsError
 
@@ -35,7 +35,7 @@ _LOOK_S = 0.05  # between two looks whether all have ended
 
 
 @dataclass(frozen=True)
-class CheckOptions:
+class ClusterCheckOptions:
     """What is asked.
 
     Attributes:
@@ -95,7 +95,7 @@ class Patient:
         )
 
 
-def examine(hosts: Sequence[Host], options: CheckOptions) -> Cluster:
+def examine(hosts: Sequence[Host], options: ClusterCheckOptions) -> Cluster:
     """Ask every computer everything, and measure the network between them unless something stops training.
 
     Takes no longer than a few times ``options.timeout_s``, however many computers hang, while nothing large is read.
@@ -115,7 +115,7 @@ def examine(hosts: Sequence[Host], options: CheckOptions) -> Cluster:
 
 def ask_facts(hosts: Sequence[Host], timeout_s: float) -> dict[str, HostFacts]:
     """What each computer tells of itself, by name; without those that cannot be asked."""
-    options = CheckOptions(timeout_s=timeout_s)
+    options = ClusterCheckOptions(timeout_s=timeout_s)
     patients = [Patient(host) for host in hosts]
     try:
         _each(patients, lambda patient: _begin(patient, options))
@@ -125,7 +125,7 @@ def ask_facts(hosts: Sequence[Host], timeout_s: float) -> dict[str, HostFacts]:
     return {patient.host.name: patient.told["facts"] for patient in patients if "facts" in patient.told}
 
 
-def diagnose(hosts: Sequence[Host], options: CheckOptions) -> tuple[Cluster, list[Finding]]:
+def diagnose(hosts: Sequence[Host], options: ClusterCheckOptions) -> tuple[Cluster, list[Finding]]:
     """:func:`examine`, and what is wrong, the worst first."""
     cluster = examine(hosts, options)
     return cluster, findings_of(cluster)
@@ -135,7 +135,7 @@ def _can_measure(hosts: Sequence[Host]) -> bool:
     return sum(host.slots for host in hosts) > 1
 
 
-def _phases(patients: list[Patient], options: CheckOptions) -> None:
+def _phases(patients: list[Patient], options: ClusterCheckOptions) -> None:
     options.progress(f"asking {len(patients)} computer{'s' * (len(patients) != 1)}")
     _each(patients, _find_addresses)
     _own_address(patients)
@@ -187,13 +187,13 @@ def _find_addresses(patient: Patient) -> None:
         name = ssh.real_name(host.ssh)
         address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
     except OSError as error:
-        patient.told["trouble"] = Trouble(kind="address", reason=f"{name}: {error.strerror}")
+        patient.told["trouble"] = FactTrouble(kind="address", reason=f"{name}: {error.strerror}")
         return
     except AllhandsError as error:
-        patient.told["trouble"] = Trouble(kind="other", reason=error.message)
+        patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
         return
     if address.startswith("127."):
-        patient.told["trouble"] = Trouble(kind="address", reason=f"{name} is {address}, which is this computer")
+        patient.told["trouble"] = FactTrouble(kind="address", reason=f"{name} is {address}, which is this computer")
         return
     patient.addresses = (address,)
 
@@ -206,23 +206,23 @@ def _own_address(patients: Sequence[Patient]) -> None:
             patient.addresses = (own,)
 
 
-def _begin(patient: Patient, options: CheckOptions) -> None:
+def _begin(patient: Patient, options: ClusterCheckOptions) -> None:
     began = time.monotonic()
     try:
         patient.session = Session(patient.host, options.timeout_s)
         patient.session.wait_until_ready()
         patient.well = True
         patient.told["login_s"] = time.monotonic() - began
-    except Refused as refused:
+    except SessionRefused as refused:
         near = ssh.near_names(patient.host.ssh) if refused.trouble.kind == "name" and patient.host.ssh else ()
         patient.told["trouble"] = refused.trouble.model_copy(update={"near": near})
     except AllhandsError as error:
-        patient.told["trouble"] = Trouble(kind="other", reason=error.message)
+        patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
     except OSError as error:  # this computer's own: no processes, no temporary file
-        patient.told["trouble"] = Trouble(kind="other", reason=f"nothing can be started here: {error.strerror}")
+        patient.told["trouble"] = FactTrouble(kind="other", reason=f"nothing can be started here: {error.strerror}")
 
 
-def _ask_facts(patient: Patient, options: CheckOptions, ips: Sequence[str]) -> None:
+def _ask_facts(patient: Patient, options: ClusterCheckOptions, ips: Sequence[str]) -> None:
     if not patient.well or patient.session is None:
         return
     session, host = patient.session, patient.host
@@ -252,7 +252,7 @@ def _not_understood(error: ValidationError) -> str:
     return f"it answered what is not understood: {error.errors()[0]['msg']}"
 
 
-def _sources(options: CheckOptions) -> dict[str, str]:
+def _sources(options: ClusterCheckOptions) -> dict[str, str]:
     """What every computer needs a copy of; the demo's data are part of allhands."""
     found = {"model": options.model, "data": None if options.data == "demo" else options.data}
     return {role: source for role, source in found.items() if source}
@@ -278,7 +278,7 @@ def _listen(patient: Patient, secret: str) -> None:
             patient.lose("listening on a port", untold.reason)
 
 
-def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: CheckOptions) -> None:
+def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: ClusterCheckOptions) -> None:
     """Connect to all others; and log in to them where ``mpirun`` would."""
     if not patient.well or patient.session is None:
         return
@@ -307,7 +307,7 @@ def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: 
         patient.lose("connecting to the others", _not_understood(error))
 
 
-def _log_in(patient: Patient, others: Sequence[Patient], options: CheckOptions) -> None:
+def _log_in(patient: Patient, others: Sequence[Patient], options: ClusterCheckOptions) -> None:
     """What comes of ssh from there to every other computer."""
     assert patient.session is not None
     limit = min(_LOGIN_S, options.timeout_s)
@@ -329,7 +329,7 @@ def _login_name(other: Patient) -> str | None:
     return f"{other.user}@{other.addresses[0]}" if other.addresses and other.user else None
 
 
-def _together(patients: Sequence[Patient], options: CheckOptions, network: Network | None) -> Cluster:
+def _together(patients: Sequence[Patient], options: ClusterCheckOptions, network: Network | None) -> Cluster:
     return Cluster(
         hosts=tuple(patient.report() for patient in patients),
         option=options.option,

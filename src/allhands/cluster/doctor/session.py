@@ -18,7 +18,7 @@ from typing import Any
 
 from allhands.cluster import probe, ssh
 from allhands.cluster.doctor.access import ssh_trouble
-from allhands.cluster.doctor.facts import Trouble
+from allhands.cluster.doctor.facts import FactTrouble
 from allhands.cluster.hosts import Host
 from allhands.strict_json import Check, integer, is_number, is_text, list_of, mapping_of, maybe, object_of, read_object
 
@@ -46,10 +46,10 @@ class Untold(Exception):
         self.reason = reason
 
 
-class Refused(Exception):
+class SessionRefused(Exception):
     """The computer could not be asked at all."""
 
-    def __init__(self, trouble: Trouble) -> None:
+    def __init__(self, trouble: FactTrouble) -> None:
         super().__init__(trouble.kind)
         self.trouble = trouble
 
@@ -94,10 +94,10 @@ class Session:
                     self._process.wait(_END_S)
             code = self._process.poll()
             self.kill()
-            raise Refused(ssh_trouble(code, f"{self._words()}\n{self.noise if code != _SSH_FAILED else ''}"))
+            raise SessionRefused(ssh_trouble(code, f"{self._words()}\n{self.noise if code != _SSH_FAILED else ''}"))
         if "old" in answer:
             self.kill()
-            raise Refused(Trouble(kind="old-python", reason=f"{answer['python']} is Python {answer['old']}"))
+            raise SessionRefused(FactTrouble(kind="old-python", reason=f"{answer['python']} is Python {answer['old']}"))
 
     def ask(self, kind: str, silence_s: float | None = None, /, **request: Any) -> dict[str, Any]:
         """Return the answer to one request.
@@ -159,7 +159,7 @@ class Session:
         except OSError as error:
             self._said.close()
             kind = "no-ssh" if remote else "no-python"
-            raise Refused(Trouble(kind=kind, reason=f"{argv[0]}: {error.strerror}")) from None
+            raise SessionRefused(FactTrouble(kind=kind, reason=f"{argv[0]}: {error.strerror}")) from None
         assert process.stdin is not None
         assert process.stdout is not None
         self._input, self._output = process.stdin, process.stdout

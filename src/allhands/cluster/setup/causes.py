@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from allhands.cluster.setup.shell import Done
+from allhands.cluster.setup.shell import CommandDone
 
 _NO_NETWORK = "let it reach the package index, or name a mirror in its pip.conf (for uv: uv.toml)"
 _MEND = "mend that Python, install uv there, or name another Python with --python"
@@ -29,7 +29,7 @@ class Cause:
     hint: str = ""
 
 
-def cause_of(done: Done) -> Cause:
+def cause_of(done: CommandDone) -> Cause:
     """What made a command fail."""
     said, last = f"{done.errors}\n{done.output}", done.last_line
     if _BROKEN.search(said) and _NOT_FOUND.search(last):

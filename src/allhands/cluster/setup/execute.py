@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from allhands.cluster.setup.causes import cause_of
 from allhands.cluster.setup.plan import Step, shown
-from allhands.cluster.setup.shell import Done, Shell, on
+from allhands.cluster.setup.shell import CommandDone, Shell, on
 
 # On another computer a command outlives its ssh. This one ends with its input, which is ours to hold.
 _WATCHED = (
@@ -20,7 +20,7 @@ _WATCHED = (
 class Failed(Exception):
     """A step has not done what it should; ``hint`` is what the person can do."""
 
-    def __init__(self, step: Step, done: Done) -> None:
+    def __init__(self, step: Step, done: CommandDone) -> None:
         cause, by_hand = cause_of(done), f"by hand: {shown(step)}"
         super().__init__(f"{step.why}: {cause.text}")
         self.step = step
@@ -52,7 +52,7 @@ class Runner:
             if done.code != 0:
                 raise Failed(step, done)
 
-    def _quietly(self, step: Step) -> Done:
+    def _quietly(self, step: Step) -> CommandDone:
         remote = step.ssh is not None
         if step.feed is not None:
             with step.feed.open("rb") as feed:
@@ -63,12 +63,12 @@ class Runner:
         return self._shell.run(argv, subprocess.PIPE, step.timeout_s, remote=True)
 
 
-def _with_terminal(step: Step) -> Done:
+def _with_terminal(step: Step) -> CommandDone:
     """In the foreground, with the person's own terminal: passwords go to the program, never through us."""
     try:
         done = subprocess.run(on(step.ssh, step.argv), timeout=step.timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return Done(None)
+        return CommandDone(None)
     except OSError as error:
-        return Done(127, errors=f"{step.argv[0]}: {error.strerror}")
-    return Done(done.returncode)
+        return CommandDone(127, errors=f"{step.argv[0]}: {error.strerror}")
+    return CommandDone(done.returncode)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from allhands.cluster.setup import hostfile, network, plan, thunderbolt
 from allhands.cluster.setup.execute import Failed, Runner
-from allhands.cluster.setup.outcome import Outcome, Person, Report, Wishes, hosts_of
+from allhands.cluster.setup.outcome import Person, Report, SetupOutcome, Wishes, hosts_of
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.shell import Shell, access_of
 from allhands.cluster.setup.source import find_source
-from allhands.cluster.setup.state import Access, CannotSetUp, HostState, Installed, Source
+from allhands.cluster.setup.state import Access, CannotSetUp, Installed, SetupHostState, SetupSource
 from allhands.cluster.setup.survey import facts_of, installed_in
 from allhands.errors import AllhandsError, ConfigError
 from allhands.threads import side_by_side
@@ -32,7 +32,7 @@ class SetUp:
         self._shell = Shell()
         self._runner = Runner(self._shell, person.begins)
         self._wanted = wishes.wanted
-        self.report = Report([Outcome(name, host) for name, host in hosts_of(",".join(wishes.names))])
+        self.report = Report([SetupOutcome(name, host) for name, host in hosts_of(",".join(wishes.names))])
 
     def run(self) -> Report:
         """Do everything; what is running is ended if this is interrupted."""
@@ -50,7 +50,7 @@ class SetUp:
     def _only_shows(self) -> bool:
         return self._wishes.mode in ("dry-run", "refuse")
 
-    def _usable(self) -> list[Outcome]:
+    def _usable(self) -> list[SetupOutcome]:
         return [outcome for outcome in self.report.outcomes if outcome.trouble is None]
 
     def _agreed(self, title: str, steps: Sequence[Step], question: str) -> bool:
@@ -59,7 +59,7 @@ class SetUp:
         self.report.shown += steps if self._only_shows else []
         return not self._only_shows and (self._wishes.mode == "yes" or self._person.agrees(question))
 
-    def _refuse(self, outcome: Outcome, message: str, hint: str) -> None:
+    def _refuse(self, outcome: SetupOutcome, message: str, hint: str) -> None:
         """What a computer needs is not done: it is only shown, or the person does not want it."""
         outcome.fail(message, hint)
         outcome.pending = self._only_shows
@@ -82,7 +82,7 @@ class SetUp:
         for outcome in waiting:
             outcome.fail("it still refuses", f"make `ssh {outcome.host.ssh} true` work without a question")
 
-    def _meet(self, waiting: Sequence[Outcome], found: Mapping[str, Access]) -> set[str]:
+    def _meet(self, waiting: Sequence[SetupOutcome], found: Mapping[str, Access]) -> set[str]:
         """Accept the keys of unknown computers, one computer at a time; those whose keys were accepted."""
         tried: set[str] = set()
         for outcome in waiting:
@@ -96,7 +96,7 @@ class SetUp:
                 self._refuse(outcome, "its host key is not known", f"run `ssh {outcome.host.ssh} true` once by hand")
         return tried
 
-    def _install_keys(self, waiting: Sequence[Outcome], found: Mapping[str, Access]) -> set[str]:
+    def _install_keys(self, waiting: Sequence[SetupOutcome], found: Mapping[str, Access]) -> set[str]:
         denied = [o for o in waiting if found[o.name].kind == "denied" and found[o.name].identity is not None]
         if not denied or not self._wishes.install_key:
             return set()
@@ -117,7 +117,7 @@ class SetUp:
                 outcome.fail("it refuses your key all the same", "if the key has a passphrase, run ssh-add first")
         return tried
 
-    def _access(self, outcome: Outcome) -> Access:
+    def _access(self, outcome: SetupOutcome) -> Access:
         assert outcome.host.ssh is not None
         try:
             return access_of(self._shell, outcome.host.ssh, _CONNECT_S)
@@ -129,7 +129,7 @@ class SetUp:
     def _survey(self) -> None:
         self._person.looks("what each of them has")
 
-        def ask(outcome: Outcome) -> None:
+        def ask(outcome: SetupOutcome) -> None:
             more = [path for path in (self._wishes.candidates.get(outcome.name),) if path]
             try:
                 outcome.state = self._wishes.surveyor.look_at(self._shell, outcome.host, more)
@@ -158,7 +158,7 @@ class SetUp:
         else:
             self._equip_with(plans)
 
-    def _prepared(self, scratch: Path) -> Source:
+    def _prepared(self, scratch: Path) -> SetupSource:
         """The wheel, made in a directory that is gone afterwards: nothing of it is left here.
 
         What is only shown makes it in the place from which the shown commands take it.
@@ -175,7 +175,7 @@ class SetUp:
             raise ConfigError(str(failed), where="--from", hint="name a wheel or a release with --from") from None
         return replace(source, size=found.size, fingerprint=found.fingerprint) if self._only_shows else found
 
-    def _planned(self, outcome: Outcome) -> list[Step]:
+    def _planned(self, outcome: SetupOutcome) -> list[Step]:
         state = outcome.state
         assert state is not None
         try:
@@ -188,7 +188,7 @@ class SetUp:
             return []
         return [*steps, *plan.directory_steps(state)]
 
-    def _unused(self, state: HostState, found: Installed) -> tuple[str, ...]:
+    def _unused(self, state: SetupHostState, found: Installed) -> tuple[str, ...]:
         """The options that would have a say if an environment had to be made."""
         elsewhere = self._wishes.place_named and found.python != plan.environment_python(state)
         python = self._wanted.python_path not in (None, found.python)
@@ -208,7 +208,7 @@ class SetUp:
             for outcome in lacking:
                 self._refuse(outcome, "it lacks what was not to be installed", "run this again, and agree")
 
-    def _equip_one(self, outcome: Outcome, steps: Sequence[Step]) -> None:
+    def _equip_one(self, outcome: SetupOutcome, steps: Sequence[Step]) -> None:
         """Run a computer's steps; the note that its environment is finished is written when that has been seen."""
         state = outcome.state
         assert state is not None
@@ -227,10 +227,10 @@ class SetUp:
             return
         self._run(steps[last:], outcome)
 
-    def _wrong(self, installed: Installed, state: HostState) -> list[str]:
+    def _wrong(self, installed: Installed, state: SetupHostState) -> list[str]:
         return plan.lacks(installed, self._wanted, plan.extra_of(state))
 
-    def _run(self, steps: Sequence[Step], *outcomes: Outcome) -> bool:
+    def _run(self, steps: Sequence[Step], *outcomes: SetupOutcome) -> bool:
         """Run steps for computers; whether that worked."""
         try:
             self._runner.run(steps)
@@ -271,7 +271,7 @@ class SetUp:
             self.report.kept = hostfile.write(output, self.report.text)
             self.report.written = output
 
-    def _address(self, ready: Sequence[Outcome]) -> None:
+    def _address(self, ready: Sequence[SetupOutcome]) -> None:
         chosen = network.choose({outcome.name: outcome.facts for outcome in ready if outcome.facts})
         self.report.why, self.report.warning = chosen.why, chosen.warning
         if len(ready) > 1 and not chosen.choices:
@@ -279,7 +279,7 @@ class SetUp:
         for outcome in ready:
             outcome.choice = chosen.choices.get(outcome.name)
 
-    def _wired(self, ready: Sequence[Outcome]) -> thunderbolt.Wiring | None:
+    def _wired(self, ready: Sequence[SetupOutcome]) -> thunderbolt.Wiring | None:
         """What MLX's configurator makes of Macs with Thunderbolt cables, if the person wants it."""
         facts = [outcome.facts for outcome in ready if outcome.facts]
         if not thunderbolt.joined(facts):
@@ -306,17 +306,17 @@ def _needs_wheel(plans: Iterable[Sequence[Step]]) -> bool:
     return any(step.feed is not None for steps in plans for step in steps)
 
 
-def _hint(access: Access, outcome: Outcome, install_key: bool) -> str:
+def _hint(access: Access, outcome: SetupOutcome, install_key: bool) -> str:
     if access.kind != "denied" or access.identity is None:
         return access.hint
     return access.hint if install_key else "add --install-key, which puts your public key there"
 
 
-def _entry(outcome: Outcome) -> hostfile.Entry:
+def _entry(outcome: SetupOutcome) -> hostfile.HostEntry:
     state = outcome.state
     assert state is not None
     assert state.facts is not None
     assert outcome.python is not None
     gpus = [gpu for gpu in state.facts.gpus if gpu.kind == "cuda"]
     ips = (outcome.choice.ip,) if outcome.choice else outcome.host.ips
-    return hostfile.Entry(outcome.name, ips, max(1, len(gpus)), outcome.python, state.cwd)
+    return hostfile.HostEntry(outcome.name, ips, max(1, len(gpus)), outcome.python, state.cwd)

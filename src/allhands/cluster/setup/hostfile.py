@@ -20,7 +20,7 @@ _ORDER = ("ssh", "ips", "slots", "python", "cwd", "envs", "rdma")
 
 
 @dataclass(frozen=True)
-class Entry:
+class HostEntry:
     """One computer, by the name that the person gave."""
 
     ssh: str
@@ -41,7 +41,7 @@ class Entry:
         }
 
 
-def compose(entries: Sequence[Entry], wiring: Wiring | None = None, old: Mapping[str, Any] | None = None) -> str:
+def compose(entries: Sequence[HostEntry], wiring: Wiring | None = None, old: Mapping[str, Any] | None = None) -> str:
     """The text of a hostfile.
 
     Args:

@@ -18,7 +18,7 @@ Network = ipaddress.IPv4Network
 
 
 @dataclass(frozen=True)
-class Choice:
+class NetworkChoice:
     """An address, the interface that has it, and what kind of a cable that is."""
 
     ip: str
@@ -36,7 +36,7 @@ class Chosen:
         warning: what may be wrong with them.
     """
 
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, NetworkChoice]
     why: str
     warning: str | None = None
 
@@ -54,7 +54,7 @@ def choose(facts: Mapping[str, HostFacts]) -> Chosen:
     return Chosen(choices, _why(found, ranked), _warning(choices, best))
 
 
-def _networks(facts: HostFacts) -> Iterator[tuple[Network, Choice]]:
+def _networks(facts: HostFacts) -> Iterator[tuple[Network, NetworkChoice]]:
     """The IPv4 networks of a computer, each with the best of its interfaces there; that comes last."""
     for interface in sorted(facts.interfaces, key=lambda one: _rank(_kind(one, facts)), reverse=True):
         kind = _kind(interface, facts)
@@ -63,7 +63,7 @@ def _networks(facts: HostFacts) -> Iterator[tuple[Network, Choice]]:
         for address in interface.addresses:
             if ":" not in address.ip and address.prefix < 32:
                 network = Network(f"{address.ip}/{address.prefix}", strict=False)
-                yield network, Choice(address.ip, interface.name, kind)
+                yield network, NetworkChoice(address.ip, interface.name, kind)
 
 
 def _kind(interface: Interface, facts: HostFacts) -> str:
@@ -82,24 +82,24 @@ def _rank(kind: str) -> float:
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
-def _worst(found: Mapping[str, Mapping[Network, Choice]], network: Network) -> float:
+def _worst(found: Mapping[str, Mapping[Network, NetworkChoice]], network: Network) -> float:
     worst = max(_rank(networks[network].kind) for networks in found.values())
     return max(worst, _MADE_UP) if network.is_link_local else worst
 
 
-def _why(found: Mapping[str, Mapping[Network, Choice]], ranked: list[Network]) -> str:
+def _why(found: Mapping[str, Mapping[Network, NetworkChoice]], ranked: list[Network]) -> str:
     best = ranked[0]
     text = f"{best} has all of them, over {_kinds(found, best)}"
     others = [f"{network} ({_kinds(found, network)})" for network in ranked[1:]]
     return f"{text}; rather than {', '.join(others)}" if others else text
 
 
-def _kinds(found: Mapping[str, Mapping[Network, Choice]], network: Network) -> str:
+def _kinds(found: Mapping[str, Mapping[Network, NetworkChoice]], network: Network) -> str:
     kinds = {networks[network].kind for networks in found.values()}
     return " and ".join(_NAMES.get(kind, kind) for kind in sorted(kinds, key=_rank))
 
 
-def _warning(choices: Mapping[str, Choice], network: Network) -> str | None:
+def _warning(choices: Mapping[str, NetworkChoice], network: Network) -> str | None:
     if network.is_link_local:
         return "these addresses were made up by the computers and may change: give the interfaces fixed ones"
     if wireless := [name for name, choice in choices.items() if choice.kind == "wifi"]:

@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host, host_from_name
-from allhands.cluster.setup.network import Choice
+from allhands.cluster.setup.network import NetworkChoice
 from allhands.cluster.setup.plan import Step
-from allhands.cluster.setup.state import HostState, Wanted
+from allhands.cluster.setup.state import SetupHostState, WantedSetup
 from allhands.cluster.setup.survey import Surveyor
 from allhands.errors import ConfigError
 
@@ -37,7 +37,7 @@ class Wishes:
 
     names: Sequence[str]
     output: Path
-    wanted: Wanted
+    wanted: WantedSetup
     surveyor: Surveyor
     origin: str | None = None
     mode: Mode = "ask"
@@ -67,7 +67,7 @@ class Person(Protocol):
 
 
 @dataclass
-class Outcome:
+class SetupOutcome:
     """What has become of one computer.
 
     Attributes:
@@ -82,10 +82,10 @@ class Outcome:
 
     name: str
     host: Host
-    state: HostState | None = None
+    state: SetupHostState | None = None
     python: str | None = None
     unused: tuple[str, ...] = ()
-    choice: Choice | None = None
+    choice: NetworkChoice | None = None
     done: list[str] = field(default_factory=list[str])
     trouble: str | None = None
     hint: str = ""
@@ -115,7 +115,7 @@ class Report:
         why: what made the addresses these, and ``warning`` what may be wrong with them.
     """
 
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    outcomes: list[SetupOutcome] = field(default_factory=list[SetupOutcome])
     shown: list[Step] = field(default_factory=list[Step])
     refused: list[str] = field(default_factory=list[str])
     written: Path | None = None

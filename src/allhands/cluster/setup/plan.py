@@ -9,7 +9,15 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from allhands.cluster.setup.shell import ssh_program
-from allhands.cluster.setup.state import BACKENDS, Access, CannotSetUp, HostState, Installed, Source, Wanted
+from allhands.cluster.setup.state import (
+    BACKENDS,
+    Access,
+    CannotSetUp,
+    Installed,
+    SetupHostState,
+    SetupSource,
+    WantedSetup,
+)
 from allhands.errors import ConfigError
 from allhands.versions import SOURCE, difference, merely_different, unequal
 
@@ -124,7 +132,7 @@ def _copy_id_options() -> list[str]:
 # --- the environment ----------------------------------------------------------------------------------
 
 
-def extra_of(state: HostState) -> str:
+def extra_of(state: SetupHostState) -> str:
     """The extra of allhands that brings the MLX which fits the computer; empty on a Mac."""
     if state.system == "Darwin":
         return ""
@@ -132,7 +140,7 @@ def extra_of(state: HostState) -> str:
     return "cpu" if not major.isdigit() else "cuda13" if int(major) >= _CUDA_13_DRIVER else "cuda12"
 
 
-def lacks(installed: Installed, wanted: Wanted, extra: str) -> list[str]:
+def lacks(installed: Installed, wanted: WantedSetup, extra: str) -> list[str]:
     """In what an interpreter differs from what is wanted, in words; empty: it will do."""
     have, want = installed.software, wanted.software
     if SOURCE not in want:
@@ -148,7 +156,7 @@ def lacks(installed: Installed, wanted: Wanted, extra: str) -> list[str]:
     return found
 
 
-def fitting(state: HostState, wanted: Wanted) -> Installed | None:
+def fitting(state: SetupHostState, wanted: WantedSetup) -> Installed | None:
     """The interpreter of the computer that has everything already."""
     extra, ours = extra_of(state), environment_python(state)
 
@@ -159,11 +167,11 @@ def fitting(state: HostState, wanted: Wanted) -> Installed | None:
     return next((one for one in state.installed if fits(one)), None)
 
 
-def _pins_differ(one: Installed, wanted: Wanted) -> bool:
+def _pins_differ(one: Installed, wanted: WantedSetup) -> bool:
     return any(name in wanted.versions for name in merely_different(one.software, wanted.software))
 
 
-def environment_steps(state: HostState, wanted: Wanted) -> list[Step]:
+def environment_steps(state: SetupHostState, wanted: WantedSetup) -> list[Step]:
     """Make or complete the environment of a computer that has no interpreter which will do.
 
     The last of them has to be run after :func:`lacks` has found that nothing is missing any more: whoever finds the
@@ -195,14 +203,14 @@ def environment_steps(state: HostState, wanted: Wanted) -> list[Step]:
     return steps
 
 
-def directory_steps(state: HostState) -> list[Step]:
+def directory_steps(state: SetupHostState) -> list[Step]:
     """Make the directory to work in."""
     if state.cwd_exists:
         return []
     return [_on(state, "make the directory to work in", ("mkdir", "-p", "--", state.cwd))]
 
 
-def environment_python(state: HostState) -> str:
+def environment_python(state: SetupHostState) -> str:
     """The interpreter of the environment that we make."""
     return f"{state.env_dir}/bin/python"
 
@@ -212,7 +220,7 @@ def note_of(env_dir: str) -> str:
     return f"{env_dir}.allhands"
 
 
-def _check_place(state: HostState) -> None:
+def _check_place(state: SetupHostState) -> None:
     place, home = PurePosixPath(state.env_dir), PurePosixPath(state.home)
     if not place.is_absolute() or ".." in place.parts or place == home or place in home.parents or len(place.parts) < 3:
         raise CannotSetUp(f"{state.env_dir} is no place for an environment", "name another one with --env-dir")
@@ -221,7 +229,7 @@ def _check_place(state: HostState) -> None:
         raise CannotSetUp(message, "name another place with --env-dir, or remove it yourself")
 
 
-def _make(state: HostState, wanted: Wanted) -> tuple[str, ...]:
+def _make(state: SetupHostState, wanted: WantedSetup) -> tuple[str, ...]:
     if state.uv is not None:
         return (state.uv, "venv", "--quiet", "--python", wanted.python_path or wanted.minor, state.env_dir)
     fit = [one for one in state.pythons if one.version[:2] == wanted.python]
@@ -243,18 +251,18 @@ def _make(state: HostState, wanted: Wanted) -> tuple[str, ...]:
     return (makers[0].path, "-m", "venv", state.env_dir)
 
 
-def _wheel_there(state: HostState, source: Source) -> str | None:
+def _wheel_there(state: SetupHostState, source: SetupSource) -> str | None:
     return f"{PurePosixPath(state.env_dir).parent}/wheels/{source.wheel.name}" if source.wheel else None
 
 
-def _copy(state: HostState, source: Source, target: str | None) -> Step:
+def _copy(state: SetupHostState, source: SetupSource, target: str | None) -> Step:
     assert target is not None
     place = PurePosixPath(target)
     words = _sh(_RECEIVE, str(place.parent), place.name, str(source.size))
     return Step(state.name, "copy allhands there", words, state.ssh, feed=source.wheel, timeout_s=_MAKE_S)
 
 
-def _requirements(wanted: Wanted, extra: str, wheel: str | None) -> list[str]:
+def _requirements(wanted: WantedSetup, extra: str, wheel: str | None) -> list[str]:
     extras = ",".join(name for name in (extra, "mpi" if wanted.mpi else "") if name)
     name = f"allhands[{extras}]" if extras else "allhands"
     allhands = f"{name} @ file://{quote(wheel)}" if wheel else f"{name}=={wanted.source.version}"
@@ -262,29 +270,29 @@ def _requirements(wanted: Wanted, extra: str, wheel: str | None) -> list[str]:
     return [allhands, *(f"{package}=={version}" for package, version in pins.items())]
 
 
-def _install(state: HostState, python: str, requirements: Iterable[str], *more: str) -> tuple[str, ...]:
+def _install(state: SetupHostState, python: str, requirements: Iterable[str], *more: str) -> tuple[str, ...]:
     if state.uv is not None:
         return (state.uv, "pip", "install", "--quiet", "--python", python, *more, *requirements)
     quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
     return (python, "-m", "pip", "install", *quiet, *more, *requirements)
 
 
-def _reinstall(state: HostState, python: str, allhands: str) -> tuple[str, ...]:
+def _reinstall(state: SetupHostState, python: str, allhands: str) -> tuple[str, ...]:
     force = "--reinstall" if state.uv is not None else "--force-reinstall"
     return _install(state, python, [allhands], "--no-deps", force)
 
 
-def _same_version_other_code(old: Installed, wanted: Wanted) -> bool:
+def _same_version_other_code(old: Installed, wanted: WantedSetup) -> bool:
     """pip takes what has the version that is installed for the same."""
     same = old.versions.get("allhands") == wanted.source.version
     return same and wanted.source.wanted_code not in (None, old.fingerprint)
 
 
-def _note(state: HostState, word: str) -> tuple[str, ...]:
+def _note(state: SetupHostState, word: str) -> tuple[str, ...]:
     return _sh(_NOTE, note_of(state.env_dir), word)
 
 
-def _on(state: HostState, why: str, argv: tuple[str, ...], timeout_s: float = _SHORT_S) -> Step:
+def _on(state: SetupHostState, why: str, argv: tuple[str, ...], timeout_s: float = _SHORT_S) -> Step:
     return Step(state.name, why, argv, state.ssh, timeout_s=timeout_s)
 
 

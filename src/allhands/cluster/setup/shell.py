@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from allhands.cluster import ssh
-from allhands.cluster.setup.state import Access, HostKey, Identity
+from allhands.cluster.setup.state import Access, HostKey, SetupIdentity
 
 _QUERY_S = 15.0
 _TAIL = 4  # "-T", "--", the host, the command
@@ -30,7 +30,7 @@ _CHANGED = "IDENTIFICATION HAS CHANGED"
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandDone:
     """What came of a command; ``code`` is ``None`` if it did not end in time."""
 
     code: int | None
@@ -81,7 +81,7 @@ class Shell:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def ask(self, target: str | None, argv: Sequence[str], text: str = "", timeout_s: float = _QUERY_S) -> Done:
+    def ask(self, target: str | None, argv: Sequence[str], text: str = "", timeout_s: float = _QUERY_S) -> CommandDone:
         """Run a command that changes nothing, with ``text`` as its input, and wait for it.
 
         Raises:
@@ -92,7 +92,7 @@ class Shell:
             stream.seek(0)
             return self.run(on(target, argv), stream, timeout_s, remote=target is not None)
 
-    def run(self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool) -> Done:
+    def run(self, argv: Sequence[str], stdin: IO[bytes] | int, timeout_s: float, *, remote: bool) -> CommandDone:
         """Run a command line and wait for it.
 
         Args:
@@ -108,9 +108,9 @@ class Shell:
             except OSError as error:
                 if remote:
                     raise ssh.missing(error) from None
-                return Done(127, errors=f"{argv[0]}: {error.strerror}")
+                return CommandDone(127, errors=f"{argv[0]}: {error.strerror}")
             if process is None:
-                return Done(130, errors="interrupted")
+                return CommandDone(130, errors="interrupted")
             try:
                 code = _code(process, timeout_s)
             finally:
@@ -118,7 +118,7 @@ class Shell:
                     self._running.discard(process)
                 if process.stdin is not None:
                     process.stdin.close()
-            return Done(code, _text(said), _text(errors))
+            return CommandDone(code, _text(said), _text(errors))
 
     def stop(self) -> None:
         """End what is running, here and there, and begin nothing more."""
@@ -213,7 +213,7 @@ def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
     return first if first.is_absolute() and "%" not in str(first) and first != Path("/dev/null") else None
 
 
-def identity_of(settings: dict[str, list[str]]) -> Identity | None:
+def identity_of(settings: dict[str, list[str]]) -> SetupIdentity | None:
     """The person's key for a host: one that exists with its public half, or the place of a new one.
 
     ``None``: at that place is a private key whose public half is missing.
@@ -222,9 +222,9 @@ def identity_of(settings: dict[str, list[str]]) -> Identity | None:
     whole = [file for file in files if file.exists() and _public(file).exists()]
     ed25519 = [file for file in (*whole, *files) if file.name == "id_ed25519"]
     if whole:
-        return Identity(ed25519[0] if ed25519 and ed25519[0] in whole else whole[0], True)
+        return SetupIdentity(ed25519[0] if ed25519 and ed25519[0] in whole else whole[0], True)
     new = (ed25519 or files or [Path("~/.ssh/id_ed25519").expanduser()])[0]
-    return None if new.exists() or _public(new).exists() or not new.is_absolute() else Identity(new, False)
+    return None if new.exists() or _public(new).exists() or not new.is_absolute() else SetupIdentity(new, False)
 
 
 def _public(file: Path) -> Path:

@@ -14,7 +14,7 @@ from email.parser import HeaderParser
 from importlib.util import find_spec
 from pathlib import Path
 
-from allhands.cluster.setup.state import Source
+from allhands.cluster.setup.state import SetupSource
 from allhands.errors import ConfigError
 from allhands.versions import file_line, fingerprint, is_source
 
@@ -23,7 +23,7 @@ _WHEEL = re.compile(r"allhands-[A-Za-z0-9_.!+]+-[A-Za-z0-9_.]+-[A-Za-z0-9_]+-[A-
 _HINT = "give a version such as 0.1.0, a wheel allhands-*.whl, or the directory of a checkout; or leave it out"
 
 
-def find_source(text: str | None, store: Path) -> Source:
+def find_source(text: str | None, store: Path) -> SetupSource:
     """Return the source that ``text`` means (``--from``); without it, what this computer has itself.
 
     Args:
@@ -40,7 +40,7 @@ def find_source(text: str | None, store: Path) -> Source:
     if text and path.is_dir():
         return _checkout(path.resolve(), store)
     if _VERSION.fullmatch(text):
-        return Source(text)
+        return SetupSource(text)
     raise ConfigError(f"{text!r} is no version, wheel or checkout", where="--from", hint=_HINT)
 
 
@@ -52,7 +52,7 @@ def package_root() -> Path:
     return Path(spec.origin).parent
 
 
-def _own(store: Path) -> Source:
+def _own(store: Path) -> SetupSource:
     """A release comes from the index for every computer alike; anything else is packed as it runs here."""
     try:
         found = importlib.metadata.distribution("allhands")
@@ -61,13 +61,13 @@ def _own(store: Path) -> Source:
         raise ConfigError("allhands runs here without being installed", where="--from", hint=hint) from None
     if found.read_text("direct_url.json") is None:
         # The others get the same release, which is what runs here unless somebody has changed it.
-        return Source(found.version, code=fingerprint(str(package_root())))
+        return SetupSource(found.version, code=fingerprint(str(package_root())))
     wheel = store / f"allhands-{found.version}-py3-none-any.whl"
     argv = (sys.executable, "-m", "allhands.cluster.setup.pack", str(wheel))
-    return Source(found.version, wheel, fingerprint(str(package_root())), argv)
+    return SetupSource(found.version, wheel, fingerprint(str(package_root())), argv)
 
 
-def _wheel(path: Path) -> Source:
+def _wheel(path: Path) -> SetupSource:
     if not _WHEEL.fullmatch(path.name):
         raise ConfigError(f"{path.name} is no wheel of allhands", where="--from", hint=_HINT)
     total = hashlib.sha256()
@@ -83,10 +83,10 @@ def _wheel(path: Path) -> Source:
     except (OSError, zipfile.BadZipFile, ValueError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no wheel"
         raise ConfigError(f"cannot be read: {reason}", where=f"--from {path}", hint=_HINT) from None
-    return Source(str(version), path, total.hexdigest(), size=size)
+    return SetupSource(str(version), path, total.hexdigest(), size=size)
 
 
-def _checkout(path: Path, store: Path) -> Source:
+def _checkout(path: Path, store: Path) -> SetupSource:
     try:
         project = tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         name, version = project["name"], project["version"]
@@ -96,7 +96,7 @@ def _checkout(path: Path, store: Path) -> Source:
     if name != "allhands" or not isinstance(version, str) or not package.is_dir():
         raise ConfigError("this is no checkout of allhands", where=f"--from {path}", hint=_HINT)
     wheel = store / f"allhands-{version}-py3-none-any.whl"
-    return Source(version, wheel, fingerprint(str(package)), _builder(path, store))
+    return SetupSource(version, wheel, fingerprint(str(package)), _builder(path, store))
 
 
 def _builder(path: Path, store: Path) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class HostKey:
 
 
 @dataclass(frozen=True)
-class Identity:
+class SetupIdentity:
     """The private key that ssh uses for a host; ``exists`` is false where it would have to be made."""
 
     path: Path
@@ -55,7 +55,7 @@ class Access:
     hint: str = ""
     keys: tuple[HostKey, ...] = ()
     known_hosts: Path | None = None
-    identity: Identity | None = None
+    identity: SetupIdentity | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class HostState:
+class SetupHostState:
     """One computer as it is now.
 
     Attributes:
@@ -119,7 +119,7 @@ class HostState:
 
 
 @dataclass(frozen=True)
-class Source:
+class SetupSource:
     """Where the computers get allhands from.
 
     Attributes:
@@ -145,7 +145,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSetup:
     """What every computer shall have.
 
     Attributes:
@@ -155,7 +155,7 @@ class Wanted:
         mpi: whether Open MPI belongs to it, and its version.
     """
 
-    source: Source
+    source: SetupSource
     python: Version
     python_path: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)

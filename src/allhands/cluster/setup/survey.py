@@ -21,17 +21,17 @@ from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
 from allhands.cluster.setup import look
 from allhands.cluster.setup.plan import environment_python
-from allhands.cluster.setup.shell import Done, Shell
+from allhands.cluster.setup.shell import CommandDone, Shell
 from allhands.cluster.setup.state import (
     LOOKED_AT,
     PINNED,
     CannotSetUp,
-    HostState,
     Installed,
     Interpreter,
-    Source,
+    SetupHostState,
+    SetupSource,
     Version,
-    Wanted,
+    WantedSetup,
 )
 from allhands.errors import ConfigError
 from allhands.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
@@ -117,7 +117,7 @@ class Surveyor:
     candidates: tuple[str, ...] = ()
     asked: str = ""
 
-    def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> HostState:
+    def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> SetupHostState:
         """Return what a computer has; ``more`` are further interpreters to look at, before the others.
 
         Raises:
@@ -127,7 +127,7 @@ class Surveyor:
         token = secrets.token_hex(8)
         words = (token, self.place, str(self.cwd), _below_home(self.cwd), self.asked, *more, *self.candidates)
         done = shell.ask(host.ssh, ("sh", "-c", _ASK, "sh", *words), timeout_s=_LOOK_S)
-        state, others = state_from(HostState(host.name, host.ssh), _lines(done, token), self.cwd)
+        state, others = state_from(SetupHostState(host.name, host.ssh), _lines(done, token), self.cwd)
         env = (environment_python(state),) if state.place == "complete" else ()
         looked = [installed_in(shell, host.ssh, path) for path in dict.fromkeys((*more, *env, *others))]
         # Preferably one without anything: the probe imports MLX where it is.
@@ -139,7 +139,7 @@ class Surveyor:
         )
 
 
-def state_from(state: HostState, lines: Sequence[tuple[str, str]], cwd: Path) -> tuple[HostState, list[str]]:
+def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Path) -> tuple[SetupHostState, list[str]]:
     """``state`` with what a computer has said, and the interpreters of the candidates that it has.
 
     Raises:
@@ -189,7 +189,7 @@ def _below_home(cwd: Path) -> str:
         return cwd.name
 
 
-def _lines(done: Done, token: str) -> list[tuple[str, str]]:
+def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
     """What follows the token on its lines: a word, and what it is.
 
     Raises:
@@ -238,7 +238,7 @@ def facts_of(shell: Shell, target: str | None, python: str) -> HostFacts | None:
         return None
 
 
-def _answer(done: Done, token: str) -> dict[str, Any] | None:
+def _answer(done: CommandDone, token: str) -> dict[str, Any] | None:
     """The object of the last line that begins with the token."""
     found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
     if done.code != 0 or not found:
@@ -246,7 +246,7 @@ def _answer(done: Done, token: str) -> dict[str, Any] | None:
     return read_object(found[-1].encode("utf-8", "replace"), halves=True)
 
 
-def wanted_from(source: Source, python: str | None) -> Wanted:
+def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     """What every computer shall have: what this one has.
 
     Args:
@@ -272,4 +272,4 @@ def wanted_from(source: Source, python: str | None) -> Wanted:
         )
     if version < _OLDEST:
         raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
-    return Wanted(source, tuple(version), path, packages, mpi)
+    return WantedSetup(source, tuple(version), path, packages, mpi)

@@ -27,11 +27,11 @@ _SETTLED_NS = 1_500_000_000  # a file that has changed later than this may chang
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hold us up
 
 
-class Refused(ValueError):
+class BlockRefused(ValueError):
     """A manifest that asks for something outside of its roots, or makes no sense."""
 
 
-class Entry:
+class BlockEntry:
     """One file of a manifest.
 
     Attributes:
@@ -93,48 +93,48 @@ def safe_parts(path: object) -> tuple[str, ...]:
         Refused: it is absolute, climbs, holds a NUL, or is nothing that a file can be called.
     """
     if not isinstance(path, str) or not path or "\0" in path:
-        raise Refused(f"{ascii(path)[:80]} is not the path of a file")
+        raise BlockRefused(f"{ascii(path)[:80]} is not the path of a file")
     parts = tuple(path.split("/"))
     try:
         long = len(os.fsencode(path)) > 4096 or any(len(os.fsencode(part)) > 255 for part in parts)
     except UnicodeEncodeError:
         long = True
     if long or any(part in ("", ".", "..") for part in parts) or is_partial(parts[-1]):
-        raise Refused(f"{ascii(path)[:80]} is not a path below a directory")
+        raise BlockRefused(f"{ascii(path)[:80]} is not a path below a directory")
     return parts
 
 
-def read_manifest(listed: object, num_roots: int) -> list[Entry]:
+def read_manifest(listed: object, num_roots: int) -> list[BlockEntry]:
     """The files of a manifest, checked.
 
     Raises:
         Refused: something in it is not as it must be.
     """
     if not isinstance(listed, list) or len(listed) > _MOST_FILES:
-        raise Refused("the manifest is not a list of files")
+        raise BlockRefused("the manifest is not a list of files")
     entries = [_entry(item, num_roots) for item in listed]
     places = {(entry.root, entry.parts) for entry in entries}
     if len(places) < len(entries):
-        raise Refused("a file stands twice in the manifest")
+        raise BlockRefused("a file stands twice in the manifest")
     return entries
 
 
-def _entry(item: object, num_roots: int) -> Entry:
+def _entry(item: object, num_roots: int) -> BlockEntry:
     if not isinstance(item, list) or len(item) != 6:
-        raise Refused("a file of the manifest is not understood")
+        raise BlockRefused("a file of the manifest is not understood")
     root, path, size, mtime_ns, mode, digests = item
     numbers = (root, size, mtime_ns, mode)
     if not all(isinstance(number, int) for number in numbers) or not 0 <= root < num_roots:
-        raise Refused("a file of the manifest is not understood")
+        raise BlockRefused("a file of the manifest is not understood")
     if not 0 <= size < _MOST_BYTES or not 0 <= mode <= 0o777 or not abs(mtime_ns) < 1 << 63:
-        raise Refused("a file of the manifest has an impossible size, time or mode")
+        raise BlockRefused("a file of the manifest has an impossible size, time or mode")
     try:
         content = bytes.fromhex(digests)
     except (TypeError, ValueError):
-        raise Refused("a hash of the manifest is none") from None
+        raise BlockRefused("a hash of the manifest is none") from None
     if len(content) != count_blocks(size) * DIGEST_BYTES:
-        raise Refused("a file of the manifest has not as many hashes as blocks")
-    return Entry(root, safe_parts(path), size, mtime_ns, mode, content)
+        raise BlockRefused("a file of the manifest has not as many hashes as blocks")
+    return BlockEntry(root, safe_parts(path), size, mtime_ns, mode, content)
 
 
 def sha256(content: Any) -> bytes:

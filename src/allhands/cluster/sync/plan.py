@@ -42,7 +42,7 @@ class Root:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """A file here, and what it is called elsewhere."""
 
     path: Path
@@ -66,7 +66,7 @@ class Plan:
     """
 
     roots: tuple[Root, ...]
-    files: tuple[Found, ...]
+    files: tuple[FoundFiles, ...]
     notes: tuple[str, ...]
 
 
@@ -82,7 +82,7 @@ def make_plan(words: Sequence[str]) -> Plan:
         DataError: something cannot be read.
     """
     notes: list[str] = []
-    found: dict[tuple[str, str], Found] = {}
+    found: dict[tuple[str, str], FoundFiles] = {}
     for word in words:
         for file in _found(word, notes):
             found.setdefault(file.key, file)
@@ -93,7 +93,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     return Plan(tuple(dict.fromkeys(file.root for file in files)), files, tuple(notes))
 
 
-def _found(word: str, notes: list[str]) -> Iterator[Found]:
+def _found(word: str, notes: list[str]) -> Iterator[FoundFiles]:
     path = Path(os.path.abspath(Path(os.path.expanduser(word))))
     if not path.exists():
         raise ConfigError("there is no such file or directory", where=word, hint=meant(path, "check the path"))
@@ -103,9 +103,9 @@ def _found(word: str, notes: list[str]) -> Iterator[Found]:
         yield from _snapshot(path, Root("hub", first), tuple(rest), notes)
     elif path.is_dir():
         for inner, parts in _below(path, notes):
-            yield Found(inner, Root(base, at), parts)
+            yield FoundFiles(inner, Root(base, at), parts)
     else:
-        yield Found(path, Root(base, os.path.dirname(at)), (path.name,))
+        yield FoundFiles(path, Root(base, os.path.dirname(at)), (path.name,))
 
 
 def _place(word: str, path: Path) -> tuple[str, str]:
@@ -120,15 +120,15 @@ def _place(word: str, path: Path) -> tuple[str, str]:
     return "absolute", str(path)
 
 
-def _snapshot(path: Path, root: Root, below: tuple[str, ...], notes: list[str]) -> Iterator[Found]:
+def _snapshot(path: Path, root: Root, below: tuple[str, ...], notes: list[str]) -> Iterator[FoundFiles]:
     """A snapshot in the Hub's cache, as plain files, and the names by which the Hub's client finds it."""
     inner = _below(path, notes) if path.is_dir() else iter([(path, ())])
     for file, parts in inner:
-        yield Found(file, root, (*below, *parts))
+        yield FoundFiles(file, root, (*below, *parts))
     refs = Path(base_directory("hub", os.environ)) / root.at / "refs"
     for ref, parts in _below(refs, notes) if refs.is_dir() else ():
         if ref.read_text(errors="replace").strip() == below[1]:
-            yield Found(ref, root, ("refs", *parts))
+            yield FoundFiles(ref, root, ("refs", *parts))
 
 
 def _below(
@@ -155,9 +155,9 @@ def _below(
             yield path, (entry.name,)
 
 
-def _alike(files: Sequence[Found]) -> list[str]:
+def _alike(files: Sequence[FoundFiles]) -> list[str]:
     """Names that are one and the same on a file system that ignores case, as a Mac's does."""
-    seen: dict[tuple[str, str], Found] = {}
+    seen: dict[tuple[str, str], FoundFiles] = {}
     notes: list[str] = []
     for file in files:
         other = seen.setdefault((file.key[0], file.key[1].casefold()), file)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.cluster.hosts import Host
-from allhands.cluster.sync.blocks import Entry, HashCache
+from allhands.cluster.sync.blocks import BlockEntry, HashCache
 from allhands.cluster.sync.member import Member, lost
 from allhands.cluster.sync.plan import Plan, Topology, Transport, environment_of, parents
 from allhands.cluster.sync.relay import Listener, serve, wanted
@@ -135,7 +135,7 @@ def synchronise(plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: S
     others = [host for host in hosts if host.ssh is not None]
     if not others:
         raise ConfigError("all hosts are this computer", hint="name the others in --hosts or --hostfile")
-    run = _Run(plan, others, options, show)
+    run = _SyncRun(plan, others, options, show)
     try:
         return run.run()
     finally:
@@ -176,7 +176,7 @@ _SAID: Mapping[str, Check] = {
 }
 
 
-class _Run:
+class _SyncRun:
     def __init__(self, plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: Show) -> None:
         self._plan, self._hosts, self._options, self._show = plan, hosts, options, show
         self._began = time.monotonic()
@@ -191,7 +191,7 @@ class _Run:
         self._security: Security | None = None
         self._listener: Listener | None = None
         self._ports: dict[str, int | None] = {}
-        self._entries: list[Entry] = []
+        self._entries: list[BlockEntry] = []
         self._shelf: SourceShelf | None = None
 
     def run(self) -> SyncState:

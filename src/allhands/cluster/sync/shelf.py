@@ -21,7 +21,7 @@ from contextlib import suppress
 from allhands.cluster.sync.blocks import (
     BLOCK_BYTES,
     DIGEST_BYTES,
-    Entry,
+    BlockEntry,
     HashCache,
     block_contents,
     open_regular,
@@ -50,7 +50,7 @@ class Shelf:
         withdrawn: numbers of files that are given up, because they have changed at their source.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[BlockEntry]) -> None:
         self.entries = entries
         self.withdrawn: set[int] = set()
         self._there: list[Place] = []
@@ -88,7 +88,7 @@ class Shelf:
 class _Growing:
     """A file that is not whole: what it has, and the descriptor of its hidden form once that is open."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: BlockEntry) -> None:
         self.have = bytearray(entry.num_blocks)
         self.missing = entry.num_blocks
         self.descriptor = -1
@@ -105,7 +105,7 @@ class Destination(Shelf):
         cache: known hashes.
     """
 
-    def __init__(self, roots: Sequence[str], entries: Sequence[Entry], cache: HashCache) -> None:
+    def __init__(self, roots: Sequence[str], entries: Sequence[BlockEntry], cache: HashCache) -> None:
         super().__init__(entries)
         self._roots = roots
         self._cache = cache

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from allhands.cluster.sync.blocks import BLOCK_BYTES, Entry, HashCache, open_regular, read_at, sha256
-from allhands.cluster.sync.plan import Found, Plan
+from allhands.cluster.sync.blocks import BLOCK_BYTES, BlockEntry, HashCache, open_regular, read_at, sha256
+from allhands.cluster.sync.plan import FoundFiles, Plan
 from allhands.cluster.sync.shelf import Shelf, WrongBlock
 from allhands.errors import ConfigError, DataError
 
@@ -33,7 +33,7 @@ class Stopped(Exception):
     """The sync has ended while files were being read."""
 
 
-def hash_files(plan: Plan, cache: HashCache, told: Callable[[int], None]) -> list[Entry]:
+def hash_files(plan: Plan, cache: HashCache, told: Callable[[int], None]) -> list[BlockEntry]:
     """The manifest's entries, in the order of the plan; files that are not known already are read.
 
     Args:
@@ -44,7 +44,7 @@ def hash_files(plan: Plan, cache: HashCache, told: Callable[[int], None]) -> lis
     """
     numbers = {root: number for number, root in enumerate(plan.roots)}
 
-    def entry(found: Found) -> Entry:
+    def entry(found: FoundFiles) -> BlockEntry:
         try:
             status, digests = cache.digests(str(found.path), told)
         except OSError as error:
@@ -52,7 +52,7 @@ def hash_files(plan: Plan, cache: HashCache, told: Callable[[int], None]) -> lis
                 f"cannot be read: {error.strerror}", where=str(found.path), hint="check its rights, then sync again"
             ) from None
         mode = status.st_mode & 0o777
-        return Entry(numbers[found.root], found.parts, status.st_size, status.st_mtime_ns, mode, digests)
+        return BlockEntry(numbers[found.root], found.parts, status.st_size, status.st_mtime_ns, mode, digests)
 
     with ThreadPoolExecutor(_READERS) as pool:
         futures = [pool.submit(entry, found) for found in plan.files]
@@ -72,7 +72,7 @@ class SourceShelf(Shelf):
         changed: hears of the number of every file that is withdrawn.
     """
 
-    def __init__(self, paths: Sequence[Path], entries: Sequence[Entry], changed: Callable[[int], None]) -> None:
+    def __init__(self, paths: Sequence[Path], entries: Sequence[BlockEntry], changed: Callable[[int], None]) -> None:
         super().__init__(entries)
         self._paths = paths
         self._tell = changed

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from allhands.cluster.sync.blocks import HashCache, Refused, read_manifest
+from allhands.cluster.sync.blocks import BlockRefused, HashCache, read_manifest
 from allhands.cluster.sync.relay import Listener, ask, fetch
 from allhands.cluster.sync.shelf import Destination, WrongBlock
 from allhands.cluster.sync.wire import BLOCK, JSON, Broken, Channel, Security, of_json, over_pipes
@@ -180,7 +180,7 @@ class Worker:
             except OSError as error:
                 path = os.fsdecode(error.filename) if error.filename else ""
                 self._control.say("failed", errno=error.errno or 0, reason=error.strerror or str(error), path=path)
-            except Refused as error:
+            except BlockRefused as error:
                 self._control.say("failed", errno=0, reason=str(error), path="")
             except Exception as error:
                 self._control.say("failed", errno=0, reason=f"{type(error).__name__}: {error}", path="")

@@ -25,7 +25,7 @@ VALID_PER_TOPIC = TEST_PER_TOPIC = 2
 
 
 @dataclass(frozen=True)
-class Pair:
+class QuestionPair:
     """One question with its answer in pirate English."""
 
     topic: str
@@ -34,16 +34,16 @@ class Pair:
 
 
 @cache
-def pairs() -> tuple[Pair, ...]:
+def pairs() -> tuple[QuestionPair, ...]:
     """All shipped pairs, in file order."""
     lines = (files(__name__) / "pirate.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(Pair(**json.loads(line)) for line in lines)
+    return tuple(QuestionPair(**json.loads(line)) for line in lines)
 
 
 @cache
-def splits() -> dict[str, tuple[Pair, ...]]:
+def splits() -> dict[str, tuple[QuestionPair, ...]]:
     """``train``, ``valid`` and ``test``: by question, the same on every machine."""
-    chosen: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
+    chosen: dict[str, list[QuestionPair]] = {"train": [], "valid": [], "test": []}
     topics = dict.fromkeys(pair.topic for pair in pairs())
     for topic in topics:
         members = sorted((p for p in pairs() if p.topic == topic), key=_question_hash)
@@ -53,7 +53,7 @@ def splits() -> dict[str, tuple[Pair, ...]]:
     return {name: tuple(members) for name, members in chosen.items()}
 
 
-def _question_hash(pair: Pair) -> str:
+def _question_hash(pair: QuestionPair) -> str:
     return hashlib.sha256(pair.question.encode()).hexdigest()
 
 
@@ -78,7 +78,7 @@ def write_demo_data(directory: Path) -> dict[str, int]:
     return {name: len(members) for name, members in splits().items()}
 
 
-def messages(pair: Pair) -> list[dict[str, str]]:
+def messages(pair: QuestionPair) -> list[dict[str, str]]:
     """The pair as a conversation of two turns."""
     return [{"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer}]
 

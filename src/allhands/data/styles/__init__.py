@@ -57,11 +57,11 @@ Alternatives = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
-class _Strict(BaseModel):
+class _StrictStyle(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class SuffixRule(_Strict):
+class SuffixRule(_StrictStyle):
     """Another ending for words: ``suffix`` becomes ``to`` where the rest of the word fits ``stem``."""
 
     suffix: str = Field(min_length=1)
@@ -70,7 +70,7 @@ class SuffixRule(_Strict):
     exceptions: frozenset[str] = Field(frozenset(), alias="except")
 
 
-class RegexRule(_Strict):
+class RegexRule(_StrictStyle):
     """A Python regular expression and its replacement, which may name groups (``\\1``, ``\\g<name>``)."""
 
     pattern: Pattern
@@ -85,21 +85,21 @@ class RegexRule(_Strict):
         return self
 
 
-class Extras(_Strict):
+class Extras(_StrictStyle):
     """Texts of which one is put before (or after) an answer, with the given probability."""
 
     probability: float = Field(ge=0, le=1)
     texts: list[str] = Field(min_length=1)
 
 
-class Sample(_Strict):
+class StyleSample(_StrictStyle):
     """A sentence and what the rules must make of it (first alternatives, no opening, no closing)."""
 
     before: str = Field(alias="from")
     after: str = Field(alias="to")
 
 
-class RuleSet(_Strict):
+class RuleSet(_StrictStyle):
     """A style. Which rule wins where several fit: protection, regex in their order, the longest phrase, a
     word, the first suffix that fits; each looks at the original text only."""
 
@@ -114,7 +114,7 @@ class RuleSet(_Strict):
     regex: list[RegexRule] = Field(default_factory=list)
     openings: Extras | None = None
     closings: Extras | None = None
-    examples: list[Sample] = Field(default_factory=list)
+    examples: list[StyleSample] = Field(default_factory=list)
 
     @property
     def num_rules(self) -> int:
@@ -244,7 +244,13 @@ def _explain(error: ValidationError, lines: _Lines, source: str) -> ConfigError:
 
 def _fields_beside(path: tuple[str | int, ...]) -> list[str]:
     """The keys that are known where an unknown one was met."""
-    inner = {"suffixes": SuffixRule, "regex": RegexRule, "openings": Extras, "closings": Extras, "examples": Sample}
+    inner = {
+        "suffixes": SuffixRule,
+        "regex": RegexRule,
+        "openings": Extras,
+        "closings": Extras,
+        "examples": StyleSample,
+    }
     model = inner.get(str(path[0]), RuleSet) if len(path) > 1 else RuleSet
     return [field.alias or name for name, field in model.model_fields.items()]
 

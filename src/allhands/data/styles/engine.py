@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
 
-from allhands.data.styles import WORD, Extras, RuleSet, Sample, normalised
+from allhands.data.styles import WORD, Extras, RuleSet, StyleSample, normalised
 from allhands.data.styles.protect import begins_sentence, protected_mask
 
 _WORD = re.compile(WORD)
@@ -148,7 +148,7 @@ class Styler:
         _move_capitals(page)
         return page.changes
 
-    def failures(self) -> list[tuple[int, Sample, str]]:
+    def failures(self) -> list[tuple[int, StyleSample, str]]:
         """The examples that do not come out as they should: index, example, what came out instead."""
         results = ((i, sample, self.restyle(sample.before)) for i, sample in enumerate(self.rules.examples))
         return [(i, sample, result) for i, sample, result in results if result != sample.after]

@@ -16,7 +16,8 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.accelerator import device_memory
 from allhands.model import known
-from allhands.model.documents import Row
+from allhands.model.choices import BY_RULE, SELECTION, Selector, selection_of
+from allhands.model.documents import DocumentRow
 from allhands.model.embedding import RowsEmbedding
 from allhands.model.fused import ops
 from allhands.model.fused.linear import (
@@ -27,54 +28,57 @@ from allhands.model.fused.linear import (
     drops,
     products_of,
 )
+from allhands.model.instances import give_form, mix_in
 
 # Of a GPU's memory, for dense copies of quantised weights that a step would make twice: 4.7 GB of an H200's 150 hold
 # those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two layers.
 _KEPT_SHARE = 32
 
 
-def fuse(model: nn.Module, longest: int) -> int:
+def fuse(model: nn.Module, longest: int, selection: Selector = BY_RULE) -> int:
     """Let ``model``, of which it is settled what is trained, compute in fast forms.
 
     Args:
         longest: tokens of a row, at most.
+        selection: of the forms of operations.
 
     Returns:
         Blocks (attention or feed-forward) that now do.
     """
     for module in model.modules():
         if (kind := _layer_kind(module)) is not None:
-            module.__class__ = kind
+            give_form(module, kind, **{SELECTION: selection})
             if isinstance(module, TypedLoRALinear):
                 module.prepare()
     changed = 0
     tables: list[mx.array] = []
     for module in model.modules():
-        if known.is_swiglu(module) and _join_mlp(module):
-            _take(module, _FusedMlp)
+        if known.is_swiglu(module) and _join_mlp(module, selection):
+            mix_in(module, _FusedMlp, **{SELECTION: selection})
             changed += 1
-        elif _join_attention(module, longest, tables):
-            _take(module, _FusedAttention)
+        elif _join_attention(module, longest, tables, selection):
+            mix_in(module, _FusedAttention, **{SELECTION: selection})
             changed += 1
     for module in model.modules():
         if known.is_block(module) and _has_plain_norms(module):
-            _take(module, _FusedLayer)
+            mix_in(module, _FusedLayer, **{SELECTION: selection})
     return changed
 
 
-def _take(module: Any, form: type) -> None:
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (form, kind), {})
-
-
-def keep_dense(model: nn.Module) -> None:
+def keep_dense(model: nn.Module) -> int:
     """Let a fused ``model`` keep dense copies of quantised weights that a step needs twice, as far as there is room.
 
     To be called once it is settled which operations are computed in which form.
+
+    Returns:
+        Products that do.
     """
-    room = device_memory() // _KEPT_SHARE
+    room, count = device_memory() // _KEPT_SHARE, 0
     for product in products_of(model.modules()):
-        room -= product.keep_dense(room)
+        taken = product.keep_dense(room)
+        room -= taken
+        count += taken > 0
+    return count
 
 
 def kept_bytes(model: nn.Module) -> int:
@@ -102,21 +106,25 @@ def _layer_kind(module: Any) -> Any:
 
 class _TrainedNorm(nn.RMSNorm):
     def __call__(self, x: mx.array) -> mx.array:
-        return ops.rms_norm(x, self["weight"], self.eps, trained="weight" in self.trainable_parameters())
+        trained = "weight" in self.trainable_parameters()
+        return ops.rms_norm(x, self["weight"], self.eps, trained=trained, selection=selection_of(self))
 
 
 class _FusedLayer:
     """Attention and feed-forward part, with the sums around them taken in one pass with the norms."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        x, inner = _with(ops.forked_rms_norm, self.input_layernorm)(x)
-        x, inner = _with(ops.added_rms_norm, self.post_attention_layernorm)(x, self.self_attn(inner, mask, cache))
+        norms, selection = (self.input_layernorm, self.post_attention_layernorm), selection_of(self)
+        x, inner = _with(ops.forked_rms_norm, norms[0], selection)(x)
+        x, inner = _with(ops.added_rms_norm, norms[1], selection)(x, self.self_attn(inner, mask, cache))
         return x + self.mlp(inner)
 
 
-def _with(norm: Callable[..., tuple[mx.array, mx.array]], module: Any) -> Callable[..., tuple[mx.array, mx.array]]:
+def _with(
+    norm: Callable[..., tuple[mx.array, mx.array]], module: Any, selection: Selector
+) -> Callable[..., tuple[mx.array, mx.array]]:
     trained = "weight" in module.trainable_parameters()
-    return partial(norm, weight=module.weight, eps=module.eps, trained=trained)
+    return partial(norm, weight=module.weight, eps=module.eps, trained=trained, selection=selection)
 
 
 class _FusedMlp:
@@ -132,7 +140,9 @@ class _FusedMlp:
             if y is None:
                 y = down.product.of_swiglu(group(rows))
         else:
-            y = down.of_swiglu(group(rows)) if isinstance(down, TrainedLinear) else down(ops.swiglu(group(rows)))
+            wide = group(rows)
+            trained = isinstance(down, TrainedLinear)
+            y = down.of_swiglu(wide) if trained else down(ops.swiglu(wide, selection_of(self)))
         return y.reshape(*x.shape[:-1], -1)
 
 
@@ -142,12 +152,12 @@ class _FusedAttention:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         group: Group = self._group
         batch, length, _ = x.shape
-        if not group.usable or not (cache is None or isinstance(cache, Row)) or length > self._turns.shape[0]:
+        if not group.usable or not (cache is None or isinstance(cache, DocumentRow)) or length > self._turns.shape[0]:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         sizes: known.Attention = self._sizes
         heads = sizes.heads + 2 * sizes.kv_heads
         rows = group(x.reshape(batch * length, -1)).reshape(batch, length, heads, -1)
-        q, k, v = ops.rope_split(rows, self._turns, sizes.heads, sizes.kv_heads)
+        q, k, v = ops.rope_split(rows, self._turns, sizes.heads, sizes.kv_heads, selection_of(self))
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
         return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -158,15 +168,15 @@ def _has_plain_norms(layer: Any) -> bool:
     )
 
 
-def _join_mlp(module: Any) -> bool:
+def _join_mlp(module: Any, selection: Selector) -> bool:
     layers = [module.gate_proj, module.up_proj]
     if not Group.fits(layers):
         return False
-    module._group = Group(layers)
+    module._group = Group(layers, selection)
     return True
 
 
-def _join_attention(module: Any, longest: int, tables: list[mx.array]) -> bool:
+def _join_attention(module: Any, longest: int, tables: list[mx.array], selection: Selector) -> bool:
     sizes = known.attention_of(module)
     if sizes is None or sizes.normed:
         return False
@@ -180,6 +190,6 @@ def _join_attention(module: Any, longest: int, tables: list[mx.array]) -> bool:
     if same is None:
         tables.append(table)
     module._turns = table if same is None else same
-    module._group = Group(layers)
+    module._group = Group(layers, selection)
     object.__setattr__(module, "_sizes", sizes)
     return True

@@ -14,19 +14,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-from allhands.model.choices import DENSE_FROM_TOKENS, PLAIN, chosen
+from allhands.model.choices import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, Selector, selection_of
 from allhands.model.fastmath import with_vjp
 from allhands.model.fused import kernels, ops
+from allhands.model.instances import give_form
 
 
 def dequantize(
-    weight: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    group_size: int,
+    bits: int,
+    mode: str,
+    selection: Selector = BY_RULE,
 ) -> mx.array:
     """As :func:`mlx.core.dequantize`, with the kernel where it fits."""
     fits = mode == "affine" and bits == 4 and biases is not None and scales.dtype != mx.float32
     # 32 bits a word.
     sizes = (weight.shape[0], weight.shape[1] * 32 // bits, bits, group_size)
-    if fits and kernels.available() and chosen("dequantize", "cuda", scales.dtype, 0, sizes) != PLAIN:
+    if fits and kernels.available() and selection.select("dequantize", "cuda", scales.dtype, 0, sizes) != PLAIN:
         assert biases is not None
         return kernels.dequantize(weight, scales, biases, group_size)
     return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
@@ -36,13 +43,14 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
     """A frozen quantised layer that multiplies by its dequantised weight when there are many tokens."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.dtype != self.scales.dtype or not makes_dense(self, x):
+        selection = selection_of(self)
+        if x.dtype != self.scales.dtype or not makes_dense(self, x, selection):
             return super().__call__(x)
-        y = ops.product_with(lambda: dequantized(self))(x)
+        y = ops.product_with(lambda: dequantized(self, selection))(x)
         return y + self.bias if "bias" in self else y
 
 
-def makes_dense(layer: Any, x: mx.array, *, least: int = 0) -> bool:
+def makes_dense(layer: Any, x: mx.array, selection: Selector, *, least: int = 0) -> bool:
     """Whether the product of ``x`` and a quantised layer's weight is taken with the weight made dense.
 
     Args:
@@ -50,23 +58,25 @@ def makes_dense(layer: Any, x: mx.array, *, least: int = 0) -> bool:
     """
     sizes = (layer.weight.shape[0], x.shape[-1], layer.bits, layer.group_size)
     kind = "metal" if mx.metal.is_available() else "cuda"
-    return chosen("quantized_linear", kind, x.dtype, max(least, x.size // x.shape[-1]), sizes) == "dense"
+    tokens = max(least, x.size // x.shape[-1])
+    return selection.select("quantized_linear", kind, x.dtype, tokens, sizes) == "dense"
 
 
-def use_dense(model: nn.Module) -> int:
+def use_dense(model: nn.Module, selection: Selector = BY_RULE) -> int:
     """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one; returns how many.
 
     What :func:`allhands.model.fused.blocks.fuse` does beside other things; by MLX's own operations on every device.
     """
     found = [module for module in model.modules() if type(module) is nn.QuantizedLinear]
     for module in found:
-        module.__class__ = DenseQuantizedLinear
+        give_form(module, DenseQuantizedLinear, **{SELECTION: selection})
     return len(found)
 
 
-def dequantized(layer: Any) -> mx.array:
+def dequantized(layer: Any, selection: Selector = BY_RULE) -> mx.array:
     """The dense weight of a quantised linear or embedding module."""
-    return dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+    parts = layer.weight, layer.scales, layer.get("biases")
+    return dequantize(*parts, layer.group_size, layer.bits, layer.mode, selection)
 
 
 class TrainedLinear(nn.Linear):
@@ -80,8 +90,9 @@ class TrainedLinear(nn.Linear):
 
     def of_swiglu(self, x: mx.array) -> mx.array:
         """This layer's output for :func:`ops.swiglu`, which is not kept for the backward pass: (N, 2 F) -> (N, M)."""
-        if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x):
-            return self(ops.swiglu(x))
+        selection = selection_of(self)
+        if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x, selection):
+            return self(ops.swiglu(x, selection))
         return ops.swiglu_product(x, self.weight)
 
 
@@ -96,7 +107,7 @@ class TypedLoRALinear(LoRALinear):
 
     def prepare(self) -> None:
         """To be called once this class has been given to a layer."""
-        self.product = Product([self])
+        self.product = Product([self], selection_of(self))
 
 
 def _update(layer: Any, x: mx.array) -> mx.array:
@@ -123,9 +134,10 @@ class Product:
     Their adapters are one as well: the first factors side by side, the second ones along a diagonal.
     """
 
-    def __init__(self, layers: Sequence[Any], frozen: Any = None) -> None:
-        """Of ``layers``; ``frozen`` are their weights together, as :func:`join` made them."""
+    def __init__(self, layers: Sequence[Any], selection: Selector, frozen: Any = None) -> None:
+        """Of ``layers``; ``frozen`` are their weights together, as :func:`_join` made them."""
         self.layers = list(layers)
+        self._selection = selection
         self._frozen = frozen
         self._given: tuple[mx.array, ...] | None = None
         self._kept: mx.array | None = None
@@ -146,7 +158,7 @@ class Product:
         # A row would do to ask.
         if size > most_bytes or not self._is_dense(mx.zeros((1, columns), dtype=dtype)):
             return 0
-        self._kept = dequantized(weight)
+        self._kept = dequantized(weight, self._selection)
         mx.eval(self._kept)
         return size
 
@@ -204,7 +216,7 @@ class Product:
         wide = mx.zeros((x.shape[0], features), dtype=x.dtype)
         fits = (
             kernels.available()
-            and ops.fuses_swiglu(wide)
+            and ops.fuses_swiglu(wide, self._selection)
             and kernels.fits_adapted(features // 2, x.dtype, ranks)
             and not any("bias" in base or "weight" in base.trainable_parameters() for base in (*bases, last))
             and self._is_dense(x)
@@ -222,8 +234,9 @@ class Product:
         """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) -> (N, M)."""
         base = base_of(self.layers[0])
         frozen = "weight" not in base.trainable_parameters() and "bias" not in base
-        if not (frozen and ops.fuses_swiglu(x) and self._is_dense(x[:, : x.shape[1] // 2])):
-            return self(ops.swiglu(x))
+        fits = frozen and ops.fuses_swiglu(x, self._selection)
+        if not (fits and self._is_dense(x[:, : x.shape[1] // 2])):
+            return self(ops.swiglu(x, self._selection))
         a, b = self._given or _factors(self.layers, self.widths)
         return _adapted_swiglu(x, self._dense([base]), a.astype(x.dtype), b.astype(x.dtype))
 
@@ -235,7 +248,9 @@ class Product:
     def _is_dense(self, x: mx.array) -> bool:
         """Whether to multiply by a dense weight: also one that is made for it, by rule even for few tokens."""
         weight = self._weight
-        return not isinstance(weight, nn.QuantizedLinear) or makes_dense(weight, x, least=DENSE_FROM_TOKENS)
+        if not isinstance(weight, nn.QuantizedLinear):
+            return True
+        return makes_dense(weight, x, self._selection, least=DENSE_FROM_TOKENS)
 
     def _quantised(self, x: mx.array) -> mx.array:
         weight = self._weight
@@ -246,7 +261,9 @@ class Product:
         if (kept := self._kept) is not None:
             return lambda: kept
         joined = self._frozen if self._frozen is not None else bases[0]
-        return (lambda: dequantized(joined)) if isinstance(joined, nn.QuantizedLinear) else lambda: joined.weight
+        if isinstance(joined, nn.QuantizedLinear):
+            return lambda: dequantized(joined, self._selection)
+        return lambda: joined.weight
 
 
 def products_of(modules: Iterable[Any]) -> list[Product]:
@@ -342,9 +359,9 @@ def _adapted_mlp(
 class Group:
     """Layers of one input that are computed as one; see :class:`Product`."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[Any], selection: Selector) -> None:
         """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those."""
-        self.product = Product(layers, _join([base_of(layer) for layer in layers]))
+        self.product = Product(layers, selection, _join([base_of(layer) for layer in layers]))
 
     @staticmethod
     def fits(layers: Sequence[Any]) -> bool:

@@ -14,12 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.reduce import Begun, Lookups
+from allhands.distributed.reduce import Lookups, PendingReduce
 from allhands.distributed.shards import Shards
-from allhands.model.dropout import DropoutKeys
 from allhands.model.embedding import Apart, OrderedEmbedding, add_in_order
-from allhands.train.gradient import make_joined_gradient
-from allhands.train.update import GraphUpdate
+from allhands.objectives.base import Objective
+from allhands.parallel.gradient import Computing, FlatWeights, make_joined_gradient
 
 
 class TravellingLookups:
@@ -40,20 +39,21 @@ class TravellingLookups:
 
     @staticmethod
     def of(
-        model: nn.Module, graph: GraphUpdate, num_ranks: int, *, compiled: bool, dropout: DropoutKeys | None
+        model: nn.Module, flat: FlatWeights | None, num_ranks: int, objective: Objective, computing: Computing
     ) -> TravellingLookups | None:
         """``None`` where not one table is trained as an array of its own."""
         tables = [module for module in model.modules() if isinstance(module, OrderedEmbedding)]
-        if graph.leaves is None or len(tables) != 1:
+        if flat is None or flat.leaves is None or len(tables) != 1:
             return None
         [table] = tables
-        index = graph.leaves.index_of(table)
+        index = flat.leaves.index_of(table)
         if index is None:
             return None
         table.apart = Apart()
-        gradient = make_joined_gradient(model, graph, compiled=compiled, dropout=dropout, apart=table.apart)
+        how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
+        gradient = make_joined_gradient(model, flat, apart=table.apart, **how)
         # Keys of dropout come before.
-        return TravellingLookups(table, index, gradient, num_ranks, first=0 if dropout is None else 1)
+        return TravellingLookups(table, index, gradient, num_ranks, first=0 if computing.dropout is None else 1)
 
     def fits(self, batch: MicroBatch) -> bool:
         """Whether all ranks' rows are fewer than the table's; decided by what every rank knows."""
@@ -71,15 +71,15 @@ class TravellingLookups:
         return loss, grads, Lookups(self._index, rows, ids, besides=self._apart.besides)
 
 
-def with_lookups(begun: Begun, shards: Shards | None) -> Begun:
+def with_lookups(pending: PendingReduce, shards: Shards | None) -> PendingReduce:
     """Sums in which the look-ups of all ranks are added where they belong, in this rank's parts of ``shards``."""
-    if (lookups := begun.lookups) is None:
-        return begun
-    arrays, ids, rows = list(begun.arrays), lookups.ids, lookups.rows
+    if (lookups := pending.lookups) is None:
+        return pending
+    arrays, ids, rows = list(pending.arrays), lookups.ids, lookups.rows
     if shards is not None and shards.divided[lookups.index]:
         ids, rows = shards.own_rows(lookups.index, ids, rows)
     total = arrays[lookups.index]
     table = total.reshape(-1, rows.shape[1])
     added = add_in_order(table, ids, rows, onto=lookups.besides)
     arrays[lookups.index] = added.reshape(total.shape)
-    return Begun(arrays, begun.computed)
+    return PendingReduce(arrays, pending.computed)

@@ -15,11 +15,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from allhands.distributed.backend import Communicator
 from allhands.distributed.shards import Shards
-from allhands.model.choices import PLAIN, chosen
+from allhands.model.choices import PLAIN, Selector, selection_of
 from allhands.model.fused import kernels
 from allhands.model.fused.leaves import Leaves
+from allhands.parallel.norms import sum_of_squares
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
 from allhands.trees import flatten, part_of, unflatten
@@ -39,28 +39,24 @@ class GraphUpdate:
         max_norm: float | None,
         *,
         compiled: bool,
-        divided_over: Communicator | None = None,
+        place: Callable[[Leaves | None], Shards | None] = lambda leaves: None,
         travelling: bool = False,
     ) -> None:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
+            place: decides which parts of the optimizer's state this rank keeps and updates (see :attr:`shards`).
             travelling: whether ranks add gradients up while others are computed.
-            divided_over: ranks each of which keeps a part of the optimizer's state and updates it, where model and
-                optimizer allow that (see :attr:`shards`).
         """
         self._model = model
+        self._selection = selection_of(model)
         self._optimizer = optimizer
         self._max_norm = max_norm
         initialise(optimizer, model)
         joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
         apart = getattr(optimizer, "matrices_only", False)
         leaves = Leaves(model, apart=apart, travelling=travelling) if joins else None
-        self._shards: Shards | None = None
-        divides = divided_over is not None and divided_over.size > 1 and isinstance(optimizer, Optimizer)
-        if leaves is not None and divided_over is not None and divides:
-            shards = Shards(divided_over, [chunk.shape for chunk in leaves.chunks], leaves.tables)
-            self._shards = shards if any(shards.divided) else None
+        self._shards = place(leaves)
         self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
         # seconds.
@@ -75,7 +71,8 @@ class GraphUpdate:
 
     def _by_kernels(self, weights: Any) -> bool:
         """Whether ``weights`` are updated by kernels of our own."""
-        return isinstance(self._optimizer, KernelAdam) and kernels.available() and _adam_form(weights) != PLAIN
+        fits = isinstance(self._optimizer, KernelAdam) and kernels.available()
+        return fits and _adam_form(weights, self._selection) != PLAIN
 
     @property
     def leaves(self) -> Leaves | None:
@@ -102,13 +99,6 @@ class GraphUpdate:
         if self._joined is None:
             return found
         return [(str(place), whole) for place, whole in enumerate(self._joined.leaves.joined(dict(found)))]
-
-    def squares(self, gradients: Sequence[mx.array]) -> mx.array:
-        """The sum of squares of this rank's part of the sums; of what all have, only on the first."""
-        shards = self._shards
-        assert shards is not None
-        mine = [g for g, divided in zip(gradients, shards.divided, strict=True) if divided or shards.first]
-        return _squares(mine)
 
     def __call__(
         self,
@@ -139,7 +129,7 @@ class GraphUpdate:
             joined.forget()
             if squares is None and self._squares_first:
                 # By itself, so that only the last of them waits for the last of the sums.
-                squares = _squares(list(reversed(gradients.values())))
+                squares = sum_of_squares(list(reversed(gradients.values())))
                 mx.async_eval(squares)
             new, state, norm = self._function(gradients, weights, state, loss, num_targets, squares)
             del gradients, weights
@@ -159,14 +149,15 @@ class GraphUpdate:
         self._optimizer.state = state
         return norm
 
-    def gather(self, communicator: Communicator, *, keep: bool) -> None:
-        """Put the optimizer's state together, so that it can be read; called by every rank.
+    def flat_state(self) -> dict[str, Any]:
+        """The optimizer's state as it is kept beside :attr:`leaves`, with a chunk's number in place of names."""
+        assert self._joined is not None
+        return self._joined.state()
 
-        Args:
-            keep: whether it is wanted on this rank: it is then in memory until the next update.
-        """
-        if self._joined is not None and self._shards is not None:
-            self._joined.gather(communicator, keep)
+    def put_flat_state(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`flat_state`."""
+        assert self._joined is not None
+        self._joined.put(self._joined.weights(), state)
 
     def arrays(self) -> Any:
         """What an update has to wait for."""
@@ -189,7 +180,7 @@ class GraphUpdate:
             if isinstance(optimizer, KernelAdam) and self._by_kernels(weights):
                 if squares is None:
                     # The last first: where ranks exchange them, these are there before the others.
-                    squares = _squares([gradient for _, gradient in reversed(flatten(gradients))])
+                    squares = sum_of_squares([gradient for _, gradient in reversed(flatten(gradients))])
                 sums = (squares, loss, num_targets)
                 new, norm = optimizer.apply_where(sums, self._max_norm, gradients, weights)
                 return new, optimizer.state, norm
@@ -227,19 +218,9 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
 
 
-def _adam_form(weights: Any) -> str:
+def _adam_form(weights: Any, selection: Selector) -> str:
     arrays = [array for _, array in flatten(weights)]
-    return chosen("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
-
-
-def _squares(gradients: Sequence[mx.array]) -> mx.array:
-    """The sum of squares of them all, in float32."""
-    by_kernel, others = list[mx.array](), list[mx.array]()
-    for gradient in gradients:
-        fits = kernels.available() and gradient.size % kernels.width(gradient.dtype) == 0
-        (by_kernel if fits else others).append(gradient)
-    plain = sum((mx.square(g.astype(mx.float32)).sum() for g in others), mx.zeros(()))
-    return plain + kernels.sum_of_squares(by_kernel) if by_kernel else plain
+    return selection.select("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
 
 
 class _Joined:
@@ -327,31 +308,13 @@ class _Joined:
 
     def _show(self) -> None:
         """Give the optimizer its arrays for each weight: thousands of views, for which a step has no time."""
-        if self._shards is None:
-            self._give({name: [self._state[str(i)][name] for i in range(len(self._weights))] for name in self._names})
-        elif not self._shown:
-            raise RuntimeError("this rank has a part of the optimizer's state: all ranks call gather() first")
-
-    def _give(self, moments: dict[str, list[mx.array]]) -> None:
+        if self._shards is not None:
+            raise RuntimeError("this rank has a part of the optimizer's state: see flat_state()")
         self._shown = True
-        for name, arrays in moments.items():
+        for name in self._names:
+            arrays = [self._state[str(i)][name] for i in range(len(self._weights))]
             for home, (_, array) in zip(self._homes, self.leaves.named(arrays), strict=True):
                 home[name] = array
-
-    def gather(self, communicator: Communicator, keep: bool) -> None:
-        """See :meth:`GraphUpdate.gather`."""
-        assert self._shards is not None
-        moments: dict[str, list[mx.array]] = {name: [] for name in self._names}
-        for name in self._names:
-            for i in range(len(self._weights)):
-                whole = self._shards.whole(i, communicator, self._state[str(i)][name])
-                mx.eval(whole)
-                if keep:
-                    moments[name].append(whole)
-                # Otherwise it is gone before the next is made.
-                del whole
-        if keep:
-            self._give(moments)
 
     def _hide(self) -> None:
         """Take back views that are no longer true, which would keep what they are of."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
-from allhands.arrays import hand_out, hand_out_json
-from allhands.checkpoints import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, quick_step, run_name, survey
-from allhands.checkpoints.layout import entries
+from allhands.checkpoints.finding import quick_step, survey
+from allhands.checkpoints.format import WEIGHTS_FILE
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, entries, run_name
+from allhands.checkpoints.resuming import Restored
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import hand_out_bytes, hand_out_json
 from allhands.errors import AllhandsError, CheckpointError
 from allhands.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.metrics import ANSWERS_FILE, METRICS_FILE
@@ -25,13 +26,12 @@ from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.names import MEMORY_FILE, PLOT_FILE
 from allhands.staging import publish, staging
-from allhands.train.restore import Restored
-from allhands.train.state import WEIGHTS_FILE
 from allhands.trees import numbers
 
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
 _KEPT = (CHECKPOINTS, BEST, METRICS_FILE, ANSWERS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)
 _NUMBERED_ADAPTERS = "adapters"
+_PIECE_BYTES = 4 << 20
 _NUMBERED_ADAPTER = re.compile(rf"(\d{{7,}})_{re.escape(WEIGHTS_FILE)}")
 
 
@@ -224,15 +224,22 @@ def share_history(
             _make_way(directory, {run_id, restored.run_id})
     except (AllhandsError, OSError) as error:
         problem = error  # not before the others have theirs: all take part in handing out
-    try:
-        curve = _handed_out(communicator, directory, [METRICS_FILE])
-        best = _handed_out(communicator, directory / BEST, _names(directory / BEST) if communicator.rank == 0 else [])
+    problem = _take_over(communicator, directory, [METRICS_FILE], directory if lacks else None, problem)
+    best = _names(directory / BEST) if communicator.rank == 0 else []
+    with ExitStack() as stack:
+        staged: Path | None = None
+        try:
+            if lacks and problem is None:
+                staged = stack.enter_context(staging(directory / BEST, private=True))
+        except (AllhandsError, OSError) as error:
+            problem = error
+        problem = _take_over(communicator, directory / BEST, best, staged, problem)
+        if isinstance(problem, OSError):
+            raise storage_error_of(problem, directory) from problem
         if problem is not None:
             raise problem
-        if lacks:
-            _write(directory, curve, best)
-    except OSError as error:
-        raise storage_error_of(error, directory) from error
+        if staged is not None and any(staged.iterdir()):
+            publish(staged, directory / BEST, private=True)
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
@@ -252,22 +259,43 @@ def _names(directory: Path) -> list[str]:
     return sorted(file.name for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
 
 
-def _handed_out(communicator: Communicator, directory: Path, names: list[str]) -> dict[str, bytes]:
-    """Rank 0's files of these names, as far as there are any; called on all ranks together."""
-    names = hand_out_json(communicator, [name for name in names if (directory / name).is_file()])
-    contents: dict[str, bytes] = {}
-    for name in names:
-        own = {name: mx.array(np.fromfile(directory / name, np.uint8))} if communicator.rank == 0 else None
-        contents[name] = np.asarray(hand_out(communicator, own)[name]).tobytes()
-    return contents
+def _take_over(
+    communicator: Communicator,
+    source: Path,
+    names: list[str],
+    target: Path | None,
+    problem: AllhandsError | OSError | None,
+) -> AllhandsError | OSError | None:
+    """Write rank 0's files of these names into ``target``, if one is given; what keeps this rank from it.
+
+    Called on all ranks together, each of which goes on to the end, whatever it cannot do.
+    """
+    leads = communicator.rank == 0
+    sizes: list[tuple[str, int]] = hand_out_json(
+        communicator, [(name, (source / name).stat().st_size) for name in names if leads and (source / name).is_file()]
+    )
+    for name, size in sizes:
+        pieces = hand_out_bytes(communicator, _read(source / name) if leads else (), size)
+        try:
+            if target is not None and problem is None:
+                _write(target, name, pieces)
+        except (AllhandsError, OSError) as error:
+            problem = error
+        for _ in pieces:
+            pass
+    return problem
 
 
-def _write(directory: Path, curve: Mapping[str, bytes], best: Mapping[str, bytes]) -> None:
+def _read(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            yield piece
+
+
+def _write(directory: Path, name: str, pieces: Iterable[memoryview]) -> None:
+    def fill(draft: Path) -> None:
+        with draft.open("wb") as stream:
+            stream.writelines(pieces)
+
     make_directory(directory, private=True)
-    for name, content in curve.items():
-        write_whole(directory / name, lambda draft, content=content: draft.write_bytes(content), private=True)
-    if best:
-        with staging(directory / BEST, private=True) as staged:
-            for name, content in best.items():
-                (staged / name).write_bytes(content)
-            publish(staged, directory / BEST, private=True)
+    write_whole(directory / name, fill, private=True)

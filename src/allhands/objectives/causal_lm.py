@@ -1,9 +1,8 @@
-"""The summed loss of a micro-batch and its gradient, computed at once (Linux CPU) or as a lazy graph."""
+"""The next token of every trained place: the summed cross-entropy, at once (Linux CPU) or as a lazy graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,19 +14,45 @@ from numpy.typing import NDArray
 from allhands.data.loader import MicroBatch
 from allhands.model import native
 from allhands.model.documents import caches_for
-from allhands.model.dropout import DropoutKeys
-from allhands.model.embedding import Apart
 from allhands.model.fused.ops import rows_at
 from allhands.model.split import SplitModel, split
-from allhands.train.batch_memory import as_arrays
-from allhands.train.losses import cross_entropy_sum, eager_linear_cross_entropy, eager_loss, linear_cross_entropy
-from allhands.train.update import GraphUpdate
+from allhands.objectives.base import GradFunction, SumsFunction
+from allhands.objectives.cross_entropy import (
+    cross_entropy_sum,
+    eager_linear_cross_entropy,
+    eager_loss,
+    linear_cross_entropy,
+)
 from allhands.trees import flatten, unflatten
 
-# (inputs, positions, targets[, documents]) -> loss sum; with gradients: -> (loss sum, tree of gradients). Where there
-# is dropout, the keys of the places come first.
+# (inputs, positions, targets[, documents]) -> loss sum.
 LossFunction = Callable[..., mx.array]
-GradFunction = Callable[..., tuple[mx.array, Any]]
+
+
+class CausalLM:
+    """:class:`~allhands.objectives.base.Objective` of language models: the cross-entropy of the next token."""
+
+    further: tuple[str, ...] = ()
+
+    def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
+        return batch_values(batch)
+
+    def counts(self, batch: MicroBatch) -> dict[str, int]:
+        return {"targets": batch.num_targets, "tokens": batch.num_tokens}
+
+    def sums(self, model: Any, *, cpu_native: bool, with_grad: bool = True) -> SumsFunction:
+        loss = make_loss(model, eager=cpu_native, with_grad=with_grad)
+        return lambda *arrays: (loss(*arrays),)
+
+    def cpu_gradient(self, model: Any) -> GradFunction | None:
+        parts = split(model)
+        return None if parts is None else partial(_eager_gradient, model, parts)
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {}
+
+
+CAUSAL_LM = CausalLM()
 
 
 def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
@@ -38,7 +63,7 @@ def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
 
 def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
     """:func:`batch_values` as MLX's arrays."""
-    return as_arrays(batch_values(batch))
+    return tuple(map(mx.array, batch_values(batch)))
 
 
 def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:
@@ -83,7 +108,8 @@ def _split_loss(
 ) -> mx.array:
     rows = _rows(parts, inputs, positions, targets, documents)
     weight = parts.head_weight().astype(rows.dtype)
-    return linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained, with_grad=with_grad)
+    trained, selection = parts.head_is_trained, parts.selection
+    return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
 
 
 def _eager_loss(
@@ -91,83 +117,9 @@ def _eager_loss(
 ) -> mx.array:
     rows = _rows(parts, inputs, positions, targets, documents)
     weight = parts.head_weight().astype(rows.dtype)
-    return eager_linear_cross_entropy(rows, weight, targets, train_weight=False, with_grad=False)[0]
-
-
-def make_gradient(
-    model: nn.Module, *, eager: bool, compiled: bool = True, dropout: DropoutKeys | None = None
-) -> GradFunction:
-    """Loss sum and its gradient in the trainable parameters.
-
-    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first argument
-    is the (B, T, 2) keys of the batch.
-    """
-    parts = split(model)
-    if eager and parts is not None:
-        return _keyed(partial(_eager_gradient, model, parts), dropout)
-    function = _keyed(nn.value_and_grad(model, make_loss(model, eager=False)), dropout)
-    if eager or not compiled:
-        return function
-    # MLX's own random state, too, for models that draw from it.
-    fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
-
-    def gradient(*arrays: mx.array) -> tuple[mx.array, Any]:
-        weights = model.trainable_parameters()
-        result = fused(*arrays)
-        # Tracing a new shape has left its placeholders in the model.
-        model.update(weights)
-        return result
-
-    return gradient
-
-
-def make_joined_gradient(
-    model: nn.Module, update: GraphUpdate, *, compiled: bool, dropout: DropoutKeys | None, apart: Apart | None = None
-) -> GradFunction:
-    """As :func:`make_gradient`, as one lazy graph and in the arrays of the update's leaves, a list.
-
-    With ``apart``, of the model's embedding, the function takes its (B, T, D) ``rows`` as well, and gives their
-    gradient as the last of the list; that of the table is without it.
-    """
-    leaves, loss = update.leaves, make_loss(model, eager=False)
-    assert leaves is not None
-    count = len(leaves.chunks)
-
-    def of(trained: list[mx.array], *arrays: mx.array) -> mx.array:
-        with ExitStack() as stack:
-            stack.enter_context(leaves.installed(trained[:count]))
-            if apart is not None:
-                stack.enter_context(apart.installed(trained[count]))
-            return loss(*arrays)
-
-    differentiated: Any = mx.value_and_grad(of)
-
-    def function(trained: list[mx.array], *arrays: mx.array) -> tuple[mx.array, Any]:
-        return _keyed(partial(differentiated, trained), dropout)(*arrays)
-
-    call: Any = function
-    if compiled:
-        call = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])
-
-    def gradient(*arrays: mx.array, rows: mx.array | None = None) -> tuple[mx.array, Any]:
-        # Tracing a new shape leaves its placeholders in the model.
-        with leaves.kept():
-            weights = update.weights()
-            return call(weights if rows is None else [*weights, rows], *arrays)
-
-    return gradient
-
-
-def _keyed(function: GradFunction, dropout: DropoutKeys | None) -> GradFunction:
-    """``function`` with the keys of ``dropout`` as an argument before its own."""
-    if dropout is None:
-        return function
-
-    def call(keys: mx.array, *arrays: mx.array) -> tuple[mx.array, Any]:
-        with dropout.using(keys):
-            return function(*arrays)
-
-    return call
+    return eager_linear_cross_entropy(
+        rows, weight, targets, train_weight=False, with_grad=False, selection=parts.selection
+    )[0]
 
 
 def _eager_gradient(
@@ -198,7 +150,9 @@ def _eager_gradient(
     (rows,), grads = mx.vjp(body, list(values), [grad_rows])
     model.update(unflatten(list(zip(names, values, strict=True))))
     mx.eval(rows)
-    loss, grad, grad_weight = eager_linear_cross_entropy(rows, weight, targets, train_weight=parts.head_is_trained)
+    loss, grad, grad_weight = eager_linear_cross_entropy(
+        rows, weight, targets, train_weight=parts.head_is_trained, selection=parts.selection
+    )
     np.asarray(grad_rows)[...] = np.asarray(grad)
     result = dict(zip(names, grads, strict=True))
     if grad_weight is not None:
@@ -220,7 +174,8 @@ def _gradient_at_once(
         # In which a CPU computes anyway; NumPy knows no other.
         rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
         weight = parts.head_weight().astype(mx.float32)
-        return eager_loss(rows, weight, targets, values=head, train_weight=parts.head_is_trained)
+        trained, selection = parts.head_is_trained, parts.selection
+        return eager_loss(rows, weight, targets, values=head, train_weight=trained, selection=selection)
 
     try:
         (total,), grads = mx.vjp(loss, values, [mx.ones(())])

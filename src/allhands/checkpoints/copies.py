@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from allhands.distributed.backend import Alone, Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.errors import AllhandsError
 from allhands.metrics import SavedReport, Warned
 from allhands.trees import numbers
@@ -33,7 +33,7 @@ class Copies:
         trouble: why the latest copy here could not be written; empty: nothing is wrong.
     """
 
-    communicator: Communicator = field(default_factory=Alone)
+    communicator: Communicator = field(default_factory=SingleProcess)
     keeps: bool = False
     computer: str = ""
     newest: Callable[[], int] = lambda: 0

@@ -6,16 +6,25 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from allhands.checkpoints import BEST, Checkpoint, Tensor, checkpoint_path, open_checkpoint, prune, write_checkpoint
-from allhands.checkpoints.reading import sum_of
-from allhands.checkpoints.tensors import safetensors_pieces
+import psutil
+
+from allhands.checkpoints.arrays import snapshot
+from allhands.checkpoints.format import WEIGHTS_FILE, Groups, num_bytes_of
+from allhands.checkpoints.layout import BEST, checkpoint_path
+from allhands.checkpoints.parts import Delivery, PartExchange
+from allhands.checkpoints.pruning import prune
+from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
+from allhands.checkpoints.tensors import Tensor, safetensors_pieces
+from allhands.checkpoints.writing import write_checkpoint
 from allhands.data.templates import TEMPLATE_FILE
+from allhands.distributed.backend import Communicator
 from allhands.errors import AllhandsError, CheckpointError, StorageError
 from allhands.faults import fire
 from allhands.files import make_directory, storage_error, storage_error_of, write_whole
@@ -23,12 +32,21 @@ from allhands.metrics import SavedReport, Warned
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config, save_template
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
-from allhands.train.state import WEIGHTS_FILE, LoopState
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
 SaveKind = Literal["last", "best", "suspect", "same"]
 _Tensors = Callable[[], dict[str, list[Tensor]]]
+P = TypeVar("P", bound="Progress")
+Save = Callable[[P, SaveKind], None]
+Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
+
+
+class Progress(Protocol):
+    """Where a run stands, as far as saving goes by it."""
+
+    iteration: int
+    best_iteration: int | None
 
 
 class CopyError(StorageError):
@@ -67,16 +85,45 @@ class SavePlan:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What is held of a step while training goes on.
+
+    Attributes:
+        groups: gives what this rank holds now.
+        spare_bytes: what a GPU's own memory has beside a step.
+        ranks_here: how many ranks share this computer's memory.
+    """
+
+    groups: Callable[[], Groups]
+    spare_bytes: Callable[[], int] = lambda: 0
+    ranks_here: int = 1
+
+    def waits(self) -> bool:
+        """Whether there is no room for that beside what the next steps make of it: then training waits."""
+        size = num_bytes_of(self.groups())
+        return 2 * size >= self.spare_bytes() and psutil.virtual_memory().available < self.ranks_here * size
+
+
+@dataclass(frozen=True)
 class _Request:
     kind: SaveKind
     iteration: int
     best_iteration: int | None
     state: dict[str, Any]
     tensors: _Tensors
+    delivery: Delivery | None
     pause_s: float
+    waits: bool
 
 
-class Saver:
+def checkpoint_of(directory: Path, iteration: int, kind: SaveKind, keep_last: int) -> Path | None:
+    """Where a save of this kind writes a checkpoint, if it does."""
+    if kind == "best":
+        return directory / BEST
+    return checkpoint_path(directory, iteration) if keep_last and kind != "suspect" else None
+
+
+class Saver(Generic[P]):
     """Writes in a thread of its own, one request after the other.
 
     Args:
@@ -84,34 +131,45 @@ class Saver:
         hold: keeps the arrays as they are while training goes on; called again in the writing thread, what it gives are
             those to write, by file.
         describe: the state of the run as JSON values.
+        parts: of other arrays, which ranks have divided among them: then all ranks save together.
+        waits: whether training goes on only when all is written, see :class:`Held`.
     """
 
     def __init__(
         self,
         plan: SavePlan,
         hold: Callable[[], _Tensors],
-        describe: Callable[[LoopState], dict[str, Any]],
+        describe: Callable[[P], dict[str, Any]],
+        parts: PartExchange | None = None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self._plan = plan
+        self._waits = waits
         self._hold = hold
         self._describe = describe
+        self._parts = parts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="allhands-save")
         self._pending: list[tuple[int, Future[SavedReport | None]]] = []
         self._troubles: deque[Warned] = deque()
         self._has_room = False
         self._held: tuple[int, weakref.ref[_Tensors]] | None = None
 
-    def save(self, state: LoopState, kind: SaveKind) -> None:
+    def save(self, state: P, kind: SaveKind) -> None:
         """Begin to write what the run is now.
 
         What an earlier batch left to write is waited for: two versions of all weights are enough in memory.
         """
-        begun = time.perf_counter()
+        begun, plan = time.perf_counter(), self._plan
         wait([future for iteration, future in self._pending if iteration < state.iteration])
-        tensors, described = self._tensors(state.iteration), self._describe(state)
+        target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
+        delivery = None if self._parts is None or target is None else self._parts.begin(target)
+        tensors, described, waits = self._tensors(state.iteration), self._describe(state), self._waits()
         pause_s = time.perf_counter() - begun
-        request = _Request(kind, state.iteration, state.best_iteration, described, tensors, pause_s)
-        self._pending.append((state.iteration, self._thread.submit(self._write, request)))
+        facts = (kind, state.iteration, state.best_iteration, described, tensors)
+        future = self._thread.submit(self._write, _Request(*facts, delivery, pause_s, waits))
+        self._pending.append((state.iteration, future))
+        if waits:
+            wait([future])
 
     def _tensors(self, iteration: int) -> _Tensors:
         """Those of a batch, once for everything that is still to be written of them."""
@@ -140,11 +198,23 @@ class Saver:
 
     def close(self) -> None:
         """Wait for what is being written."""
+        if self._parts is not None:
+            self._parts.ends()
         self._thread.shutdown()
 
     def _write(self, request: _Request) -> SavedReport | None:
         """The report of what was written, if anything had to be."""
         begun = time.perf_counter()
+        try:
+            path = self._written(request)
+        finally:
+            if request.delivery is not None:
+                request.delivery.stack.close()
+        took_s = time.perf_counter() - begun
+        pause_s = request.pause_s + (took_s if request.waits else 0.0)
+        return None if path is None else SavedReport(request.iteration, str(path), pause_s, took_s)
+
+    def _written(self, request: _Request) -> Path | None:
         try:
             if not self._has_room:
                 self._plan.room()
@@ -152,10 +222,9 @@ class Saver:
             there = self._there(request) if request.kind == "same" else frozenset[Path]()
             if there == self._wanted(request):
                 return None
-            path = self._write_best(request) if request.kind == "best" else self._write_last(request, there)
+            return self._write_best(request) if request.kind == "best" else self._write_last(request, there)
         except OSError as error:
             raise storage_error_of(error, self._plan.directory) from error
-        return SavedReport(request.iteration, str(path), request.pause_s, time.perf_counter() - begun)
 
     def _numbered(self, request: _Request) -> Path:
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
@@ -270,15 +339,56 @@ class Saver:
         texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
         if self._plan.chat_template is not None and self._plan.model is None:
             texts[TEMPLATE_FILE] = self._plan.chat_template
-        return write_checkpoint(
-            target,
-            step=request.iteration,
-            run_id=self._plan.run_id,
-            state={**request.state, **self._plan.constants()},
-            tensors=request.tensors(),
-            texts=texts,
-            progress=self._plan.busy,
-        )
+        delivery, busy = request.delivery, self._plan.busy
+        contents: dict[str, Any] = {
+            "step": request.iteration,
+            "run_id": self._plan.run_id,
+            "state": {**request.state, **self._plan.constants()},
+            "tensors": request.tensors(),
+            "texts": texts,
+            "progress": busy,
+        }
+        if delivery is None:
+            return write_checkpoint(target, **contents)
+        with delivery.opened() as draft:
+            return draft.publish(**contents, parts=lambda: delivery.collect(busy))
+
+
+@contextmanager
+def saving(
+    communicator: Communicator,
+    plan: SavePlan,
+    held: Held,
+    describe: Callable[[P], dict[str, Any]],
+    *,
+    keeps: bool,
+) -> Generator[tuple[Save[P], Saved]]:
+    """What begins to save on this rank, and what tells of it; entered, and saving, on all ranks together.
+
+    Args:
+        keeps: whether this rank keeps files; others write what only they hold, if there is such.
+    """
+    how: Any = {"spare_bytes": held.spare_bytes, "waits": held.waits, "busy": plan.busy}
+    parts = PartExchange.agreed(communicator, plan.directory, held.groups, keeps, **how)
+
+    def hold() -> _Tensors:
+        groups = held.groups()
+        return snapshot(groups if parts is None else parts.ownership.common(groups), held.spare_bytes())
+
+    def offer(state: P, kind: SaveKind) -> None:
+        target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
+        if parts is not None and target is not None:
+            parts.begin(target)
+
+    with ExitStack() as stack:
+        if parts is not None:
+            stack.callback(parts.close)
+        if not keeps:
+            yield offer, lambda wait: []
+            return
+        saver = Saver(plan, hold, describe, parts, held.waits)
+        stack.callback(saver.close)
+        yield saver.save, saver.saved
 
 
 def _write_tensors(path: Path, tensors: list[Tensor]) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from allhands.blas import available_cores
 from allhands.kernels import launches_directly
 from allhands.model import native_arrays
-from allhands.model.choices import PLAIN, Kind, chosen
+from allhands.model.choices import BY_RULE, PLAIN, Kind, Selector
 from allhands.model.fused import kernels
 
 CHUNK_ROWS = 256
@@ -40,7 +40,13 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 def linear_cross_entropy(
-    hidden: mx.array, weight: mx.array, targets: mx.array, *, train_weight: bool, with_grad: bool = True
+    hidden: mx.array,
+    weight: mx.array,
+    targets: mx.array,
+    *,
+    train_weight: bool,
+    with_grad: bool = True,
+    selection: Selector = BY_RULE,
 ) -> mx.array:
     """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits; one lazy graph.
 
@@ -50,12 +56,13 @@ def linear_cross_entropy(
         targets: (N,) token ids; a negative one (padding) counts nothing.
         train_weight: whether the gradient of ``weight`` is wanted too.
         with_grad: ``False`` for validation: the loss alone, not differentiable.
+        selection: of the size of chunks and of the form of the softmax.
 
     Returns:
         Scalar float32, differentiable in ``hidden`` and, with ``train_weight``, in ``weight``.
     """
     if not with_grad:
-        size = _rows_of_chunk(weight, hidden.shape[0])
+        size = _rows_of_chunk(weight, hidden.shape[0], selection)
         losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, size))
         return sum((each.sum() for each in losses), mx.zeros(()))
 
@@ -63,7 +70,7 @@ def linear_cross_entropy(
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
         rows = mx.stop_gradient(primals[0])
         matrix = mx.stop_gradient(primals[1]) if train_weight else weight
-        return _graph_of_chunks(rows, matrix, targets, train_weight)
+        return _graph_of_chunks(rows, matrix, targets, train_weight, selection)
 
     def backward(
         primals: mx.array | tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
@@ -84,7 +91,13 @@ def _scaled(gradient: mx.array, factor: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def eager_linear_cross_entropy(
-    hidden: mx.array, weight: mx.array, targets: mx.array, *, train_weight: bool, with_grad: bool = True
+    hidden: mx.array,
+    weight: mx.array,
+    targets: mx.array,
+    *,
+    train_weight: bool,
+    with_grad: bool = True,
+    selection: Selector = BY_RULE,
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
     """As :func:`linear_cross_entropy`, computed at once, chunk by chunk: for Linux CPUs.
 
@@ -98,7 +111,8 @@ def eager_linear_cross_entropy(
     grads: list[mx.array] = []
     grad_weight = mx.zeros(weight.shape, dtype=mx.float32) if train_weight and with_grad else None
     add = _add_product_in_place if native_arrays.available() else _add_product
-    for rows, matrix, wanted in _chunks(hidden, weight, targets, _rows_of_chunk(weight, hidden.shape[0])):
+    size = _rows_of_chunk(weight, hidden.shape[0], selection)
+    for rows, matrix, wanted in _chunks(hidden, weight, targets, size):
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
         if with_grad:
@@ -123,7 +137,13 @@ def _add_product_in_place(total: mx.array, x: mx.array, y: mx.array) -> mx.array
 
 
 def eager_loss(
-    hidden: mx.array, weight: mx.array, targets: mx.array, *, values: mx.array, train_weight: bool
+    hidden: mx.array,
+    weight: mx.array,
+    targets: mx.array,
+    *,
+    values: mx.array,
+    train_weight: bool,
+    selection: Selector = BY_RULE,
 ) -> mx.array:
     """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for.
 
@@ -133,7 +153,7 @@ def eager_loss(
 
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
         rows = mx.array(np.asarray(primals[0]))
-        found = eager_linear_cross_entropy(rows, values, targets, train_weight=train_weight)
+        found = eager_linear_cross_entropy(rows, values, targets, train_weight=train_weight, selection=selection)
         return tuple(each for each in found if each is not None)
 
     def backward(_primals: Any, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
@@ -155,20 +175,22 @@ def _chunks(
         yield hidden[rows], weight, targets[rows]
 
 
-def _rows_of_chunk(weight: mx.array, rows: int) -> int:
+def _rows_of_chunk(weight: mx.array, rows: int, selection: Selector) -> int:
     """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory for their logits."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     kind: Kind = "cpu" if not on_gpu else "metal" if mx.metal.is_available() else "cuda"
-    form = chosen("loss_chunk", kind, weight.dtype, rows, tuple(weight.shape))
+    form = selection.select("loss_chunk", kind, weight.dtype, rows, tuple(weight.shape))
     if not form.endswith("MB"):
         return int(form)
     rows = (int(form[:-2]) << 20) // (weight.shape[0] * weight.dtype.size)
     return max(CHUNK_ROWS, rows // CHUNK_ROWS * CHUNK_ROWS)
 
 
-def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool) -> tuple[mx.array, ...]:
+def _graph_of_chunks(
+    hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool, selection: Selector
+) -> tuple[mx.array, ...]:
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
-    size = _rows_of_chunk(weight, hidden.shape[0])
+    size = _rows_of_chunk(weight, hidden.shape[0], selection)
     if train_weight and kernels.available() and launches_directly():
         # The gradient takes the logits' place. Fewer rows would save less than the gradients of the weight take, of
         # which there is one for each chunk.
@@ -180,7 +202,7 @@ def _graph_of_chunks(hidden: mx.array, weight: mx.array, targets: mx.array, trai
         if grads:
             # One after the other: the evaluator would make the logits of several chunks ahead.
             rows = cast("mx.array", mx.depends(rows, [grads[-1]]))
-        each, grad_logits = _chunk_in_graph(rows, matrix, wanted)
+        each, grad_logits = _chunk_in_graph(rows, matrix, wanted, selection)
         losses.append(each)
         grads.append(grad_logits @ matrix)
         if train_weight:
@@ -202,11 +224,13 @@ def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> m
     return mx.where(targets >= 0, each, 0.0)
 
 
-def _chunk_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+def _chunk_in_graph(
+    hidden: mx.array, weight: mx.array, targets: mx.array, selection: Selector
+) -> tuple[mx.array, mx.array]:
     """(N,) losses, 0 for padding, and their gradient in the logits."""
     logits = hidden @ weight.T
     fits = kernels.available() and kernels.suits(logits)
-    if fits and chosen("cross_entropy", "cuda", logits.dtype, 0, logits.shape[-1:]) != PLAIN:
+    if fits and selection.select("cross_entropy", "cuda", logits.dtype, 0, logits.shape[-1:]) != PLAIN:
         return kernels.cross_entropy(logits, targets)
     logits = logits.astype(mx.float32)
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)

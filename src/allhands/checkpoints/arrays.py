@@ -1,0 +1,242 @@
+"""Arrays of MLX as a checkpoint's tensors, and back: bit for bit, and on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.checkpoints.format import (
+    ITEM_BYTES,
+    Flat,
+    Groups,
+    OwnedSlice,
+    Region,
+    Shape,
+    ShardedState,
+    everything,
+    num_bytes_of,
+)
+from allhands.checkpoints.reading import Checkpoint
+from allhands.checkpoints.slices import StoredNumbers, cut, stored_numbers
+from allhands.checkpoints.tensors import Tensor
+from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import hand_out_bytes, hand_out_json
+from allhands.errors import CheckpointError
+from allhands.trees import flatten
+
+# Names of safetensors' types. Numpy has no bfloat16: it travels as the integers of the same bits.
+_CODES: dict[mx.Dtype, str] = {
+    mx.bool_: "BOOL",
+    mx.uint8: "U8",
+    mx.uint16: "U16",
+    mx.uint32: "U32",
+    mx.uint64: "U64",
+    mx.int8: "I8",
+    mx.int16: "I16",
+    mx.int32: "I32",
+    mx.int64: "I64",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.float32: "F32",
+    mx.complex64: "C64",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_PIECE_BYTES = 4 << 20
+_WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+# --- to be written -----------------------------------------------------------------------------------
+
+
+def owned(array: mx.array, shape: Shape | None = None, region: Region | None = None) -> OwnedSlice:
+    """``array`` as a slice of one of ``shape``; by default as all of it."""
+    shape = array.shape if shape is None else shape
+    return OwnedSlice(shape, _CODES[array.dtype], everything(shape) if region is None else region, array)
+
+
+def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
+    """The arrays of a tree by their dotted names, all of them whole."""
+    return {name: owned(array) for name, array in flatten(tree)}
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The arrays of a tree with their dotted names, which stay what they are while training goes on."""
+    return held(owned_tree(tree), on_device=False)
+
+
+def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
+    """Keep slices as they are now, as tensors to be written in any thread.
+
+    MLX's arrays never change, and a reference keeps their memory: nothing is copied where the processor can read it.
+
+    Args:
+        on_device: copy them in a GPU's own memory, behind the work that it has been given already; they come from there
+            one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
+            use, and the next step would wait until they are back.
+    """
+    arrays = {name: _words(each.get()) for name, each in state.items()}
+    data: dict[str, Any]
+    if on_device:
+        # The bits in memory of their own: integers, to which nothing is added.
+        arrays = {name: array + mx.array(0, array.dtype) for name, array in arrays.items()}
+        mx.async_eval(list(arrays.values()))
+        data = {name: _later(array) for name, array in arrays.items()}
+    else:
+        mx.eval(list(arrays.values()))
+        data = {name: _view(array) for name, array in arrays.items()}
+    parts = {name: (each.shape, each.region) for name, each in state.items()}
+    return [Tensor(name, state[name].dtype, state[name].region.shape, data[name], parts[name]) for name in state]
+
+
+def snapshot(groups: Groups, spare_bytes: int) -> Callable[[], dict[str, list[Tensor]]]:
+    """Hold a rank's state as it is now, see :func:`held`; call the result for it, by file.
+
+    Args:
+        spare_bytes: what a GPU's own memory has beside a step. Copies are made there only where it has twice their
+            room: weights and optimizer may be held one after the other.
+    """
+    on_device = 2 * num_bytes_of(groups) < spare_bytes
+    kept = {file: held(state, on_device=on_device) for file, state in groups.items()}
+    return lambda: kept
+
+
+def _later(array: mx.array) -> Callable[[], memoryview]:
+    def get() -> memoryview:
+        mx.eval(array)
+        return np.asarray(array).reshape(-1).data
+
+    return get
+
+
+def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
+    """The bytes where MLX has them; of an array that lies in another order there a copy, made when it is written."""
+    plain = np.asarray(array)
+    return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
+
+
+def _words(array: mx.array) -> mx.array:
+    return array.view(_WORDS[array.dtype.size])
+
+
+# --- to be read --------------------------------------------------------------------------------------
+
+
+class StoredArrayReader(Protocol):
+    """An array of a checkpoint that can be read; ``shape`` and ``dtype`` (code of safetensors) are of all of it."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def read(self, region: Region | None = None) -> mx.array:
+        """The numbers of ``region``, by default all, in its shape; read when this is called.
+
+        What several ranks read together (see :func:`shared_arrays`) each reads in the same order, each its own region.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LocalArray:
+    """An array that this rank reads by itself."""
+
+    numbers: StoredNumbers
+
+    @property
+    def shape(self) -> Shape:
+        return self.numbers.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.numbers.dtype
+
+    def read(self, region: Region | None = None) -> mx.array:
+        return _array(self.numbers.words(region), self.dtype)
+
+
+@dataclass(frozen=True)
+class SharedArray:
+    """An array that rank 0 reads and hands out; ``numbers`` are there on rank 0."""
+
+    communicator: Communicator
+    shape: Shape
+    dtype: str
+    numbers: StoredNumbers | None
+
+    def read(self, region: Region | None = None) -> mx.array:
+        wanted = everything(self.shape) if region is None else region
+        flat, word = wanted.flat(self.shape), ITEM_BYTES[self.dtype]
+        # A range is taken out of what passes by; for another box the whole array has to be there.
+        taken = Flat(0, math.prod(self.shape)) if flat is None else flat
+        result, at = np.empty(taken.size * word, dtype=np.uint8), -taken.start * word
+        for piece in hand_out_bytes(self.communicator, self._pieces(), math.prod(self.shape) * word):
+            begin, end = max(at, 0), min(at + len(piece), len(result))
+            if begin < end:
+                result[begin:end] = piece[begin - at : end - at]
+            at += len(piece)
+        words = result.view(f"u{word}")
+        return _array(words.reshape(wanted.shape) if flat else cut(words.reshape(self.shape), wanted), self.dtype)
+
+    def _pieces(self) -> Iterator[memoryview]:
+        if self.numbers is None:
+            return
+        step = _PIECE_BYTES // ITEM_BYTES[self.dtype] if self.numbers.in_ranges else self.numbers.size
+        for start in range(0, self.numbers.size, step):
+            words = self.numbers.words(Flat(start, min(start + step, self.numbers.size)))
+            yield words.view(np.uint8).data
+
+
+def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:
+    """The arrays of a checkpoint's group, which is called like ``file``, by name.
+
+    Raises:
+        CheckpointError: its files cannot be read.
+    """
+    return {name: LocalArray(numbers) for name, numbers in stored_numbers(checkpoint, file).items()}
+
+
+def shared_arrays(communicator: Communicator, checkpoint: Checkpoint | None, file: str) -> dict[str, StoredArrayReader]:
+    """The same on every rank, of rank 0's checkpoint; called, and then read, on all ranks together."""
+    numbers = {} if checkpoint is None or communicator.rank else stored_numbers(checkpoint, file)
+    facts = hand_out_json(communicator, [(name, each.shape, each.dtype) for name, each in numbers.items()])
+    return {name: SharedArray(communicator, tuple(shape), code, numbers.get(name)) for name, shape, code in facts}
+
+
+def _array(words: NDArray[Any], dtype: str) -> mx.array:
+    array = mx.array(words).view(_DTYPES[dtype])
+    mx.eval(array)
+    return array
+
+
+def require_same(
+    stored: Mapping[str, StoredArrayReader], wanted: Iterable[tuple[str, Shape, mx.Dtype]], place: str
+) -> None:
+    """Compare a checkpoint's arrays with those that are to take their numbers: names, shapes and types.
+
+    Raises:
+        CheckpointError: they are others.
+    """
+    here = {name: (shape, _CODES[dtype]) for name, shape, dtype in wanted}
+    there = {name: (each.shape, each.dtype) for name, each in stored.items()}
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"{name} is {_described(there.get(name))} in the checkpoint, {_described(here.get(name))} here",
+                where=place,
+                hint="resume with the model and the settings that the checkpoint was made with",
+            )
+
+
+def _described(facts: tuple[Shape, str] | None) -> str:
+    if facts is None:
+        return "not trained"
+    shape, code = facts
+    return f"{shape} {str(_DTYPES[code]).removeprefix('mlx.core.')}"

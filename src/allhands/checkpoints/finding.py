@@ -1,0 +1,295 @@
+"""The checkpoints of a run: which are whole, which is the latest, and which a person means by ``--resume``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from allhands.checkpoints.format import WEIGHTS_FILE
+from allhands.checkpoints.layout import (
+    CHECKPOINTS,
+    MANIFEST,
+    STATE,
+    best_in,
+    checkpoints_in,
+    holder,
+    is_step_name,
+    leftovers,
+    listed,
+)
+from allhands.checkpoints.reading import (
+    Checkpoint,
+    OtherFormatError,
+    check_sizes,
+    described,
+    open_checkpoint,
+    sum_of,
+    with_state,
+)
+from allhands.errors import CheckpointError
+from allhands.paths import meant
+
+_WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """What lies at a place where a checkpoint should.
+
+    Attributes:
+        path: its directory.
+        checkpoint: what its manifest says; ``None`` if that cannot be read.
+        error: what is wrong; ``None`` if it is whole.
+    """
+
+    path: Path
+    checkpoint: Checkpoint | None
+    error: CheckpointError | None
+
+
+def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
+    """Everything in a run directory that is, or should be, a checkpoint, the last step first.
+
+    Args:
+        verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
+
+    Raises:
+        CheckpointError: a directory cannot be read.
+    """
+    places = [*checkpoints_in(run_dir), *([best] if (best := best_in(run_dir)) else ()), *_set_aside(run_dir)]
+    found = [one for path in places if (one := look(path, verify=verify)) is not None]
+    return sorted(found, key=_rank, reverse=True)
+
+
+def _set_aside(run_dir: Path) -> list[Path]:
+    """Checkpoints that were about to be replaced when the process was killed; the next writer puts them back."""
+    left = [found for parent in sorted({holder(run_dir), run_dir}) for found in leftovers(listed(parent))]
+    return [
+        path
+        for path, name, kind in left
+        if kind == "replaced" and (path / MANIFEST).exists() and not path.with_name(name).exists()
+    ]
+
+
+def _rank(found: FoundCheckpoint) -> tuple[int, bool, float]:
+    """The later step counts more; of copies, the one among the checkpoints."""
+    if (it := found.checkpoint) is None:
+        return (-1, False, 0.0)
+    return (it.step, is_step_name(it.path.name), it.time)
+
+
+def look(path: Path, *, verify: bool) -> FoundCheckpoint | None:
+    """What is at ``path``: ``None`` if it is removed meanwhile, what replaces it if it is replaced meanwhile."""
+    while (before := _identity(path)) is not None:
+        found = None
+        try:
+            found = described(path)
+            check_sizes(found)
+            return FoundCheckpoint(path, with_state(found, verify=True) if verify else found, None)
+        except CheckpointError as error:
+            if _identity(path) == before:
+                return FoundCheckpoint(path, found, error)
+    return None
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    # The number of a directory that is gone is soon given to another.
+    return facts.st_dev, facts.st_ino, facts.st_ctime_ns
+
+
+# --- choosing ----------------------------------------------------------------------------------------
+
+
+def latest(
+    run_dir: Path,
+    *,
+    run_id: str | None = None,
+    verify: bool = True,
+    rejected: list[CheckpointError] | None = None,
+) -> Checkpoint | None:
+    """The whole checkpoint of the highest step, of ``run_id`` if that is given; ``best`` counts like the others.
+
+    Args:
+        verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
+        rejected: receives what is wrong with each one that was passed over, of a higher step or of none to be read.
+
+    Raises:
+        CheckpointError: a directory cannot be read.
+    """
+    errors = [] if rejected is None else rejected
+    seen = [found for found in survey(run_dir, verify=False) if run_id is None or _may_be_of(run_id, found)]
+    errors += [found.error for found in seen if found.checkpoint is None and found.error is not None]
+    for found in seen:
+        if found.checkpoint is None:
+            break
+        verified = look(found.path, verify=True) if verify and not found.error else found
+        if verified is not None and verified.error is None:
+            return verified.checkpoint
+        if verified is not None and verified.error is not None:
+            errors.append(verified.error)
+    return None
+
+
+def _may_be_of(run_id: str, found: FoundCheckpoint) -> bool:
+    return found.checkpoint is None or found.checkpoint.run_id == run_id
+
+
+def quick_step(place: Path, run_id: str | None = None) -> int | None:
+    """The highest step of ``run_id``, or of any run, by manifests and sizes alone: milliseconds, whatever the size.
+
+    Args:
+        place: a run directory, or a single checkpoint.
+
+    Raises:
+        CheckpointError: a directory cannot be read.
+    """
+    whole = (found.checkpoint for found in look_at(place, verify=False) if found.error is None)
+    return max((it.step for it in whole if it is not None and run_id in (None, it.run_id)), default=None)
+
+
+def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
+    """What :func:`survey` finds in a run directory, or the one checkpoint that ``place`` is.
+
+    Raises:
+        CheckpointError: a directory cannot be read.
+    """
+    if not is_checkpoint(place):
+        return survey(place, verify=verify)
+    found = look(place, verify=verify)
+    return [] if found is None else [found]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory ``path`` is, or should be, a checkpoint itself and not a directory with some."""
+    return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
+
+
+# --- what a person means --------------------------------------------------------------------------------
+
+
+def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run directory ``TEXT``.
+
+    Args:
+        run_dir: where this run keeps its own, for advice.
+        verify: whether to compute sums; else sizes are compared, which takes milliseconds.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = Path(os.path.expanduser(text))
+    if path.is_file():
+        raise _not_a_directory(path)
+    if not path.is_dir():
+        raise _lost(path, "there is no such directory", meant(path, _advice(run_dir)))
+    if is_checkpoint(path):
+        return open_checkpoint(path, verify=verify)
+    rejected: list[CheckpointError] = []
+    if (found := latest(path, verify=verify, rejected=rejected)) is not None:
+        return found
+    if rejected:
+        hint = _of_other_version(rejected) or _from_weights(path) or _advice(run_dir)
+        raise _lost(path, f"no checkpoint in it is whole: {_told(rejected)}", hint)
+    if weights := [file for file in listed(path) if file.suffix == ".safetensors"]:
+        raise _lost(path, "it holds weights, but no checkpoint", f"{_WEIGHTS_ONLY}: --resume-adapter-file {weights[0]}")
+    raise _lost(path, "it holds no checkpoint", _advice(run_dir))
+
+
+def find_latest(
+    run_dir: Path, *, verify: bool = True, rejected: list[CheckpointError] | None = None
+) -> Checkpoint | None:
+    """The checkpoint that a person means by ``--resume auto``, or ``None`` if the run directory holds none at all.
+
+    Args:
+        verify: as in :func:`find`.
+        rejected: receives what is wrong with each one that was passed over.
+
+    Raises:
+        CheckpointError: it holds some, and none is whole: to begin anew then is a person's decision.
+    """
+    errors: list[CheckpointError] = []
+    found = latest(run_dir, verify=verify, rejected=errors)
+    if rejected is not None:
+        rejected += errors
+    if found is not None or not errors:
+        return found
+    kept = kept_aside(run_dir)
+    advice = [f"go on from another one with --resume PATH{f' (there is {kept[0]})' if kept else ''}"]
+    advice += ["leave --resume out to begin anew: the damaged ones are set aside then, not removed"]
+    advice += [text] if (text := _of_other_version(errors) or _from_weights(run_dir)) else []
+    what = f"none of the checkpoints in {run_dir} is whole: {_told(errors)}"
+    raise CheckpointError(what, where="--resume auto", hint="; or ".join(advice))
+
+
+def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
+    """What was last set aside in ``run_dir`` and has a whole checkpoint, with the last step of it, by sizes alone.
+
+    Raises:
+        CheckpointError: a directory cannot be read.
+    """
+    steps = ((path, quick_step(path)) for path in _aside(run_dir))
+    return next(((path, step) for path, step in steps if step is not None), None)
+
+
+def damage(error: CheckpointError) -> str:
+    """Which file of a checkpoint it is, and what is wrong with it."""
+    file = Path(error.where or "")
+    what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
+    return f"{file.parent.name}/{file.name}: {what}"
+
+
+def _told(errors: Iterable[CheckpointError]) -> str:
+    return "; ".join(damage(error) for error in errors)
+
+
+def _aside(run_dir: Path) -> list[Path]:
+    """What earlier runs left here, the latest first."""
+    found = [path for path in listed(run_dir) if path.name.startswith(f"{CHECKPOINTS}.") and path.is_dir()]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _of_other_version(errors: Iterable[CheckpointError]) -> str | None:
+    """What to do with the first checkpoint of another version."""
+    return next((error.hint for error in errors if isinstance(error, OtherFormatError)), None)
+
+
+def _from_weights(place: Path) -> str | None:
+    """What to do with weights that are whole in checkpoints that are not."""
+    for it in (found.checkpoint for found in survey(place, verify=False)):
+        facts = it.files.get(WEIGHTS_FILE) if it else None
+        with suppress(CheckpointError):
+            if it is not None and facts is not None and sum_of(it.path / WEIGHTS_FILE) == facts.sha256:
+                whole = f"begin a new run from the weights of step {it.step}, which are whole"
+                return f"{whole}: --resume-adapter-file {it.path / WEIGHTS_FILE}"
+    return None
+
+
+def _lost(path: Path, what: str, hint: str) -> CheckpointError:
+    return CheckpointError(what, where=f"--resume {path}", hint=hint)
+
+
+def _not_a_directory(path: Path) -> CheckpointError:
+    if (path.parent / MANIFEST).exists():
+        hint = f"give the checkpoint's directory: --resume {path.parent}"
+        if path.suffix == ".safetensors":
+            hint += f"; {_WEIGHTS_ONLY}: --resume-adapter-file {path}"
+    elif path.suffix == ".safetensors":
+        hint = f"{_WEIGHTS_ONLY}: --resume-adapter-file {path}"
+    else:
+        hint = "give the directory of a checkpoint or of a run"
+    return _lost(path, "this is a file, and a checkpoint is a directory", hint)
+
+
+def _advice(run_dir: Path) -> str:
+    """What there is to resume from instead."""
+    there = [str(found.path) for found in survey(run_dir, verify=False) if found.error is None]
+    if not there:
+        return "give the directory of a checkpoint or of a run that has some"
+    return f"there is {', '.join(there[:3])}; or --resume auto for the latest of --adapter-path {run_dir}"

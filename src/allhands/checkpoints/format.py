@@ -1,0 +1,252 @@
+"""The format of a checkpoint: the manifest, arrays by name and slice, and what a rank owns of the run's state.
+
+An array has a global name, shape and type. Its numbers lie in one or several slices, each a box of the array or a
+range of its numbers in C order, each under a key of one safetensors file. No slice names a rank: who divides the
+arrays in another way reads the slices that it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+# A new number whenever a checkpoint of this version could not be read by the ones before.
+FORMAT = 2
+WEIGHTS_FILE = "adapters.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+Shape = tuple[int, ...]
+# Of a number of each type, by its code in safetensors.
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """The numbers from ``start`` on, ``shape`` of them along each axis."""
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, whole: Shape) -> Flat | None:
+        """The same numbers of an array of the shape ``whole`` as a range, if they follow each other there."""
+        # Of the first axis with several numbers a part, of those behind it everything.
+        first = next((axis for axis, n in enumerate(self.shape) if n != 1), len(whole))
+        if any(n != most for n, most in zip(self.shape[first + 1 :], whole[first + 1 :], strict=True)):
+            return None
+        start = 0
+        for at, most in zip(self.start, whole, strict=True):
+            start = start * most + at
+        return Flat(start, start + self.size)
+
+    def fits(self, whole: Shape) -> bool:
+        """Whether it lies in an array of the shape ``whole``."""
+        if not len(self.start) == len(self.shape) == len(whole):
+            return False
+        return all(0 <= at <= at + n <= most for at, n, most in zip(self.start, self.shape, whole, strict=True))
+
+    def overlaps(self, other: Box) -> bool:
+        pairs = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        return all(max(at, there) < min(at + n, there + m) for at, n, there, m in pairs)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The numbers from ``start`` to ``stop`` of an array in C order, as one dimension."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> Shape:
+        return (self.size,)
+
+    def flat(self, whole: Shape) -> Flat:
+        """Itself, as :meth:`Box.flat`."""
+        return self
+
+    def fits(self, whole: Shape) -> bool:
+        """Whether it lies in an array of the shape ``whole``."""
+        return 0 <= self.start <= self.stop <= math.prod(whole)
+
+    def overlaps(self, other: Flat) -> bool:
+        return max(self.start, other.start) < min(self.stop, other.stop)
+
+
+Region = Box | Flat
+
+
+def everything(shape: Shape) -> Box:
+    """The region that is all of an array."""
+    return Box((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """What a rank holds of an array.
+
+    Attributes:
+        shape: of the whole array.
+        dtype: code of safetensors, such as ``F32``.
+        region: where the slice lies in the array.
+        array: the slice's numbers, in the region's shape, or a function that gives them when they are written.
+    """
+
+    shape: Shape
+    dtype: str
+    region: Region
+    array: Any
+
+    def get(self) -> Any:
+        """The numbers."""
+        return self.array() if isinstance(self.array, Callable) else self.array
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the numbers."""
+        return self.region.size * ITEM_BYTES[self.dtype]
+
+
+# What a rank holds of the run's state, by the arrays' names. Slices that several ranks hold are equal on them, and
+# the first of these ranks owns them.
+ShardedState = Mapping[str, OwnedSlice]
+# The same by the file that is called after a group of arrays, such as the weights.
+Groups = Mapping[str, ShardedState]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and hexadecimal SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """Where a slice of an array lies: under ``key`` of a safetensors ``file``."""
+
+    file: str
+    key: str
+    region: Region
+
+    def to_json(self) -> dict[str, Any]:
+        place: dict[str, Any] = {"file": self.file, "key": self.key}
+        if isinstance(self.region, Flat):
+            return {**place, "flat": [self.region.start, self.region.stop]}
+        return {**place, "start": list(self.region.start), "shape": list(self.region.shape)}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> StoredSlice:
+        if "flat" in entry:
+            region: Region = Flat(*map(int, entry["flat"]))
+        else:
+            region = Box(tuple(map(int, entry["start"])), tuple(map(int, entry["shape"])))
+        return cls(str(entry["file"]), str(entry["key"]), region)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a checkpoint: its global shape, its type (code of safetensors), and its slices."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    slices: tuple[StoredSlice, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def check(self, files: Mapping[str, object]) -> None:
+        """See that each number lies in one slice.
+
+        Raises:
+            ValueError: one lies in none or in several, or a slice in no file of ``files``.
+        """
+        regions = [each.region for each in self.slices]
+        if any(each.file not in files or not each.region.fits(self.shape) for each in self.slices):
+            raise ValueError(f"{self.name} has a slice outside of the array, or in no file")
+        if sum(region.size for region in regions) != self.size:
+            raise ValueError(f"the slices of {self.name} are not the whole array")
+        for one, other in combinations(regions, 2):
+            if type(one) is type(other) and one.overlaps(other):  # type: ignore[arg-type]
+                raise ValueError(f"slices of {self.name} overlap")
+
+    def to_json(self) -> dict[str, Any]:
+        slices = [each.to_json() for each in self.slices]
+        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "slices": slices}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> StoredArray:
+        slices = tuple(StoredSlice.from_json(each) for each in entry["slices"])
+        return cls(str(entry["name"]), tuple(map(int, entry["shape"])), str(entry["dtype"]), slices)
+
+
+def num_bytes_of(groups: Groups) -> int:
+    """Size of what a rank holds."""
+    return sum(each.num_bytes for state in groups.values() for each in state.values())
+
+
+def array_name(file: str, key: str) -> str:
+    """The name of an array in a checkpoint: its group, for which the file is called, and its own name."""
+    return f"{file.partition('.')[0]}.{key}"
+
+
+def file_of_rank(file: str, rank: int) -> str:
+    """The file with what a rank has of a group of arrays that ranks have divided among them."""
+    stem, dot, suffix = file.partition(".")
+    return f"{stem}-{rank}{dot}{suffix}"
+
+
+def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
+    """The arrays of which ``slices`` are parts, sorted by name.
+
+    Raises:
+        ValueError: parts of one array differ in its shape or type.
+    """
+    found: dict[str, StoredArray] = {}
+    for part in slices:
+        known = found.get(part.name, StoredArray(part.name, part.shape, part.dtype, ()))
+        if (known.shape, known.dtype) != (part.shape, part.dtype):
+            raise ValueError(f"{part.name} has two shapes or types")
+        found[part.name] = StoredArray(part.name, part.shape, part.dtype, known.slices + part.slices)
+    return [found[name] for name in sorted(found)]
+
+
+def dumped(values: Any) -> bytes:
+    """JSON in the one spelling that checkpoints have.
+
+    Raises:
+        ValueError: NaN or infinity, which JSON has not.
+    """
+    return json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def manifest_text(body: Mapping[str, Any]) -> bytes:
+    """The manifest of ``body``: an array a line, and with a sum of its own."""
+    return _lines({**body, "sha256": hashlib.sha256(_lines(body)).hexdigest()})
+
+
+def _lines(body: Mapping[str, Any]) -> bytes:
+    text = dumped({**body, "arrays": []})
+    arrays = [b"\n  " + json.dumps(each, allow_nan=False).encode() for each in body["arrays"]]
+    # The first key of all, because they are sorted.
+    return text.replace(b'"arrays": []', b'"arrays": [' + b",".join(arrays) + b"]", 1)

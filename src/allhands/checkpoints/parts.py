@@ -1,0 +1,338 @@
+"""How arrays that ranks have divided among them come into one checkpoint.
+
+Each rank owns what it is the first to hold; what all hold, whoever keeps files has anyway. Where all ranks see rank 0's
+directory each writes a file of its own slices into the checkpoint that rank 0 is making; otherwise ranks send their
+files, block by block, to those that keep files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from allhands.checkpoints.arrays import snapshot
+from allhands.checkpoints.format import (
+    Groups,
+    ShardedState,
+    StoredArray,
+    StoredFile,
+    StoredSlice,
+    array_name,
+    file_of_rank,
+)
+from allhands.checkpoints.resuming import sees_main
+from allhands.checkpoints.tensors import Tensor, safetensors_pieces, safetensors_size
+from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting, write_file
+from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import gather_bytes, gather_json, hand_out_json
+from allhands.errors import AllhandsError, StorageError
+from allhands.files import storage_error_of
+
+_POLL_S = 0.02
+# As long as that nothing of a rank's file may come before it is given up; once the run is at its end, sooner.
+_PATIENCE_S, _AT_THE_END_S = 600.0, 30.0
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which slices each rank is to write.
+
+    Attributes:
+        by_rank: what each rank is the first to hold, as it will lie in its file; of what not all ranks hold.
+        rank: this one.
+    """
+
+    by_rank: tuple[tuple[StoredArray, ...], ...]
+    rank: int
+
+    @classmethod
+    def agreed(cls, communicator: Communicator, groups: Groups) -> Ownership | None:
+        """Of what the ranks hold; ``None`` if all hold the same. Called on all ranks together."""
+        mine = sorted(
+            (
+                StoredArray(array_name(file, key), each.shape, each.dtype, (StoredSlice(file, key, each.region),))
+                for file, state in groups.items()
+                for key, each in state.items()
+            ),
+            key=lambda array: array.name,
+        )
+        told = json.dumps([[each.to_json() for each in array.slices] for array in mine])
+        digest = np.frombuffer(hashlib.sha256(told.encode()).digest(), dtype=np.int32)
+        digests = np.asarray(communicator.all_gather(mx.array(digest)[None])).reshape(communicator.size, -1)
+        if (digests == digests[0]).all():
+            return None
+        everyone = gather_json(communicator, [array.to_json() for array in mine])
+        holders: dict[tuple[StoredSlice, ...], list[tuple[int, StoredArray]]] = {}
+        for rank, held in enumerate(everyone):
+            for array in map(StoredArray.from_json, held):
+                holders.setdefault(array.slices, []).append((rank, array))
+        owned: list[list[StoredArray]] = [[] for _ in everyone]
+        for (rank, array), *others in holders.values():
+            if len(others) + 1 < communicator.size:
+                owned[rank].append(_in_file_of(array, rank))
+        return cls(tuple(map(tuple, owned)), communicator.rank)
+
+    def mine(self, groups: Groups) -> dict[str, ShardedState]:
+        """What this rank writes as its part, by file."""
+        return _selected(groups, {array.name for array in self.by_rank[self.rank]})
+
+    def common(self, groups: Groups) -> dict[str, ShardedState]:
+        """What all ranks hold, by file."""
+        divided = {array.name for arrays in self.by_rank for array in arrays}
+        return _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
+
+    def files(self, rank: int) -> list[str]:
+        """The files of a rank's part."""
+        return sorted({each.file for array in self.by_rank[rank] for each in array.slices})
+
+
+def _in_file_of(array: StoredArray, rank: int) -> StoredArray:
+    (only,) = array.slices
+    only = StoredSlice(file_of_rank(only.file, rank), only.key, only.region)
+    return StoredArray(array.name, array.shape, array.dtype, (only,))
+
+
+def _selected(groups: Groups, names: set[str]) -> dict[str, ShardedState]:
+    return {
+        file: {key: each for key, each in state.items() if array_name(file, key) in names}
+        for file, state in groups.items()
+    }
+
+
+@dataclass
+class Delivery:
+    """A checkpoint in the making, into which ranks put their parts; closed if it is not published."""
+
+    stack: ExitStack
+    draft: CheckpointDraft | None
+    problem: AllhandsError | None
+    collect: Callable[[Callable[[], None]], list[WrittenPart]] = lambda progress: []
+
+    @contextmanager
+    def opened(self) -> Generator[CheckpointDraft]:
+        """The draft, gone at the end unless it was published.
+
+        Raises:
+            StorageError: there is none, or it cannot be written.
+        """
+        if self.problem is not None:
+            raise self.problem
+        assert self.draft is not None
+        with self.stack:
+            yield self.draft
+
+
+@dataclass
+class PartExchange:
+    """This rank's side of the exchange: every checkpoint is begun on all ranks together.
+
+    Attributes:
+        groups: gives what this rank holds now.
+        spare_bytes: what a GPU's own memory has beside a step.
+        waits: whether there is no room for what is held while training goes on, see :meth:`Held.waits`.
+        keeps: whether this rank keeps files.
+        shared: whether all ranks see rank 0's directory.
+    """
+
+    communicator: Communicator
+    ownership: Ownership
+    groups: Callable[[], Groups]
+    keeps: bool
+    shared: bool
+    spare_bytes: Callable[[], int] = lambda: 0
+    waits: Callable[[], bool] = lambda: False
+    busy: Callable[[], None] = lambda: None
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "allhands-part"))
+    _pending: list[Future[None]] = field(default_factory=list[Future[None]])
+    _ending: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def agreed(
+        cls, communicator: Communicator, directory: Path, groups: Callable[[], Groups], keeps: bool, **more: Any
+    ) -> PartExchange | None:
+        """``None`` if all ranks hold the same; called on all ranks together."""
+        if communicator.size == 1 or (ownership := Ownership.agreed(communicator, groups())) is None:
+            return None
+        seen = communicator.all_sum(mx.array([float(sees_main(communicator, directory))]))
+        shared = bool(np.asarray(seen)[0] == communicator.size)
+        return cls(communicator, ownership, groups, keeps, shared, **more)
+
+    def begin(self, target: Path) -> Delivery | None:
+        """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files, what is to be finished.
+
+        Raises:
+            RuntimeError: from MLX: another rank has ended.
+        """
+        delivery = self._opened(target) if self.keeps else None
+        return self._begin_shared(target, delivery) if self.shared else self._begin_sent(delivery)
+
+    def close(self) -> None:
+        """Wait for what this rank writes."""
+        self.ends()
+        self._thread.shutdown()
+
+    def ends(self) -> None:
+        """Note that the run is at its end: what other ranks have not written soon will not be."""
+        self._ending.set()
+
+    def _opened(self, target: Path) -> Delivery:
+        stack = ExitStack()
+        try:
+            return Delivery(stack, stack.enter_context(drafting(target)), None)
+        except AllhandsError as error:
+            return Delivery(stack, None, error)
+
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        mine, rank = self.ownership.mine(self.groups()), self.communicator.rank
+        tensors = snapshot({file: state for file, state in mine.items() if state}, self.spare_bytes())()
+        return {file_of_rank(file, rank): of_file for file, of_file in tensors.items()}
+
+    # --- into one directory ---
+
+    def _begin_shared(self, target: Path, delivery: Delivery | None) -> Delivery | None:
+        wait(self._pending)
+        draft = None if delivery is None else delivery.draft
+        name: str | None = hand_out_json(self.communicator, None if draft is None else draft.directory.name)
+        if name is None:
+            return delivery
+        directory = target.resolve().parent / name
+        self._pending = [self._thread.submit(self._write, directory, self._tensors())]
+        if self.waits():
+            wait(self._pending)
+        if delivery is not None:
+            delivery.collect = lambda progress: self._collected(directory, progress)
+        return delivery
+
+    def _write(self, directory: Path, tensors: dict[str, list[Tensor]]) -> None:
+        """Write this rank's part, then a note of it."""
+        try:
+            files = {n: vars(write_file(directory / n, safetensors_pieces(t), self.busy)) for n, t in tensors.items()}
+            said: dict[str, Any] = {"files": files}
+        except (AllhandsError, OSError) as error:
+            told = error if isinstance(error, AllhandsError) else storage_error_of(error, directory)
+            said = {"problem": [f"rank {self.communicator.rank}: {told.message}", told.hint]}
+            for name in tensors:  # there may be no room for the note beside it
+                with suppress(OSError):
+                    (directory / name).unlink(missing_ok=True)
+        note = _note_of(directory, self.communicator.rank)
+        # A directory that is gone is one in which rank 0 has given up.
+        with suppress(OSError):
+            draft = note.with_suffix(".draft")
+            draft.write_text(json.dumps(said), encoding="utf-8")
+            os.replace(draft, note)
+
+    def _collected(self, directory: Path, progress: Callable[[], None]) -> list[WrittenPart]:
+        """What all ranks have written, once they have."""
+        return [self._part(directory, rank, progress) for rank in range(self.communicator.size)]
+
+    def _part(self, directory: Path, rank: int, progress: Callable[[], None]) -> WrittenPart:
+        note, seen, since = _note_of(directory, rank), -1, time.monotonic()
+        while not note.exists():
+            progress()
+            if (size := _size_of(directory, self.ownership.files(rank))) != seen:
+                seen, since = size, time.monotonic()
+            if time.monotonic() > since + (_AT_THE_END_S if self._ending.is_set() else _PATIENCE_S):
+                raise StorageError(
+                    f"rank {rank} does not write its part of the optimizer's state",
+                    where=str(directory),
+                    hint="look at that rank's log",
+                )
+            time.sleep(_POLL_S)
+        said = json.loads(note.read_text(encoding="utf-8"))
+        note.unlink()
+        if "problem" in said:
+            message, hint = said["problem"]
+            raise StorageError(message, where=str(directory), hint=hint)
+        files = {name: StoredFile(**facts) for name, facts in said["files"].items()}
+        return WrittenPart(files, self.ownership.by_rank[rank])
+
+    # --- to other computers ---
+
+    def _begin_sent(self, delivery: Delivery | None) -> Delivery | None:
+        """Send every rank's part to all, of whom those that keep files write them, while the training waits."""
+        tensors = self._tensors()
+        mine = {name: safetensors_size(of_file) for name, of_file in tensors.items()}
+        sizes: list[dict[str, int]] = gather_json(self.communicator, mine)
+        parts = [WrittenPart({}, arrays) for arrays in self.ownership.by_rank]
+        for index in range(max(map(len, sizes))):
+            names = [sorted(files)[index] if index < len(files) else None for files in sizes]
+            lengths = [0 if name is None else files[name] for name, files in zip(names, sizes, strict=True)]
+            own = names[self.communicator.rank]
+            pieces = safetensors_pieces(tensors[own]) if own is not None else iter(())
+            found = self._received(delivery, names, gather_bytes(self.communicator, pieces, lengths))
+            parts = [
+                WrittenPart({**part.files, **files}, part.arrays) for part, files in zip(parts, found, strict=True)
+            ]
+        if delivery is not None:
+            delivery.collect = lambda progress: parts
+        return delivery
+
+    def _received(
+        self, delivery: Delivery | None, names: Sequence[str | None], blocks: Iterable[list[memoryview]]
+    ) -> list[dict[str, StoredFile]]:
+        """Every rank's file of these names, written if this rank keeps files and can."""
+        writers: list[_Writer] = []
+        with ExitStack() as stack:
+            for block in blocks:
+                self.busy()
+                if delivery is None or delivery.draft is None or delivery.problem is not None:
+                    continue
+                try:
+                    if not writers:
+                        paths = [None if name is None else delivery.draft.directory / name for name in names]
+                        writers = [stack.enter_context(_Writer(path)) for path in paths]
+                    for writer, piece in zip(writers, block, strict=True):
+                        writer.add(piece)
+                except OSError as error:
+                    delivery.problem = storage_error_of(error, delivery.draft.target)
+        if not writers:
+            return [{} for _ in names]
+        return [{} if n is None else {n: w.stored()} for n, w in zip(names, writers, strict=True)]
+
+
+class _Writer:
+    """A private file that is written block by block; a context manager. ``None``: none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._digest, self._size = hashlib.sha256(), 0
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def add(self, piece: memoryview) -> None:
+        self._digest.update(piece)
+        self._size += len(piece)
+        while piece:
+            piece = piece[os.write(self._file, piece) :]
+
+    def stored(self) -> StoredFile:
+        return StoredFile(self._size, self._digest.hexdigest())
+
+
+def _note_of(directory: Path, rank: int) -> Path:
+    return directory / f".part-{rank}.json"
+
+
+def _size_of(directory: Path, names: Sequence[str]) -> int:
+    total = 0
+    for name in names:
+        with suppress(OSError):
+            total += (directory / name).stat().st_size
+    return total

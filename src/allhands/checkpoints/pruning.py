@@ -1,0 +1,81 @@
+"""Removal of checkpoints that need not be kept."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from allhands.checkpoints.finding import look, survey
+from allhands.checkpoints.layout import CHECKPOINTS, removal_path
+from allhands.checkpoints.reading import Checkpoint
+from allhands.checkpoints.writing import others_in, sweep
+from allhands.files import storage_error_of
+
+
+def prune(
+    run_dir: Path,
+    keep_last: int,
+    keep_every: int | None,
+    protected: Collection[int],
+    written: Checkpoint | None = None,
+) -> list[Path]:
+    """Remove the checkpoints of steps that need not be kept; what is not a checkpoint of ours is never touched.
+
+    The newest whole one always stays, and what is newer than the oldest that ``keep_last`` keeps.
+
+    Args:
+        keep_last: how many whole ones to keep, at least 1.
+        keep_every: also keep those whose step is a multiple of it.
+        protected: steps that must stay.
+        written: the one just written, which stays and need not be read again.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        StorageError: one cannot be removed.
+        CheckpointError: a directory cannot be read.
+    """
+    assert keep_last >= 1
+    directory = run_dir / CHECKPOINTS
+    try:
+        for parent in (directory, run_dir):
+            sweep(parent)
+        seen = [found for found in survey(run_dir, verify=False) if found.path.parent == directory]
+        whole = [found.checkpoint for found in seen if found.checkpoint is not None and found.error is None]
+        oldest = min((it.step for it in whole[:keep_last]), default=0)
+        kept = {*protected, *([written.step] if written else ())}
+        old = [
+            it
+            for found in seen
+            if (it := found.checkpoint) is not None
+            if it.step < oldest and it.step not in kept and not (keep_every and it.step % keep_every == 0)
+            if not found.path.is_symlink() and not others_in(found.path, it.files)
+        ]
+        newest = _newest_whole(whole, written) if old else None
+        removed = [it.path for it in old if newest is not None and it.path != newest.path]
+        for path in removed:
+            _remove(path)
+    except OSError as error:
+        raise storage_error_of(error, directory) from error
+    return removed
+
+
+def _newest_whole(candidates: list[Checkpoint], written: Checkpoint | None) -> Checkpoint | None:
+    """The first one whose sums are right too."""
+    for it in candidates:
+        if written is not None and it.digest == written.digest:
+            return it
+        verified = look(it.path, verify=True)
+        if verified is not None and verified.error is None:
+            return it
+    return None
+
+
+def _remove(path: Path) -> None:
+    """Under its name it is whole or absent, also now."""
+    hidden = removal_path(path, secrets.token_hex(4))
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

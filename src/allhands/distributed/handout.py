@@ -1,0 +1,99 @@
+"""JSON values and bytes from one rank to all others, and from all to all, over the collectives that every back-end has.
+
+Bytes travel as 32-bit integers, to which the ranks that have nothing to say add zero: bit for bit, in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.distributed.backend import Communicator
+
+# Bytes a collective: large enough for speed, small beside any model.
+_PIECE_BYTES = 4 << 20
+
+Bytes = bytes | bytearray | memoryview
+
+
+def hand_out_json(communicator: Communicator, value: Any) -> Any:
+    """Rank 0's JSON ``value`` on every rank; the others' arguments do not matter."""
+    if communicator.size == 1:
+        return value
+    text = json.dumps(value).encode() if communicator.rank == 0 else b""
+    length = communicator.all_sum(mx.array([len(text)], dtype=mx.uint32))
+    mx.eval(length)
+    size = int(np.asarray(length)[0])
+    return json.loads(b"".join(hand_out_bytes(communicator, [text], size)))
+
+
+def gather_json(communicator: Communicator, value: Any) -> list[Any]:
+    """Every rank's JSON ``value``, on every rank."""
+    text = json.dumps(value, default=str).encode()
+    lengths = communicator.all_gather(mx.array([len(text)], dtype=mx.int32))
+    mx.eval(lengths)
+    sizes = [int(size) for size in np.asarray(lengths)]
+    texts = [bytearray() for _ in sizes]
+    for pieces in gather_bytes(communicator, [text], sizes):
+        for whole, piece in zip(texts, pieces, strict=True):
+            whole += piece
+    return [json.loads(whole) for whole in texts]
+
+
+def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: int) -> Iterator[memoryview]:
+    """Rank 0's ``size`` bytes, which it has in ``pieces``, in larger or smaller pieces on every rank.
+
+    To be read to its end on all ranks together; a piece holds until the next is asked for.
+    """
+    own = _blocks(pieces, _PIECE_BYTES) if communicator.rank == 0 else None
+    for start in range(0, size, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, size - start)
+        words = np.zeros(-(-length // 4), dtype=np.uint32)
+        if own is not None:
+            words.view(np.uint8)[:length] = next(own)
+        total = communicator.all_sum(mx.array(words))
+        mx.eval(total)
+        yield np.asarray(total).view(np.uint8)[:length].data
+
+
+def gather_bytes(
+    communicator: Communicator, pieces: Iterable[Bytes], sizes: Sequence[int]
+) -> Iterator[list[memoryview]]:
+    """Every rank's bytes, a piece of each at a time (an empty one where it has no more); likewise.
+
+    Args:
+        pieces: this rank's bytes.
+        sizes: how many each rank has.
+    """
+    most = max(sizes)
+    block = 4 * -(-min(most, max(_PIECE_BYTES // communicator.size, 4)) // 4)
+    own = _blocks(pieces, block)
+    for start in range(0, most, max(block, 1)):
+        words = np.zeros(block // 4, dtype=np.uint32)
+        mine = next(own, np.empty(0, np.uint8))
+        words.view(np.uint8)[: len(mine)] = mine
+        together = communicator.all_gather(mx.array(words).view(mx.int32))
+        mx.eval(together)
+        rows = np.asarray(together).view(np.uint8).reshape(communicator.size, block)
+        yield [row[: min(max(size - start, 0), block)].data for row, size in zip(rows, sizes, strict=True)]
+
+
+def _blocks(pieces: Iterable[Bytes], length: int) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of ``pieces``, end to end, in blocks of ``length``."""
+    block, filled = np.empty(length, dtype=np.uint8), 0
+    for piece in pieces:
+        data = np.frombuffer(piece, dtype=np.uint8) if len(piece) else np.empty(0, np.uint8)
+        while len(data):
+            part = data[: length - filled]
+            block[filled : filled + len(part)] = part
+            filled, data = filled + len(part), data[len(part) :]
+            if filled == length:
+                yield block
+                filled = 0
+    if filled:
+        yield block[:filled]

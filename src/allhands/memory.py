@@ -1,0 +1,64 @@
+"""The memory of this process so far: what the system says, and MLX where it is loaded."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def peak_rss_bytes() -> int:
+    """The highest resident memory of this process so far."""
+    if sys.platform == "linux":
+        # Not ru_maxrss, into which Linux counts the process that started this one.
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class MlxPeak:
+    """The most bytes of arrays at once, of the process and of parts of its time: MLX itself has one counter.
+
+    To be asked only once MLX has been used.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def begin(self) -> None:
+        """A part of the time begins."""
+        self._before = self.whole()
+        _mlx().reset_peak_memory()
+
+    def part(self) -> int:
+        """Since the part began."""
+        return int(_mlx().get_peak_memory())
+
+    def whole(self) -> int:
+        """Since the process began."""
+        return max(self._before, self.part())
+
+
+def _mlx() -> Any:
+    return sys.modules["mlx.core"]
+
+
+MLX_PEAK = MlxPeak()
+
+
+def mlx_memory() -> dict[str, int]:
+    """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been used.
+
+    MLX's allocator answers from its counters, in any thread.
+    """
+    mx: Any = sys.modules.get("mlx.core")
+    if mx is None:
+        return {}
+    return {
+        "mlx_active_bytes": int(mx.get_active_memory()),
+        "mlx_cache_bytes": int(mx.get_cache_memory()),
+        "mlx_peak_bytes": MLX_PEAK.whole(),
+    }

@@ -1,0 +1,61 @@
+"""What a model is trained for: the contract that training, validation and the search for poisoned rows rely on.
+
+An objective adds up; it never divides. Sums and counts travel over micro-batches and ranks, and the step divides once,
+by the count of the whole global batch. ``docs/architecture.md`` has a worked example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import mlx.core as mx
+from numpy.typing import NDArray
+
+from allhands.data.loader import MicroBatch
+
+# (*arrays of a micro-batch) -> () float32 loss sum, followed by the objective's further sums if it has any.
+SumsFunction = Callable[..., tuple[mx.array, ...]]
+# (*arrays of a micro-batch) -> (sums, tree of gradients); the sums are () for the loss alone, else (1 + further,).
+GradFunction = Callable[..., tuple[mx.array, Any]]
+
+
+class Objective(Protocol):
+    """A loss summed over what it is summed over, and what else is counted with it.
+
+    Attributes:
+        further: names of the sums besides the loss, in the order in which :meth:`sums` returns them; the same on
+            every rank.
+    """
+
+    @property
+    def further(self) -> tuple[str, ...]: ...
+
+    def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
+        """The arrays of ``batch`` that a forward pass takes."""
+        ...
+
+    def counts(self, batch: MicroBatch) -> Mapping[str, int]:
+        """``"targets"``, by which the loss is divided in the end, and ``"tokens"``, the work done."""
+        ...
+
+    def sums(self, model: Any, *, cpu_native: bool, with_grad: bool = True) -> SumsFunction:
+        """The function of :meth:`values`, as MLX's arrays, that returns the sums; it never divides.
+
+        Args:
+            cpu_native: whether operations compute when they are called (Linux CPUs); the result is then a value.
+            with_grad: whether it will be differentiated.
+        """
+        ...
+
+    def cpu_gradient(self, model: Any) -> GradFunction | None:
+        """The gradient where operations compute when they are called; ``None``: that of :meth:`sums` will do."""
+        ...
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """What is reported besides the mean loss.
+
+        Args:
+            sums: over the global batch: ``"loss"``, ``"targets"``, ``"tokens"`` and the further sums by name.
+        """
+        ...

@@ -1,0 +1,132 @@
+"""How ranks divide the work of a step: the contract of a strategy, and what is handed from one part to the next.
+
+A step is: the strategy computes this rank's sums (:meth:`Strategy.gradients`), adds them up over ranks
+(:meth:`Strategy.reduce`), the updater divides once and updates, and the strategy does what follows
+(:meth:`Strategy.after_update`). Everything else that one way needs is private to its strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator
+from allhands.distributed.capabilities import can
+from allhands.distributed.reduce import BUCKET_BYTES
+from allhands.distributed.shards import Shards
+from allhands.model.fused.leaves import Leaves
+from allhands.parallel.passes import Passes
+from allhands.parallel.registry import STRATEGIES
+from allhands.parallel.sums import Gradients, Reduced, Times
+
+
+@dataclass(frozen=True)
+class Exchanging:
+    """What a strategy needs to exchange gradients.
+
+    Attributes:
+        communicator: the ranks that divide the batch.
+        bucket_bytes: arrays travel together up to about so many.
+        cpu_native: whether operations compute when they are called.
+        heartbeat: is told "reduce" before other ranks are waited for, and "update" before the update is.
+    """
+
+    communicator: Communicator
+    bucket_bytes: int = BUCKET_BYTES
+    cpu_native: bool = False
+    heartbeat: Callable[[str], None] = lambda phase: None
+
+    @property
+    def size(self) -> int:
+        return self.communicator.size
+
+
+class Strategy(Protocol):
+    """One way of dividing the work of a step.
+
+    Attributes:
+        name: of ``--strategy``.
+        communicator: the ranks that it divides the work over.
+        shards: what each rank keeps and updates of the flat weights; ``None``: everything.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    @property
+    def shards(self) -> Shards | None: ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients travel while others are computed."""
+        ...
+
+    def place(self, leaves: Leaves | None) -> Shards | None:
+        """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
+
+        Not called where the optimizer's state cannot be divided.
+        """
+        ...
+
+    def prepare(self, passes: Passes) -> None:
+        """Called once, before the first step, with the passes that it will be given."""
+        ...
+
+    def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
+        """This rank's sums over ``micro_batches`` (zeros for none)."""
+        ...
+
+    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+        """Sum gradients and ``numbers`` over ranks.
+
+        Args:
+            extra: numbers of this rank for all others, as many on each rank. A strategy whose exchange waits for
+                nothing else leaves them to whoever asks (:attr:`Reduced.num_gathered` is 0).
+        """
+        ...
+
+    def whole(self, parts: list[mx.array]) -> list[mx.array]:
+        """The updated flat weights, of what each rank has updated."""
+        ...
+
+    def after_update(self, step: int) -> None:
+        """Called on every rank when the model has the weights of ``step`` updates."""
+        ...
+
+    def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Hand out the next step's first pass, of weights that are still being computed, if this strategy can."""
+        ...
+
+    def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
+        """Wait for the step's lazy ``arrays``.
+
+        Args:
+            handed_out: the times until the update was handed out.
+            started: when it was, by ``time.perf_counter``.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Throw away what was handed out ahead: its weights will not be those of the next step."""
+        ...
+
+
+def make_strategy(name: str, exchanging: Exchanging, *, overlap: bool | None = None) -> Strategy:
+    """The strategy of that name in the registry.
+
+    Args:
+        overlap: whether gradients travel while others are computed, where they are graphs; default: with NCCL.
+    """
+    communicator = exchanging.communicator
+    wanted = can(communicator.backend, "overlap") if overlap is None else overlap
+    beside = wanted and communicator.size > 1 and not exchanging.cpu_native
+    module, _, function = STRATEGIES[name].maker.partition(":")
+    return getattr(import_module(module), function)(exchanging, beside)

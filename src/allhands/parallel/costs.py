@@ -1,0 +1,145 @@
+"""What a strategy costs each rank, in memory and traffic: asked by ``allhands plan``, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+Method = Literal["lora", "dora", "full"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does.
+
+    Attributes:
+        method: how it is trained.
+        tokens: places of its largest micro-batch, padding included.
+        trained_layers: blocks through which gradients go back.
+        weights_bytes: of all weights as they are held, ``trained_bytes`` of those that are trained.
+        optimizer: by name.
+        recomputed: whether blocks' activations are computed again in place of being kept.
+        accumulated: whether a batch is more than one micro-batch.
+        masters: whether the optimizer has float32 copies of weights in half precision.
+        by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
+        batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
+        row_tokens: of the longest row, than which no micro-batch can be smaller.
+    """
+
+    method: Method
+    tokens: int
+    trained_layers: int
+    weights_bytes: int
+    trained_bytes: int
+    optimizer: str
+    recomputed: bool = False
+    accumulated: bool = False
+    masters: bool = False
+    batch_tokens: int = 0
+    by_adam_bytes: int = 0
+    row_tokens: int = 1
+
+    def divided(self, ranks: int) -> Work:
+        """That of each of so many ranks with an equal share of the batch."""
+        return self.share(1 / ranks)
+
+    def share(self, part_of_batch: float) -> Work:
+        """That of a rank with such a part of the batch."""
+        whole = self.batch_tokens or self.tokens
+        part = max(1, int(whole * part_of_batch + 1e-6))
+        # What is summed for another reason than the size of the batch still is.
+        summed = self.accumulated and (whole <= self.tokens or part > self.tokens)
+        return replace(self, tokens=min(self.tokens, part), batch_tokens=part, accumulated=summed)
+
+    def cut(self, tokens: int) -> Work:
+        """With micro-batches of so many places, whose gradients are summed."""
+        return replace(self, tokens=tokens, accumulated=self.accumulated or tokens < (self.batch_tokens or self.tokens))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a step; the three phases do not come together.
+
+    Attributes:
+        weights: all of them.
+        optimizer: what it keeps of each trained weight.
+        backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
+        activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
+        beside: what the process takes that is no array: room of the products with the head.
+        renewed: of ``update`` the new values of what a rank updates.
+    """
+
+    weights: int
+    optimizer: int
+    backward: int
+    loss: int
+    update: int
+    activations: int = 0
+    logits: int = 0
+    beside: int = 0
+    renewed: int = 0
+
+    @property
+    def arrays(self) -> int:
+        """The peak of all arrays."""
+        return self.weights + self.optimizer + max(self.backward, self.loss, self.update)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a step, and receives.
+
+    Attributes:
+        all_reduced: bytes of the arrays that ranks add up, each of which has the whole sum afterwards.
+        gathered: bytes of the arrays of which each rank has a part before, and the whole afterwards.
+        scattered: bytes of the arrays that ranks add up, each of which has a part of the sum afterwards.
+    """
+
+    all_reduced: int = 0
+    gathered: int = 0
+    scattered: int = 0
+
+    def sent(self, ranks: int) -> int:
+        """Bytes that each of so many ranks sends, by rings: (N-1)/N of what is gathered or scattered, twice that of
+        what is all-reduced."""
+        return (2 * self.all_reduced + self.gathered + self.scattered) * (ranks - 1) // ranks
+
+
+class Costs(Protocol):
+    """The costs of a strategy, without loading anything."""
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        """A rank's, of what it would hold if it had everything."""
+        ...
+
+    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+        """Of a step.
+
+        Args:
+            gradient_bytes: of all gradients as they travel; ``weight_bytes`` of what is trained, as it is held.
+            scatters: whether the back-end has a reduce-scatter.
+        """
+        ...
+
+
+class DataCosts:
+    """Every rank has everything."""
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        return memory
+
+    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+        return Traffic(all_reduced=gradient_bytes)
+
+
+class DividedOptimizerCosts:
+    """Each rank has one of ``ranks`` parts of the optimizer's state, and of what is renewed in the update."""
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        update = memory.update - memory.renewed * (ranks - 1) // ranks
+        return replace(memory, optimizer=memory.optimizer // ranks, update=update)
+
+    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+        if scatters:
+            return Traffic(gathered=weight_bytes, scattered=gradient_bytes)
+        return Traffic(all_reduced=gradient_bytes, gathered=weight_bytes)

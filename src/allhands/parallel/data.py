@@ -1,0 +1,295 @@
+"""Plain data parallelism, and the divided optimizer on top of it (ZeRO-1, arXiv 1910.02054).
+
+Every rank has all weights and computes its share of the global batch; gradients are summed over ranks. In
+:class:`DataParallel` the exchange follows the passes. In :class:`OverlappedData` gradients travel while others are
+computed. In both the next step's first pass is handed out before the last step's update is there, and in both each rank
+may keep and update a part of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator, MlxGroup, moved_to
+from allhands.distributed.reduce import (
+    Lookups,
+    PendingReduce,
+    start_all_gather,
+    start_all_reduce,
+    start_sum,
+    sum_over_ranks,
+)
+from allhands.distributed.shards import Shards
+from allhands.model.fused.leaves import Leaves
+from allhands.parallel.base import Exchanging, Strategy
+from allhands.parallel.lookups import TravellingLookups, with_lookups
+from allhands.parallel.norms import sum_of_squares
+from allhands.parallel.passes import Pass, Passes
+from allhands.parallel.sums import Gradients, Named, Reduced, Times
+from allhands.trees import flatten
+
+# Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
+# remains of the exchange.
+_LOOK_EVERY = 64
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A pass that was handed out before its step began.
+
+    Attributes:
+        batch: of which it is.
+        weights: the flat weights with which it is computed.
+        computed: its sums and gradients, lazy.
+        pending: the exchange of its gradients, if it was started, too.
+    """
+
+    batch: MicroBatch
+    weights: list[mx.array]
+    computed: Pass
+    pending: PendingReduce | None
+
+
+def plain(exchanging: Exchanging, overlap: bool) -> Strategy:
+    """``--strategy data``."""
+    return OverlappedData(exchanging) if overlap else DataParallel(exchanging)
+
+
+def divided_optimizer(exchanging: Exchanging, overlap: bool) -> Strategy:
+    """``--strategy zero1``."""
+    return OverlappedData(exchanging, divides=True) if overlap else DataParallel(exchanging, divides=True)
+
+
+class DataParallel:
+    """:class:`~allhands.parallel.base.Strategy`: passes first, then one exchange of everything."""
+
+    overlaps = False
+
+    def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
+        """``divides``: whether each rank keeps and updates a part of the optimizer's state, where that can be."""
+        self._exchanging = exchanging
+        self._divides = divides
+        self.shards: Shards | None = None
+        self.ahead: Ahead | None = None
+
+    @property
+    def name(self) -> str:
+        return "zero1" if self._divides else "data"
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._exchanging.communicator
+
+    def prepare(self, passes: Passes) -> None:
+        pass
+
+    def place(self, leaves: Leaves | None) -> Shards | None:
+        communicator = self._exchanging.communicator
+        if leaves is not None and self._divides and communicator.size > 1:
+            shards = Shards(communicator, [chunk.shape for chunk in leaves.chunks], leaves.tables)
+            self.shards = shards if any(shards.divided) else None
+        return self.shards
+
+    def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
+        ahead, self.ahead = self.ahead, None
+        computed, pending = list[Pass](), None
+        # Not if somebody has set weights since.
+        fits = ahead is not None and bool(micro_batches) and ahead.batch is micro_batches[0]
+        if ahead is not None and fits and passes.flat is not None and ahead.weights is passes.flat.weights():
+            computed, pending = [ahead.computed], ahead.pending
+        del ahead
+
+        def run(batch: MicroBatch) -> Pass:
+            return computed.pop() if computed else self._run(passes, batch)
+
+        lazy_end = not self._exchanging.cpu_native and (self._exchanging.size == 1 or self.overlaps)
+        mine = passes.accumulate(micro_batches, run, lazy_end=lazy_end)
+        return mine if pending is None else replace(mine, pending=pending)
+
+    def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
+        return passes.run(batch)
+
+    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+        exchanging, squares = self._exchanging, None
+        arrays = [grad for _, grad in mine.grads]
+        size = exchanging.bucket_bytes
+        sums, totals = sum_over_ranks(exchanging.communicator, arrays, numbers, bucket_bytes=size)
+        if (shards := self.shards) is not None:
+            # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
+            squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
+            sums = [mx.contiguous(shards.part(i, whole)) for i, whole in enumerate(sums)]
+        if exchanging.cpu_native or exchanging.size > 1:
+            exchanging.heartbeat("reduce")
+            mx.eval(sums, totals, [] if squares is None else squares)
+        if not exchanging.cpu_native and exchanging.size > 1:
+            exchanging.heartbeat("update")
+        return Reduced(_named(mine.grads, sums), totals, squares)
+
+    def whole(self, parts: list[mx.array]) -> list[mx.array]:
+        if self.shards is None:
+            return parts
+        exchanging = self._exchanging
+        size = exchanging.bucket_bytes
+        return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=None)
+
+    def after_update(self, step: int) -> None:
+        pass
+
+    def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Putting a pass together takes the host a while, in which a device would have nothing to do."""
+        micro_batches = upcoming()
+        if passes.flat is None or not micro_batches:
+            return
+        batch, early = micro_batches[0], self._starts_early(micro_batches)
+        if not early and batch.shape not in passes.shapes:
+            return
+        if passes.run_ahead is not None:
+            passes.run_ahead.before(max(each.inputs.size for each in micro_batches))
+        if batch.shape not in passes.shapes:
+            passes.note(batch)
+        weights, pending = passes.flat.weights(), None
+        computed = self._run(passes, batch) if early else passes.run(batch)
+        if early:
+            # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+            computed = replace(computed, grads=tree_map(mx.contiguous, computed.grads))
+            pending = self._start([grad for _, grad in flatten(computed.grads)], computed.lookups)
+        self.ahead = Ahead(batch, weights, computed, pending)
+        mx.async_eval(computed.sums, computed.grads)
+
+    def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Whether the exchange of the next step's gradients starts with its first pass; alike on all ranks."""
+        return False
+
+    def _start(self, arrays: list[mx.array], lookups: Lookups | None) -> PendingReduce:
+        raise NotImplementedError
+
+    def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
+        mx.eval(arrays)
+        if self._exchanging.size > 1:
+            return handed_out
+        # On one rank this includes the passes themselves.
+        return Times(handed_out.compute_s + time.perf_counter() - started, handed_out.comm_s)
+
+    def forget(self) -> None:
+        self.ahead = None
+
+
+class OverlappedData(DataParallel):
+    """As :class:`DataParallel`, with the exchange beside the passes: for NCCL, which sends from the GPU.
+
+    With the other back-ends the host sends and receives, and a GPU that waits for it may be taken for dead.
+    """
+
+    overlaps = True
+
+    def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
+        communicator = exchanging.communicator
+        # All that ranks exchange goes over one stream, so that it is in one order on all of them.
+        own = communicator.stream if isinstance(communicator, MlxGroup) else None
+        self._stream: Any = own or mx.new_stream(mx.default_device())
+        super().__init__(replace(exchanging, communicator=moved_to(communicator, self._stream)), divides=divides)
+        self._apart: TravellingLookups | None = None
+        self._cuts = set[int]()
+        self._exposed = _Exposed()
+
+    def prepare(self, passes: Passes) -> None:
+        leaves = None if passes.flat is None else passes.flat.leaves
+        self._cuts = set() if leaves is None else leaves.before_attention
+        self._apart = passes.rows_apart(self._exchanging.size)
+
+    def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
+        return passes.run(batch, self._apart if batch.sole else None)
+
+    def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        # Only what all ranks know may decide on an exchange: others may have compiled other shapes.
+        return len(micro_batches) == 1 and micro_batches[0].sole
+
+    def _start(self, arrays: list[mx.array], lookups: Lookups | None) -> PendingReduce:
+        """Let gradients travel as they are computed."""
+        exchanging = self._exchanging
+        how: Any = {"bucket_bytes": exchanging.bucket_bytes, "stream": self._stream, "shards": self.shards}
+        pending = start_all_reduce(exchanging.communicator, arrays, lookups=lookups, cuts=self._cuts, **how)
+        return with_lookups(pending, self.shards)
+
+    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+        communicator, shards = self._exchanging.communicator, self.shards
+        pending = mine.pending or self._start([grad for _, grad in mine.grads], mine.lookups)
+        every = list(numbers)
+        if shards is not None:
+            # Of what all ranks have, only the first one's.
+            parts = zip(pending.arrays, shards.divided, strict=True)
+            every.append(sum_of_squares([part for part, divided in parts if divided or shards.first]))
+        every += _places(extra, communicator)
+        totals = start_sum(communicator, every, stream=self._stream)
+        squares = None if shards is None else totals[len(numbers)]
+        gathered = communicator.size * len(extra)
+        return Reduced(
+            _named(mine.grads, pending.arrays), totals, squares, tuple(pending.computed), num_gathered=gathered
+        )
+
+    def whole(self, parts: list[mx.array]) -> list[mx.array]:
+        if self.shards is None:
+            return parts
+        exchanging = self._exchanging
+        size = exchanging.bucket_bytes
+        return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
+
+    def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
+        if not self._exposed.looks_now():
+            super().start_next(passes, upcoming)
+
+    def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
+        """Wait for this rank's passes, then for the last sum: what remains of the exchange when they are done.
+
+        Where the next pass was handed out in between, it is taken for the part of the time that it was when last seen.
+        """
+        mx.eval(list(reduced.computed))
+        passed = time.perf_counter()
+        self._exchanging.heartbeat("reduce")
+        mx.eval(reduced.totals)
+        reduced_at = time.perf_counter()
+        self._exchanging.heartbeat("update")
+        # What was called the exchange so far was handing it out.
+        whole_s = handed_out.whole_s + reduced_at - started
+        seen = (reduced_at - passed) / whole_s if self.ahead is None else None
+        comm_s = self._exposed.share(seen) * whole_s
+        mx.eval(arrays)
+        return Times(whole_s - comm_s, comm_s)
+
+
+class _Exposed:
+    """The part of a step's time that remains of the exchange, measured in steps that hand out nothing ahead."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._share = 0.0
+
+    def looks_now(self) -> bool:
+        """Whether this step is one of those."""
+        return self._steps % _LOOK_EVERY == 1
+
+    def share(self, seen: float | None) -> float:
+        """The share of a step in which it was ``seen``; ``None``: not in this one. Counts the step."""
+        self._steps += 1
+        if seen is not None:
+            self._share = seen
+        return self._share
+
+
+def _places(mine: Sequence[float], communicator: Communicator) -> list[float]:
+    """Places for every rank's numbers, of which this one fills its own: their sum over the ranks has all."""
+    rank, size = communicator.rank, communicator.size
+    return [*[0.0] * (rank * len(mine)), *mine, *[0.0] * ((size - rank - 1) * len(mine))]
+
+
+def _named(named: list[Named], arrays: Sequence[mx.array]) -> list[Named]:
+    """``arrays`` with the names of ``named``."""
+    return [(name, array) for (name, _), array in zip(named, arrays, strict=True)]

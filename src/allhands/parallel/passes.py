@@ -1,0 +1,131 @@
+"""This rank's forward and backward passes of an objective, summed over its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from allhands.accelerator import device_memory
+from allhands.data.loader import MicroBatch
+from allhands.distributed.reduce import Lookups
+from allhands.model.fused import kernels
+from allhands.objectives.base import Objective
+from allhands.parallel.batch_memory import arrays_of_batches
+from allhands.parallel.gradient import Computing, FlatWeights, make_gradient, make_joined_gradient
+from allhands.parallel.lookups import TravellingLookups
+from allhands.parallel.runahead import RunAhead
+from allhands.parallel.sums import Gradients
+from allhands.trees import flatten
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch's sums and gradients, lazy or computed; ``lookups`` are apart where they travel by themselves."""
+
+    sums: mx.array
+    grads: Any
+    lookups: Lookups | None = None
+
+
+class Passes:
+    """The gradient of an objective on this rank.
+
+    Attributes:
+        model: what is trained.
+        objective: what it is trained for.
+        computing: how.
+        flat: all trained weights as few arrays; ``None``: by name.
+        shapes: (B, T, N) of every micro-batch so far; a compiled pass is traced once for each.
+        run_ahead: keeps a GPU's memory in bounds; ``None`` elsewhere.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, computing: Computing, flat: FlatWeights | None, *, overlaps: bool
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.computing = computing
+        self.flat = flat if flat is not None and flat.leaves is not None else None
+        self.shapes: set[tuple[int, int, int]] = set()
+        self.run_ahead = RunAhead(device_memory(), exchanging=overlaps) if kernels.available() else None
+        self._to_arrays = arrays_of_batches()
+        how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
+        if self.flat is None:
+            self._gradient = make_gradient(model, eager=computing.cpu_native, **how)
+        else:
+            self._gradient = make_joined_gradient(model, self.flat, **how)
+
+    def arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:
+        """What the gradient's function is called with."""
+        values = self.objective.values(batch)
+        dropout = self.computing.dropout
+        if dropout is not None:
+            values = (dropout.values(batch.examples, batch.inputs.shape[1], batch.iteration), *values)
+        return self._to_arrays(values)
+
+    def note(self, batch: MicroBatch) -> None:
+        """Tell the heartbeat of a pass that begins."""
+        traced = self.computing.compiled and not self.computing.cpu_native
+        self.computing.heartbeat("first" if traced and batch.shape not in self.shapes else "compute")
+        self.shapes.add(batch.shape)
+
+    def run(self, batch: MicroBatch, apart: TravellingLookups | None = None) -> Pass:
+        """One pass; with ``apart`` what look-ups contribute is not in the gradients, where that fits the batch."""
+        arguments = self.arguments(batch)
+        if apart is None or not apart.fits(batch):
+            return Pass(*self._gradient(*arguments))
+        return Pass(*apart(batch, arguments))
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        run: Callable[[MicroBatch], Pass],
+        *,
+        lazy_end: bool,
+    ) -> Gradients:
+        """Sums over this rank's micro-batches; zeros when it has none.
+
+        Args:
+            run: gives the pass of a micro-batch.
+            lazy_end: whether what follows the last pass is handed out together with it.
+        """
+        further = len(self.objective.further)
+        total, grads, lookups = mx.zeros((1 + further,) if further else ()), None, None
+        for number, batch in enumerate(micro_batches, 1):
+            self.note(batch)
+            done = run(batch)
+            new, sums, lookups = done.grads, done.sums, done.lookups
+            del done  # what is held here would take memory beside the sums
+            # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+            new = tree_map(mx.contiguous, new) if grads is None else tree_map(mx.add, grads, new)
+            before, total, grads = total, total + sums, new
+            if lazy_end and number == len(micro_batches):
+                continue
+            if self.run_ahead is None:
+                mx.eval(total, grads)
+            else:
+                # The device works on this one while the host hands out the next; no further, see BatchMemory.
+                mx.async_eval(total, grads)
+                mx.eval(before)
+        if grads is None:
+            trained = self.model.trainable_parameters() if self.flat is None else self.flat.weights()
+            grads = tree_map(mx.zeros_like, trained)
+        num_targets = sum(self.objective.counts(batch)["targets"] for batch in micro_batches)
+        return Gradients(total, flatten(grads), num_targets, lookups)
+
+    def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
+        """The gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""
+        cpu_native, dropout = self.computing.cpu_native, self.computing.dropout
+        gradient = make_gradient(
+            self.model, eager=cpu_native, compiled=False, dropout=dropout, objective=self.objective
+        )
+        return lambda batch: gradient(*self.arguments(batch))
+
+    def rows_apart(self, num_ranks: int) -> TravellingLookups | None:
+        """Passes whose look-ups of a trained table are apart; ``None`` where there is no such table."""
+        return TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing)

@@ -1,0 +1,70 @@
+"""The strategies by name: the only list of them, for ``--strategy``, for training and for ``allhands plan``.
+
+A new one is an entry here; nothing else has to know of it. Importing this loads no MLX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from allhands.parallel.costs import Costs, DataCosts, DividedOptimizerCosts
+
+# Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
+ELEMENTWISE = ("adam", "adamw", "sgd")
+
+
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """What a training needs of its strategy.
+
+    Attributes:
+        optimizer: by name.
+        cpu_native: whether operations compute when they are called (Linux CPUs).
+        wants_gradients: whether somebody looks at whole gradients.
+    """
+
+    optimizer: str
+    cpu_native: bool
+    wants_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy.
+
+    Attributes:
+        title: what ``allhands plan`` calls it.
+        costs: of a rank.
+        maker: module and function that make it: of an :class:`allhands.parallel.base.Exchanging` and of whether
+            gradients travel while others are computed.
+        unfit: why a training cannot use it; empty if it can.
+        flags: what switches it on.
+    """
+
+    title: str
+    costs: Costs
+    maker: str
+    unfit: Callable[[TrainingNeeds], str] = lambda wanted: ""
+    flags: str = ""
+
+
+def _undividable(wanted: TrainingNeeds) -> str:
+    problems = {
+        f"{wanted.optimizer} updates an array as a whole": wanted.optimizer not in ELEMENTWISE,
+        "a callback looks at whole gradients": wanted.wants_gradients,
+        "operations are computed one by one on this processor": wanted.cpu_native,
+    }
+    return next((problem for problem, here in problems.items() if here), "")
+
+
+STRATEGIES = {
+    "data": Entry("data parallel", DataCosts(), "allhands.parallel.data:plain"),
+    "zero1": Entry(
+        "optimizer divided",
+        DividedOptimizerCosts(),
+        "allhands.parallel.data:divided_optimizer",
+        _undividable,
+        "--strategy zero1",
+    ),
+}

@@ -1,0 +1,64 @@
+"""What the parts of a step hand to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from allhands.distributed.reduce import Lookups, PendingReduce
+
+Named = tuple[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """This rank's sums over its micro-batches.
+
+    Attributes:
+        sums: of the objective: () for the loss alone, else (1 + further,).
+        grads: by name, or in the order of the flat weights.
+        num_targets: what this rank's loss would be divided by, if it were alone.
+        lookups: what the look-ups of a table contribute, where they travel by themselves.
+        pending: the exchange of ``grads``, if it was started with the pass.
+    """
+
+    sums: mx.array
+    grads: list[Named]
+    num_targets: int = 0
+    lookups: Lookups | None = None
+    pending: PendingReduce | None = None
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Sums over all ranks.
+
+    Attributes:
+        grads: as in :class:`Gradients`; of what is divided this rank's part. Whoever updates empties the list, because
+            MLX computes in place what nobody holds.
+        totals: (n,) float32, the sums of the numbers that were given to the strategy, and of others.
+        squares: () sum of squares of all gradients over all ranks; ``None``: each rank has all ``grads``.
+        computed: arrays that are there once this rank's own passes are done, where the exchange goes on beside them.
+        divisor: () what gradients are divided by; ``None``: the trained tokens among ``totals``.
+        num_gathered: how many of ``totals``, the last ones, are the ranks' extra numbers.
+    """
+
+    grads: list[Named]
+    totals: mx.array
+    squares: mx.array | None = None
+    computed: tuple[mx.array, ...] = ()
+    divisor: mx.array | None = None
+    num_gathered: int = 0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step on this rank; ``comm_s`` is what it waited for others and for the exchange."""
+
+    compute_s: float
+    comm_s: float
+
+    @property
+    def whole_s(self) -> float:
+        return self.compute_s + self.comm_s

@@ -1,0 +1,185 @@
+"""The update of a step behind one call: by hand, in native code on Linux CPUs, or in the graph on GPUs.
+
+Each divides the summed gradients once, by the trained tokens of the global batch, clips and updates, unless a number is
+not finite: then model and optimizer are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from allhands.parallel.base import Strategy
+from allhands.parallel.gradient import FlatWeights
+from allhands.parallel.sums import Reduced
+from allhands.train.graph_update import GraphUpdate, initialise
+from allhands.train.native_update import NativeUpdate, native_update
+from allhands.train.optim import clip
+from allhands.train.optimizers import Optimizer
+from allhands.train.result import all_finite, divisor_of
+from allhands.trees import flatten, number, unflatten
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is done with a mean gradient.
+
+    Attributes:
+        max_grad_norm: of the whole gradient; ``None``: it is not clipped.
+        after_backward: is given the tree of mean gradients, unclipped; may return what takes their place.
+        heartbeat: is told "update" before the optimizer's.
+        inject_fault: is asked before the update whether to fail on purpose.
+    """
+
+    max_grad_norm: float | None = None
+    after_backward: Callable[[Any], Any] | None = None
+    heartbeat: Callable[[str], None] = lambda phase: None
+    inject_fault: Callable[[Literal["reduce", "update"]], object] = lambda point: None
+
+    def begin(self) -> None:
+        """To be called just before the update."""
+        self.heartbeat("update")
+        self.inject_fault("update")
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What an update left.
+
+    Attributes:
+        norm: () of the mean gradient, before clipping.
+        lazy: arrays that are still to be computed; ``None``: everything is there.
+    """
+
+    norm: mx.array
+    lazy: Any = None
+
+
+class Updater(Protocol):
+    """One way of updating.
+
+    Attributes:
+        flat: all trained weights as few arrays, in which the gradients are to be; ``None``: by name.
+    """
+
+    @property
+    def flat(self) -> FlatWeights | None: ...
+
+    @property
+    def graph(self) -> GraphUpdate | None:
+        """What has the optimizer's state beside the flat weights, if something does."""
+        ...
+
+    def __call__(self, reduced: Reduced) -> Updated:
+        """Take the update of a global batch; empties ``reduced.grads``."""
+        ...
+
+
+def make_updater(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    strategy: Strategy,
+    rules: Rules,
+    *,
+    cpu_native: bool,
+    compiled: bool,
+) -> Updater:
+    """The updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
+    # Of the weights: by itself the optimizer would do it of the first gradients.
+    initialise(optimizer, model)
+    if not cpu_native:
+        return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
+    native = native_update(model, optimizer)
+    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, rules)
+
+
+class UpdateByHand:
+    """Look at the numbers, then update by MLX's optimizer."""
+
+    flat = None
+    graph = None
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._rules = rules
+
+    def __call__(self, reduced: Reduced) -> Updated:
+        rules, sums = self._rules, reduced.grads
+        num_targets = number(divisor_of(reduced))
+        # The one division: by the trained tokens of all micro-batches and all ranks.
+        mean = unflatten([(name, g / max(num_targets, 1.0)) for name, g in sums])
+        sums.clear()
+        if rules.after_backward is not None and (given := rules.after_backward(mean)) is not None:
+            mean = given
+        clipped, norm = clip(mean, rules.max_grad_norm)
+        del mean
+        if all_finite(reduced.totals, norm):
+            rules.begin()
+            self._optimizer.update(self._model, clipped)
+            del clipped
+            mx.eval(self._model.trainable_parameters(), self._optimizer.state)
+        return Updated(norm)
+
+
+class NativeUpdater:
+    """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
+
+    flat = None
+    graph = None
+
+    def __init__(self, native: NativeUpdate, rules: Rules) -> None:
+        self._native = native
+        self._rules = rules
+
+    def __call__(self, reduced: Reduced) -> Updated:
+        rules, sums = self._rules, reduced.grads
+        num_targets = max(number(divisor_of(reduced)), 1.0)
+        if rules.after_backward is not None:
+            given = rules.after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
+            if given is not None:
+                sums, num_targets = flatten(given), 1.0
+        norm = self._native.norm(sums) / num_targets
+        if all_finite(reduced.totals, mx.array(norm)):
+            rules.begin()
+            clipped = 1.0 if rules.max_grad_norm is None else min(rules.max_grad_norm / (norm + 1e-6), 1.0)
+            self._native(sums, clipped / num_targets)
+        return Updated(mx.array(norm))
+
+
+class GraphUpdater:
+    """Update lazily if all numbers are finite; they are looked at afterwards."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer, strategy: Strategy, rules: Rules, *, compiled: bool
+    ) -> None:
+        how: Any = {"compiled": compiled, "travelling": strategy.overlaps}
+        # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
+        if isinstance(optimizer, Optimizer) and rules.after_backward is None:
+            how["place"] = strategy.place
+        self.graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
+        self._strategy = strategy
+        self._rules = rules
+
+    @property
+    def flat(self) -> FlatWeights | None:
+        return None if self.graph.leaves is None else self.graph
+
+    def __call__(self, reduced: Reduced) -> Updated:
+        graph, rules, sums, totals = self.graph, self._rules, reduced.grads, reduced.totals
+        counted = divisor_of(reduced)
+        if rules.after_backward is not None:
+            # Besides, and only as far as somebody looks at it.
+            divisor = mx.maximum(counted, 1.0)
+            named = [(name, (g / divisor).astype(g.dtype)) for name, g in graph.named(sums)]
+            if (given := rules.after_backward(unflatten(named))) is not None:
+                sums, counted = graph.joined(given), mx.array(1.0)
+        rules.inject_fault("update")
+        exchange = None if reduced.squares is None else self._strategy.whole
+        norm = graph(sums, totals[0], counted, squares=reduced.squares, exchange=exchange)
+        return Updated(norm, graph.arrays())
