@@ -346,7 +346,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 400 KiB: room for one checkpoint and its adapters."""
     place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=440k", "tmpfs", str(place)]
     if not sys.platform.startswith("linux") or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs Linux and root")
     yield place
