@@ -8,22 +8,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
-from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, BoardRow, Sample, read_samples
 from allhands.names import CONFIG_FILE
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
-
-Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
+from allhands.report.verdict import Status, verdict_of
 
 _PREPARED = "report.json"
 _OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
-_FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,8 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
         board.peak_together_bytes,
         board.peak_ranks_bytes,
     )
-    facts.status, facts.reason = _status(facts, directory, board, now)
+    verdict = verdict_of(path, history, journal, board, now)
+    facts.status, facts.reason = verdict.status, verdict.reason
     facts.config = _config(directory, notes, goes_on=facts.status == "going on")
     facts.prepared = _prepared(facts.config)
     facts.answers = tuple(_answers(directory))
@@ -130,39 +128,6 @@ def _amiss(history: RunHistory) -> Iterator[str]:
         yield f"{METRICS_FILE} does not say how the run began: model, ranks and number of steps are not known."
     if not history.train and history.started:
         yield "There is no report of training yet."
-
-
-def _status(facts: ReportFacts, directory: Path, board: Board, now: float) -> tuple[Status, str]:
-    """How the run ended, and the supervisor's last word on it."""
-    words = {"failed", "given up", "fault"}
-    last = next((one for one in reversed(facts.journal) if one.get("kind") in words), None)
-    told = _told(last) if last is not None else ""
-    if (ended := facts.history.ended) is not None:
-        return ended.reason, told if ended.reason == "failed" else ""
-    final = facts.journal[-1].get("kind") if facts.journal else None
-    if final in ("failed", "given up"):
-        return "failed", told
-    written = directory / METRICS_FILE if facts.path.is_dir() else facts.path
-    try:
-        age = now - written.stat().st_mtime
-    except OSError:
-        age = float("inf")
-    if (facts.samples and not board.over(now)) or (not facts.samples and age < _FRESH_S):
-        return "going on", "it goes on: what follows is what there is so far"
-    silent = f" {format_duration(age)} ago" if age < float("inf") else ""
-    return (
-        "crashed or killed",
-        f"its file has no end: it crashed, was killed, or lost its computer; last written{silent}",
-    )
-
-
-def _told(event: Mapping[str, Any]) -> str:
-    places = [f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None]
-    text = str(event.get("message", ""))
-    detail = str(event.get("error") or "")
-    more = f": {detail}" if detail and detail not in text else ""
-    where = f" ({', '.join(places)})" if places else ""
-    return f"{text}{more}{where}"
 
 
 # --- files of JSON -----------------------------------------------------------------------------------
