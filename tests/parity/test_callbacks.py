@@ -227,11 +227,12 @@ def test_a_stop_after_the_last_step_is_for_what_follows(own_run: Callable[..., A
     assert (tmp_path / "run" / "adapters.safetensors").is_file()
 
 
-def test_the_second_stop_ends_at_once(own_run: Callable[..., Any]) -> None:
+def test_the_second_stop_ends_at_once(own_run: Callable[..., Any], tmp_path: Path) -> None:
     before = handlers()
     with pytest.raises(KeyboardInterrupt):
         own_run((2, signal.SIGINT), (2, signal.SIGINT))
     assert handlers() == before
+    assert read_metrics(tmp_path / "run").ended.reason == "interrupted"  # type: ignore[union-attr]
 
 
 def test_a_persons_own_handler_stays(own_run: Callable[..., Any]) -> None:
