@@ -123,7 +123,7 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
 
 def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
     history = run.history
-    found = judge_run(history)
+    found = judge_run(history, is_over=run.status != "going on")
     found += [_judgement(sign) for sign in signs_of(history, run.samples)]
     planned = comparison_of(run)
     found += plan_words(planned) if planned else []
