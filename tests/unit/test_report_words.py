@@ -16,8 +16,9 @@ from written_runs import write_run
 from allhands.cli.train import tell_troubles
 from allhands.dashboard.runs import summary_of
 from allhands.report import make_page, read_facts
+from allhands.report.course import Course, Judgement
 from allhands.report.curves import Curve, trend
-from allhands.report.words import Course, Judgement, judge
+from allhands.report.words import judge
 
 
 def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:
@@ -437,6 +438,36 @@ def test_learning_by_heart_is_not_called_a_learning_rate_that_is_too_high() -> N
     found = {one.kind: one for one in judge(train, valid)}
     assert found.keys() >= {"worse", "overfitting"}
     assert "warm-up" not in found["worse"].text
+
+
+@pytest.mark.parametrize(("rate", "usual"), [(50.0, True), (0.02, True), (5e-3, False), (1e-4, False), (None, False)])
+def test_a_learning_rate_far_off_is_told_what_is_usual(rate: float | None, usual: bool) -> None:
+    train = Curve.of([(step, 4.0 + step / 20) for step in range(5, 105, 5)])
+    for valid in (Curve.of([(0, 4.0), (50, 6.5), (100, 9.0)]), Curve.of([])):
+        (found, *_) = judge(train, valid, Course(rate=rate))
+        assert found.level == "bad"
+        assert "Lower the learning rate" in found.text
+        assert ("1e-5 to 1e-3" in found.text, "to a tenth" in found.text) == (usual, not usual)
+
+
+@pytest.mark.parametrize(
+    ("rate", "said", "usual"),
+    [
+        (1e-9, "Raise", True),
+        (1e-5, "Raise", False),
+        (5e-4, "Raise", False),
+        (None, "Raise", False),
+        (5.0, "Lower", True),
+    ],
+)
+def test_nothing_learnt_at_a_rate_far_off(rate: float | None, said: str, usual: bool) -> None:
+    (found,) = judge(
+        curve(lambda step: 4.0, steps=300, every=5, first=5, noise=0.001),
+        curve(lambda step: 4.0, steps=300, every=20, first=0),
+        Course(rate=rate),
+    )
+    assert found.kind == "underfitting"
+    assert (f"{said} the learning rate" in found.text, "1e-5 to 1e-3" in found.text) == (True, usual)
 
 
 def test_harm_is_told_wherever_a_run_is_spoken_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,11 @@ from allhands.plan.outgrown import Sign, signs_of
 from allhands.plots import times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
 from allhands.report.compared import unlike_validations
+from allhands.report.course import Judgement
 from allhands.report.facts import ReportFacts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
-from allhands.report.words import Judgement, judge_run
+from allhands.report.words import judge_run
 
 _NONE = "–"
 _MOST_EVENTS = 100

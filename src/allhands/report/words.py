@@ -7,32 +7,13 @@ large enough to matter. The bounds are the constants below.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from math import isfinite
 
 import numpy as np
 
 from allhands.metrics.history import RunHistory
+from allhands.report.course import Course, Judgement, Level
 from allhands.report.curves import SURE, Curve, ends, from_to, scatter, tenth, trend
-
-Level = Literal["good", "note", "warning", "bad"]
-Kind = Literal[
-    "worse",
-    "guessing",
-    "excursion",
-    "skipped",
-    "gradients",
-    "overfitting",
-    "underfitting",
-    "diverging",
-    "numbers",
-    "validation",
-    "short",
-    "scatter",
-    "fitting",
-    "time",
-    "plan",
-]
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
 RISE = 0.01  # of the best validation loss, at least
@@ -48,39 +29,6 @@ GUESS = 0.97  # of ln(vocabulary): from here on a loss is that of guessing among
 BURST = 10.0  # times the gradient norms of the first tenth: norms of the last tenth have exploded
 FEW_SKIPPED, MANY_SKIPPED = 0.02, 0.2  # of all steps
 GRAVE = 1.75  # times as steep as is sure must be what is called "diverging"
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """One thing that a person should know of a run; ``kind`` is what it is about."""
-
-    kind: Kind
-    level: Level
-    text: str
-
-
-@dataclass(frozen=True)
-class Course:
-    """What else is known of a run.
-
-    Attributes:
-        norms: the gradient norm at each training report, before it is clipped.
-        skipped: steps that changed nothing, because a gradient was not a finite number.
-        steps: that were taken, those that changed nothing included.
-        vocabulary: tokens that the model chooses among; ``None``: unknown.
-        is_over: whether the run has ended, however it did; else nothing is said of an end.
-    """
-
-    norms: Curve = field(default_factory=lambda: Curve.of([]))
-    skipped: int = 0
-    steps: int = 0
-    vocabulary: int | None = None
-    is_over: bool = True
-
-    @property
-    def at_the_end(self) -> str:
-        """When the last losses are from."""
-        return "at the end" if self.is_over else "so far"
 
 
 _UNKNOWN = Course()
@@ -100,6 +48,7 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
         steps=last,
         vocabulary=history.started.vocabulary if history.started else None,
         is_over=history.ended is not None if is_over is None else is_over,
+        rate=max((one.learning_rate for one in history.train if isfinite(one.learning_rate)), default=None),
     )
     return judge(train, valid, course)
 
@@ -128,7 +77,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     """
     if not (course.is_over or course.skipped or len(train) or len(valid)):
         return [Judgement("short", "note", "Nothing is reported yet.")]
-    found = [*_numbers(train, valid), *_skipped(course)]
+    found = [*_numbers(train, valid, course), *_skipped(course)]
     train, valid = train.finite(), valid.finite()
     missing = list(_unvalidated(valid, course))
     ruined = list(_ruined(train, valid, course))
@@ -141,9 +90,9 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         # A loss that has been thrown off neither fits nor lacks steps.
         found += [*(one for one in over if one.kind == "overfitting"), *missing]
     else:
-        found += over or list(_diverging(train, valid)) or list(_underfitting(train, valid, course))
+        found += over or list(_diverging(train, valid, course)) or list(_underfitting(train, valid, course))
         if all(one.level != "bad" for one in found):
-            found += _excursion(train, valid)
+            found += _excursion(train, valid, course)
         found += [*_exploding(train, valid, course), *missing]
     if not found:
         found.append(_fitting(train, valid, course))
@@ -205,14 +154,13 @@ def _ruined(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
         yield from _worse(train, trained, before, course)
     elif before is not None and float(np.min(train.losses[-3:])) > before * FAR_ABOVE:
         text = f"Worse than before training: validation loss was {before:.3f} before the first step, and training loss "
-        text += f"is {train.losses[-1]:.3f} at step {train.steps[-1]:.0f}. {_SLOWER}"
+        text += f"is {train.losses[-1]:.3f} at step {train.steps[-1]:.0f}. {course.slower}"
         yield Judgement("worse", "bad", text)
 
 
 _BY_HEART = (
     "The training data are learnt, and what is validated is not: fewer steps, a lower learning rate or more data."
 )
-_SLOWER = "Lower the learning rate, to a tenth say, or add warm-up steps."
 
 
 def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Iterator[Judgement]:
@@ -232,7 +180,7 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
         text += "; no validation was below the first, so no step's weights are better (there is no best/)"
     # What is learnt by heart is no matter of a rate that is much too high.
     learns = len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before
-    yield Judgement("worse", level, f"{text}. {_BY_HEART if learns else _SLOWER}")
+    yield Judgement("worse", level, f"{text}. {_BY_HEART if learns else course.slower}")
 
 
 def _guessing(train: Curve, trained: Curve, before: float | None, course: Course) -> Judgement | None:
@@ -249,14 +197,15 @@ def _guessing(train: Curve, trained: Curve, before: float | None, course: Course
     text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}, that of choosing blindly among "
     text += f"{course.vocabulary} tokens is {chance:.3f}"
     if before is not None and before < GUESS * chance:
-        return Judgement("guessing", "bad", f"{text}, and it was {before:.3f} before the first step. {_SLOWER}")
+        return Judgement("guessing", "bad", f"{text}, and it was {before:.3f} before the first step. {course.slower}")
     if len(train) < FEW:
         return None  # a new model begins there
-    advice = "Nothing is learnt: try other learning rates, and look at what is trained on (allhands data check)."
+    rates = course.other("Try other learning rates")
+    advice = f"Nothing is learnt. {rates}, and look at what is trained on (allhands data check)."
     return Judgement("guessing", "bad", f"{text}. {advice}")
 
 
-def _excursion(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """In between losses were far above where they began, though the last ones are not."""
     before, trained = _before(valid), valid.since(1)
     if before is None:
@@ -268,7 +217,7 @@ def _excursion(train: Curve, valid: Curve) -> Iterator[Judgement]:
     place = int(np.argmax(curve.losses))
     name = "validation" if curve is trained else "training"
     text = f"In between {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far above the "
-    text += f"{before:.3f} before the first step: the learning rate is too high at its height. {_SLOWER}"
+    text += f"{before:.3f} before the first step: the learning rate is too high at its height. {course.slower}"
     yield Judgement("excursion", "warning", text)
 
 
@@ -280,7 +229,7 @@ def _exploding(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
     first, last = ends(norms)
     if last > BURST * first > 0:
         text = f"Gradient norms grew from {first:.3g} to {last:.3g}, and the loss does not fall."
-        yield Judgement("gradients", "warning", f"{text} {_SLOWER} --max-grad-norm bounds each step.")
+        yield Judgement("gradients", "warning", f"{text} {course.slower} --max-grad-norm bounds each step.")
 
 
 def _skipped(course: Course) -> Iterator[Judgement]:
@@ -290,16 +239,16 @@ def _skipped(course: Course) -> Iterator[Judgement]:
     share = course.skipped / max(course.steps, course.skipped, 1)
     level: Level = "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note"
     text = f"{course.skipped} of {max(course.steps, course.skipped)} steps changed nothing, because a gradient was not "
-    advice = "Lower the learning rate, and look at the examples that are named beside those steps."
+    advice = f"{course.lower}, and look at the examples that are named beside those steps."
     yield Judgement("skipped", level, f"{text}a finite number. {advice}")
 
 
-def _numbers(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     for name, curve in (("training", train), ("validation", valid)):
         wrong = curve.steps[~np.isfinite(curve.losses)]
         if len(wrong):
             times = f"in {len(wrong)} of {len(curve)} reports, first at step {wrong[0]:.0f}"
-            advice = "Lower the learning rate, clip gradients (--max-grad-norm), or look at the data there."
+            advice = f"{course.lower}, clip gradients (--max-grad-norm), or look at the data there."
             yield Judgement("numbers", "bad", f"The {name} loss is not a finite number {times}. {advice}")
 
 
@@ -337,7 +286,7 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
             yield Judgement("overfitting", "note", text)
     elif count >= RISING and falling is not None and falling.sure and falling.change > FALL:
         rose = f"and training loss has risen, too, from {from_to(meanwhile)}"
-        advice = "That is not overfitting: the run diverges. Lower the learning rate, or clip gradients."
+        advice = f"That is not overfitting: the run diverges. {course.lower}, or clip gradients."
         yield Judgement("diverging", "bad", f"Diverging: {numbers}, {rose}. {advice}")
     elif count >= RISING:
         seen = "" if falling is None else f": it went from {from_to(meanwhile)}"
@@ -345,7 +294,7 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
         yield Judgement("overfitting", "note", f"{text}{after.steps[0]:.0f} are the better ones.")
 
 
-def _diverging(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """Training loss has risen, by more than its scatter explains, and validation does not say otherwise."""
     risen = _risen(train, valid)
     if risen is None:
@@ -354,7 +303,7 @@ def _diverging(train: Curve, valid: Curve) -> Iterator[Judgement]:
     text = (
         f"Diverging: training loss rose from {first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"
     )
-    advice = "Lower the learning rate, add warm-up steps, or clip gradients (--max-grad-norm)."
+    advice = f"{course.lower}, add warm-up steps, or clip gradients (--max-grad-norm)."
     yield Judgement("diverging", "bad", f"{text}, lowest {float(np.min(train.losses)):.3f}. {advice}")
 
 
@@ -466,11 +415,12 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Iterator[Judgemen
         text = f"training loss is {where} its start: {first:.3f} at first, {last:.3f} {course.at_the_end}"
         if len(valid) > 1:
             text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
-        advice = "aise the learning rate, train more layers or a larger rank, or check what is trained on."
+        rates = course.other("Raise the learning rate")
+        advice = f"{rates}, train more layers or a larger rank, or check what is trained on."
         if course.is_over:
-            yield Judgement("underfitting", "warning", f"Underfitting: {text}. R{advice}")
+            yield Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}")
         else:
-            yield Judgement("underfitting", "note", f"Hardly learning so far: {text}. If that stays so, r{advice}")
+            yield Judgement("underfitting", "note", f"Hardly learning so far: {text}. If that stays so: {advice}")
         return
     share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
     longer = ", or train for longer" if course.is_over else ""
