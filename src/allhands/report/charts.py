@@ -440,8 +440,12 @@ def step_parts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Bars | None
     return Bars("Where the time of a step goes", described, tuple(rows))
 
 
-def phase_bars(label: str, samples: Sequence[Sample], names: Callable[[str], str]) -> Bars | None:
-    """What each rank of a run did, from its start to its end; ``names`` tells what a phase is called."""
+def phase_bars(label: str, samples: Sequence[Sample], whole: bool, names: Callable[[str], str]) -> Bars | None:
+    """What each rank of a run did, from its start to its end; ``names`` tells what a phase is called.
+
+    Args:
+        whole: whether there are samples of all its starts.
+    """
     rows: list[tuple[str, tuple[tuple[str, float], ...]]] = []
     for group in groups_of(samples):
         spent: dict[str, float] = {}
@@ -453,5 +457,6 @@ def phase_bars(label: str, samples: Sequence[Sample], names: Callable[[str], str
             rows.append((f"{group[0].name}{host}", tuple(spent.items())))
     if not rows:
         return None
-    described = "What the training thread of each rank did, from its start to its end, all starts together."
+    described = "What the training thread of each rank did, from its start to its end, "
+    described += "all starts together." if whole else "in the latest starts: samples of earlier ones are not kept."
     return Bars(f"Phases of each rank of {label}", described, tuple(rows))

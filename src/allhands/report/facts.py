@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, BoardRow, Sample, read_samples
-from allhands.names import CONFIG_FILE
+from allhands.names import CONFIG_FILE, LOGS
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
 from allhands.report.verdict import Status, verdict_of
 
@@ -64,6 +65,12 @@ class ReportFacts:
     plan: KeptPlan | None = None
     notes: list[str] = field(default_factory=list[str])
 
+    @property
+    def began_before(self) -> bool:
+        """Whether there were starts of which the samples are no longer among these."""
+        first = next(iter(self.history.starts), None)
+        return first is not None and bool(self.samples) and first.time < _began(self.samples)
+
 
 def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> ReportFacts:
     """Read all that a run has left; what is damaged or missing becomes a note.
@@ -107,6 +114,25 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
         notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
     notes += _amiss(history)
     return facts
+
+
+def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
+    """The samples of all starts of a run, those that were set aside for a later one included; whether that is all."""
+    samples = list(run.samples)
+    if not run.began_before:
+        return samples, True
+    logs, first = (run.path if run.path.is_dir() else run.path.parent) / LOGS, run.history.starts[0].time
+    for place in logs.glob("earlier-*"):
+        with suppress(DataError):
+            earlier = read_samples(place)
+            samples += earlier if earlier[-1].time > first else []  # else of another run
+    samples.sort(key=lambda one: one.time)
+    return samples, _began(samples) <= first
+
+
+def _began(samples: Sequence[Sample]) -> float:
+    """When the first process began, in Unix time."""
+    return min(one.began or one.time for one in samples)
 
 
 def _samples(directory: Path, notes: list[str]) -> list[Sample]:
