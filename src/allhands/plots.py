@@ -116,7 +116,10 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
         if len(curves) == 1 and curves[0].valid[2].size:
             _annotate_best(axes, curves[0], column, scale)
     by_step.set(title="over steps", xlabel="step (one batch)")
-    by_step.set_ylabel("loss per token (lower is better)")
+    top = axis_top([[curve.train[2].tolist(), curve.valid[2].tolist()] for curve in curves])
+    by_step.set_ylabel(f"loss per token (lower is better){cut_off(top)}")
+    if top is not None:
+        by_step.set_ylim(top=top)  # of both panels
     by_time.set(title="over time", xlabel=f"training time ({unit})")
     by_time.tick_params(labelleft=True)
     for axes, column, scale in panels:
@@ -207,6 +210,31 @@ def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
     if any(curve.skipped[0].size for curve in curves):
         styles.append(Line2D([], [], color=GREY, label="skipped step", **_SKIPPED_LOOK))
     axes.legend(handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8)
+
+
+def axis_top(runs: Sequence[Sequence[Sequence[float]]], far: float = 2.5) -> float | None:
+    """Where to cut the vertical axis off, so that a run that was thrown off leaves the others their height.
+
+    At least one run is below it as a whole, and of each of the others that comes near twice what it began with.
+
+    Args:
+        runs: the finite heights of the lines of each.
+        far: times the top the highest must be; ``None`` is returned if it is not, or there is one run only.
+    """
+    known = [lines for run in runs if (lines := [line for line in run if len(line)])]
+    if len(known) < 2:
+        return None
+    highest = [max(map(max, lines)) for lines in known]
+    base = min(highest)
+    near = [place for place, lines in enumerate(known) if min(map(min, lines)) <= 4 * base]
+    starts = [min(line[0] for line in lines) for lines in known]
+    top = max(min(highest[place], max(2 * starts[place], base)) for place in near) if base > 0 else 0.0
+    return 1.08 * top if 0 < far * top < max(highest) else None
+
+
+def cut_off(top: float | None) -> str:
+    """What the name of such an axis has to say."""
+    return "" if top is None else f"; cut off at {top:.3g}"
 
 
 def smooth(values: Floats) -> Floats:
