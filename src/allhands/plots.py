@@ -119,7 +119,7 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
     top = axis_top([[curve.train[2].tolist(), curve.valid[2].tolist()] for curve in curves])
     by_step.set_ylabel(f"loss per token (lower is better){cut_off(top)}")
     if top is not None:
-        by_step.set_ylim(top=top)  # of both panels
+        by_step.set_ylim(0.0, top)  # of both panels
     by_time.set(title="over time", xlabel=f"training time ({unit})")
     by_time.tick_params(labelleft=True)
     for axes, column, scale in panels:
@@ -213,7 +213,7 @@ def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
 
 
 def axis_top(runs: Sequence[Sequence[Sequence[float]]], far: float = 2.5) -> float | None:
-    """Where to cut the vertical axis off, so that a run that was thrown off leaves the others their height.
+    """Where to cut a vertical axis from 0 off, so that a run that was thrown off leaves the others their height.
 
     At least one run is below it as a whole, and of each of the others that comes near twice what it began with.
 
@@ -222,7 +222,7 @@ def axis_top(runs: Sequence[Sequence[Sequence[float]]], far: float = 2.5) -> flo
         far: times the top the highest must be; ``None`` is returned if it is not, or there is one run only.
     """
     known = [lines for run in runs if (lines := [line for line in run if len(line)])]
-    if len(known) < 2:
+    if len(known) < 2 or min(min(line) for lines in known for line in lines) < 0:
         return None
     highest = [max(map(max, lines)) for lines in known]
     base = min(highest)
