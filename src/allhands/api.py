@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from allhands.config import TrainConfig, build_config
-from allhands.errors import ConfigError
-from allhands.terminal import progress_console
+from allhands.errors import ConfigError, Interrupted
+from allhands.terminal import progress_console, tell
 
 if TYPE_CHECKING:
+    from allhands.cluster.pace import Pace
     from allhands.objectives.base import Objective
     from allhands.train.callbacks import Callback
     from allhands.train.recipes import FinetuneResult
@@ -46,6 +50,7 @@ def finetune(
         Where the adapter is, how training ended, and the path of the graph.
 
     Raises:
+        Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
         AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
 
     Example:
@@ -79,6 +84,7 @@ def pretrain(
         Where the run is (the model in its directory ``model``), how it ended, and the path of the graph.
 
     Raises:
+        Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
         AllhandsError: wrong input or a failure, as the class of it that the command's exit code stands for.
 
     Example:
@@ -97,6 +103,7 @@ def _run(
     from allhands.cluster.choose import slower_than_ours
     from allhands.cluster.environment import launch_here, recognise_here
     from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
+    from allhands.cluster.pace import Pace
     from allhands.cluster.worker import contact, end_at_errors
     from allhands.objectives.causal_lm import CAUSAL_LM
     from allhands.train.recipes import Surroundings, run_finetune
@@ -111,17 +118,108 @@ def _run(
             hint="start the script itself that often: mpirun -np N python script.py",
         )
 
-    if "ALLHANDS_RUN_DIR" in os.environ and threading.current_thread() is threading.main_thread():
+    stops = _Stops(Pace(), speaks=progress and launch.rank == 0)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    supervised = in_main_thread and "ALLHANDS_RUN_DIR" in os.environ
+    if supervised:
         surroundings = surroundings_of(contact(), launch, chosen)
     else:
         take_device(launch)
         mesh = mesh_of(launch, chosen.rank_weights)
         if launch.size > 1:
             end_at_errors(launch, os.environ)
-        surroundings = Surroundings(mesh=mesh, connect=lambda: joined or join_group(launch, chosen.start_timeout_s))
+        surroundings = Surroundings(
+            mesh=mesh,
+            connect=lambda: joined or join_group(launch, chosen.start_timeout_s),
+            started=stops.started,
+            beat=stops.pace.beat,
+            stop_requested=stops.requested,
+        )
     ours = f"allhands launch -n {launch.size} --"
     if progress and launch.rank == 0 and (note := slower_than_ours(launch, ours)):
         print(f"allhands: note: {note}", file=sys.stderr)
     if progress and launch.rank == 0:
         surroundings = replace(surroundings, console=progress_console(sys.stdout, highlight=False))
-    return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
+    if supervised or not in_main_thread:
+        return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
+    with stops.heard():
+        return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
+
+
+class _Stops:
+    """Ctrl-C and SIGTERM in a person's own process while it trains: the first saves, the second is Python's own.
+
+    A signal for which the person has a handler, or that is ignored, stays theirs.
+    """
+
+    def __init__(self, pace: Pace, *, speaks: bool) -> None:
+        self.pace = pace
+        self._speaks = speaks
+        self._before: dict[int, Any] = {}
+        self._started = False
+        self._signal = 0
+
+    def started(self) -> None:
+        """From here on there is something to save."""
+        self._started = True
+
+    def requested(self) -> int:
+        """The signal that asked to save and end, or 0."""
+        return self._signal
+
+    @contextmanager
+    def heard(self) -> Generator[None, None, None]:
+        """Hear them within the block, which the main thread runs.
+
+        Raises:
+            Interrupted: as the block does; uncaught it ends a script as it ends the command.
+        """
+        usual = (signal.default_int_handler, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) in usual:
+                self._before[number] = signal.signal(number, self._hear)
+        try:
+            yield
+        except Interrupted:
+            if self._signal:
+                _end_quietly(self._signal)
+            raise
+        finally:
+            self._put_back()
+        if self._signal:
+            signal.raise_signal(self._signal)  # came when the last step was done: what follows in the script must hear
+
+    def _put_back(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self._put_back()
+        if not self._started:
+            signal.raise_signal(number)
+            return
+        self._signal = number
+        if self._speaks:
+            more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+            text = f"allhands: {self.pace.told()}{more}"
+            # In a thread of its own: the signal may have come in the midst of a print.
+            threading.Thread(target=tell, args=(text,), daemon=True).start()
+
+
+def _end_quietly(number: int) -> None:
+    """Let an uncaught :class:`Interrupted` end the script with its message and the signal's code, without a traceback.
+
+    What somebody else does about uncaught exceptions, as a notebook does, stays.
+    """
+    if sys.excepthook is not sys.__excepthook__:
+        return
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, Interrupted):
+            sys.__excepthook__(kind, error, trace)
+            return
+        tell(f"allhands: {error}")
+        raise SystemExit(128 + number)
+
+    sys.excepthook = end

@@ -26,7 +26,7 @@ from rich.text import Text
 from allhands.errors import DataError
 from allhands.files import make_directory
 from allhands.formatting import format_bytes, format_duration, format_memory, format_rate
-from allhands.metrics import RunHistory, TrainReport, ValidReport, typical
+from allhands.metrics import RunHistory, RunStarted, TrainReport, ValidReport, typical
 from allhands.pictures import DASHED, GREY, MARKERS, RUNS, STYLE, picture_suffix, write_picture
 
 Floats = NDArray[np.float64]
@@ -116,7 +116,10 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
         if len(curves) == 1 and curves[0].valid[2].size:
             _annotate_best(axes, curves[0], column, scale)
     by_step.set(title="over steps", xlabel="step (one batch)")
-    by_step.set_ylabel("loss per token (lower is better)")
+    top = axis_top([[curve.train[2].tolist(), curve.valid[2].tolist()] for curve in curves])
+    by_step.set_ylabel(f"loss per token (lower is better){cut_off(top)}")
+    if top is not None:
+        by_step.set_ylim(0.0, top)  # of both panels
     by_time.set(title="over time", xlabel=f"training time ({unit})")
     by_time.tick_params(labelleft=True)
     for axes, column, scale in panels:
@@ -209,6 +212,31 @@ def _draw_legends(figure: Figure, axes: Axes, curves: Sequence[_Curve]) -> None:
     axes.legend(handles=styles, loc="best", frameon=True, facecolor="white", edgecolor="none", handlelength=2.8)
 
 
+def axis_top(runs: Sequence[Sequence[Sequence[float]]], far: float = 2.5) -> float | None:
+    """Where to cut a vertical axis from 0 off, so that a run that was thrown off leaves the others their height.
+
+    At least one run is below it as a whole, and of each of the others that comes near twice what it began with.
+
+    Args:
+        runs: the finite heights of the lines of each.
+        far: times the top the highest must be; ``None`` is returned if it is not, or there is one run only.
+    """
+    known = [lines for run in runs if (lines := [line for line in run if len(line)])]
+    if len(known) < 2 or min(min(line) for lines in known for line in lines) < 0:
+        return None
+    highest = [max(map(max, lines)) for lines in known]
+    base = min(highest)
+    near = [place for place, lines in enumerate(known) if min(map(min, lines)) <= 4 * base]
+    starts = [min(line[0] for line in lines) for lines in known]
+    top = max(min(highest[place], max(2 * starts[place], base)) for place in near) if base > 0 else 0.0
+    return 1.08 * top if 0 < far * top < max(highest) else None
+
+
+def cut_off(top: float | None) -> str:
+    """What the name of such an axis has to say."""
+    return "" if top is None else f"; cut off at {top:.3g}"
+
+
 def smooth(values: Floats) -> Floats:
     """A centred moving mean over about a tenth of the points; the same shape as ``values``.
 
@@ -282,8 +310,17 @@ def _labels(runs: Sequence[RunHistory]) -> list[str]:
 
 def _ranks(run: RunHistory) -> str:
     """How many there were; of a run that went on with others each number once, since all have a part in its figures."""
-    starts = run.starts or filter(None, [run.started])
-    return ", ".join(dict.fromkeys(str(start.num_ranks) for start in starts)) or _NONE
+    return of_starts(run, lambda start: start.num_ranks) or _NONE
+
+
+def _cores(run: RunHistory) -> str:
+    return of_starts(run, lambda start: start.cores_per_rank) or _NONE
+
+
+def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:
+    """What its starts had, each value once, in their order; empty if nothing is known."""
+    starts = run.starts or ([run.started] if run.started else [])
+    return ", ".join(dict.fromkeys(str(value) for start in starts if (value := tell(start)) not in (None, 0, "")))
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
@@ -327,7 +364,7 @@ _HEADINGS = {
 
 def _rows(runs: Sequence[RunHistory], caption: str) -> Table:
     """One row a run, in 80 columns: no ranges, and the cores only where they differ."""
-    highest = [_known(max(_peaks(run), default=np.nan), format_bytes) for run in runs]
+    highest = [_known(max(run.peaks, default=np.nan), format_bytes) for run in runs]
     measures = dict(_measures(runs)) | {"peak memory": highest}
     if len(set(measures["cores per rank"])) == 1:
         del measures["cores per rank"]
@@ -368,7 +405,7 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     restarts = [len(run.restarts) for run in runs]
     measures = [
         ("ranks", [_ranks(run) for run in runs]),
-        ("cores per rank", [str((run.started and run.started.cores_per_rank) or _NONE) for run in runs]),
+        ("cores per rank", [_cores(run) for run in runs]),
         ("steps", [_steps(run) for run in runs]),
         ("training time", [_known(_total_s(run), format_duration) for run in runs]),
         ("seconds per update", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
@@ -406,11 +443,4 @@ def _best_loss(run: RunHistory) -> float:
 
 
 def _peak_memory(run: RunHistory) -> str:
-    return format_memory(peaks) if (peaks := _peaks(run)) else _NONE
-
-
-def _peaks(run: RunHistory) -> list[int]:
-    """The highest value of each rank; of the latest set of ranks, if a restart changed their number."""
-    peaks = [report.peak_memory_bytes for report in run.train]
-    last = [peak for peak in peaks if len(peak) == len(peaks[-1])]
-    return [max(of_rank) for of_rank in zip(*last, strict=True)]
+    return format_memory(run.peaks) if run.peaks else _NONE

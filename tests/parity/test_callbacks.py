@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingCallback
 
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, Interrupted
 from allhands.metrics import read_metrics
 
 # In the eager step with native code, in one by hand, and as a graph.
@@ -170,3 +175,96 @@ def test_gradients_of_another_shape_are_refused(train: Any, wrong: Any) -> None:
     with pytest.raises(ConfigError) as told:
         train("wrong", Wrong())
     assert told.value.where == "after_backward"
+
+
+class Stopper(allhands.Callback):
+    """Sends signals to its own process, each after a step."""
+
+    def __init__(self, signals: Sequence[tuple[int, int]], at: str) -> None:
+        self.signals = signals
+        self.at = at
+
+    def _send(self, step: int, at: str) -> None:
+        for after, number in self.signals:
+            if (after, self.at) == (step, at):
+                os.kill(os.getpid(), number)
+
+    def on_train_report(self, report: Any) -> None:
+        self._send(report.step, "report")
+
+    def on_save(self, step: int, path: Path) -> None:
+        self._send(step, "save")
+
+
+@pytest.fixture
+def own_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., Any]:
+    def run(*signals: tuple[int, int], at: str = "report", **options: Any) -> Any:
+        given: dict[str, Any] = {"iters": 4, "batch_size": 2, "val_batches": 0, "max_seq_length": 64, **options}
+        given |= {"model": str(tiny_model), "data": str(tiny_data), "adapter_path": str(tmp_path / "run")}
+        return allhands.finetune(callbacks=[Stopper(signals, at)], progress=False, steps_per_report=1, **given)
+
+    return run
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_in_a_persons_own_process_saves(own_run: Callable[..., Any], tmp_path: Path, number: int) -> None:
+    before = handlers()
+    with pytest.raises(Interrupted, match="batch 2 of 4"):
+        own_run((2, number))
+    assert handlers() == before
+    assert read_metrics(tmp_path / "run").ended.reason == "interrupted"  # type: ignore[union-attr]
+    assert own_run(resume="auto").ended.step == 4
+    assert handlers() == before
+
+
+def test_a_stop_after_the_last_step_is_for_what_follows(own_run: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        own_run((2, signal.SIGINT), iters=2, at="save")
+    assert (tmp_path / "run" / "adapters.safetensors").is_file()
+
+
+def test_the_second_stop_ends_at_once(own_run: Callable[..., Any], tmp_path: Path) -> None:
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt):
+        own_run((2, signal.SIGINT), (2, signal.SIGINT))
+    assert handlers() == before
+    assert read_metrics(tmp_path / "run").ended.reason == "interrupted"  # type: ignore[union-attr]
+
+
+def test_a_persons_own_handler_stays(own_run: Callable[..., Any]) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        assert own_run((2, signal.SIGTERM)).ended.step == 4
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_script_that_is_stopped_ends_as_the_command(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os
+import allhands
+
+class Stop(allhands.Callback):
+    def on_train_report(self, report):
+        if report.step == 2:
+            os.kill(os.getpid(), {int(number)})
+
+allhands.finetune(model={str(tiny_model)!r}, data={str(tiny_data)!r}, iters=50, batch_size=2, val_batches=0,
+                  max_seq_length=64, steps_per_report=1, adapter_path="run", callbacks=[Stop()])
+""")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "adapters.safetensors").is_file()

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from written_runs import BEGAN, write_run, write_samples
 
+from allhands.metrics import read_metrics
+from allhands.plots import plot_losses
 from allhands.report import make_page, read_facts, to_html, to_markdown
+from allhands.report.charts import Chart
 from allhands.report.page import Page
 
 USUAL = {"data": "data/pirate", "batch_size": 8, "val_batches": 25, "max_seq_length": 2048, "mask_prompt": False}
@@ -89,3 +92,34 @@ def test_who_directs_the_ranks_stands_apart_from_what_they_need(tmp_path: Path) 
     assert facts.together_bytes >= facts.ranks_bytes >= max(row.peak_rss_bytes for row in facts.rows)
     kinds = {line.kind for section in make_page([facts]).sections for chart in section.charts for line in chart.lines}
     assert kinds == {"run", "rank", "director", "phase", "ink"}
+
+
+def losses_of(*runs: Path) -> Chart:
+    sections = make_page([read_facts(run) for run in runs]).sections
+    return next(chart for section in sections for chart in section.charts if chart.key == "loss-steps")
+
+
+def test_a_ruined_run_leaves_the_others_their_height(tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good")  # from 4.1 to 2.3
+    other = write_run(tmp_path / "other", train=lambda step: 3 + 1 / (1 + step), valid=lambda step: 4.0)
+    ruined = write_run(
+        tmp_path / "ruined", train=lambda step: 4 + 10 * step, valid=lambda step: 4 + 10 * step
+    )  # to 604
+    always = write_run(tmp_path / "always", train=lambda step: 700.0, valid=None)
+    pretrained = write_run(tmp_path / "new", train=lambda step: 3 + 7 / (1 + step / 10), valid=None)  # from 10
+    assert losses_of(good, other).top is None
+    assert losses_of(good, pretrained).top is None
+    assert losses_of(ruined).top is None
+    for bad in (ruined, always):
+        for place in range(2):
+            runs = [good, other]
+            runs.insert(place, bad)
+            drawn = losses_of(*runs)
+            assert drawn.top is not None
+            assert 4.1 < drawn.top < 12
+            assert "cut off" in drawn.y_label
+            assert any("604" in cell or "700" in cell for row in drawn.table.rows for cell in row), (
+                "all is in the table"
+            )
+        histories = [read_metrics(run) for run in (good, bad)]
+        assert plot_losses(histories, tmp_path / "plot.png").stat().st_size > 1000

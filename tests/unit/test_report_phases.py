@@ -11,8 +11,9 @@ from written_runs import BEGAN, write_run, write_samples
 
 from allhands.metrics import read_metrics
 from allhands.monitor import Sample, read_samples
+from allhands.plots import times_markdown
 from allhands.report import make_page, read_facts, to_markdown
-from allhands.report.charts import Chart
+from allhands.report.charts import Bars, Chart
 from allhands.report.phases import phase_charts
 
 NAMES = ["data wait", "compute", "reduce", "update and rest", "whole step"]
@@ -128,3 +129,64 @@ def test_they_stand_on_the_page(tmp_path: Path) -> None:
     assert "Phases of a step: rank 1 of two (2 ranks)" in to_markdown(page)
     old = write_run(tmp_path / "old", steps=0, valid=None)
     assert "phases" not in {one.key for one in make_page([read_facts(old)]).sections}
+
+
+def resumed_alone(tmp_path: Path) -> Path:
+    """Two ranks with two cores, at 900 MB where it was killed, then one with one from step 20 on, at 600 MB."""
+    run = write_run(tmp_path / "run", steps=30, ranks=2, ended=None)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    later = write_run(tmp_path / "later", steps=40, ranks=1)
+    started, *reports = [json.loads(line) for line in (later / "metrics.jsonl").read_text().splitlines()][1:]
+    for line in lines:
+        if line.get("event") == "started":
+            line["cores_per_rank"] = 2
+        if line.get("step") == 30 and "peak_memory_bytes" in line:
+            line["peak_memory_bytes"] = [900_000_000, 610_000_000]
+    started |= {"step": 20, "elapsed_s": 5.0, "time": BEGAN + 1000}
+    lines += [started, *(line for line in reports if line.get("step", 99) > 20)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return run
+
+
+def test_all_starts_of_a_resumed_run_have_a_part_in_its_figures(tmp_path: Path) -> None:
+    run = resumed_alone(tmp_path)
+    history = read_metrics(run)
+    assert [start.num_ranks for start in history.starts] == [2, 1]
+    assert history.peaks == [900_000_000, 610_000_000], "in steps that were trained again, too"
+    header, _, row = times_markdown([history]).splitlines()
+    cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+    assert (cells["ranks"], cells["cores per rank"]) == ("2, 1", "2, 1")
+    assert cells["peak memory per rank"] == "610 MB to 900 MB"
+    text = to_markdown(make_page([read_facts(run)]))
+    assert "| cores per rank | 2, 1 |" in text
+    assert "| ranks | 2, 1 |" in text
+
+
+def test_the_phases_of_earlier_starts_are_counted(tmp_path: Path) -> None:
+    run = resumed_alone(tmp_path)
+    write_samples(run, ranks=2, count=20)
+    (page,) = [bars for bars in phases_of(run) if bars.title.startswith("Phases of each rank")]
+    before = dict(page.rows)
+    (run / "logs" / "earlier-1").mkdir()
+    for file in (run / "logs").glob("monitor-*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.rename(run / "logs" / "earlier-1" / file.name)
+        if "rank-0" in file.name:
+            later = [line | {"time": line["time"] + 1000, "run": "second", "attempt": 1} for line in lines]
+            file.write_text("".join(f"{json.dumps(line)}\n" for line in later))
+    (page,) = [bars for bars in phases_of(run) if bars.title.startswith("Phases of each rank")]
+    after = dict(page.rows)
+    assert "all starts together" in page.described
+    assert dict(after["rank 0"])["compute"] == pytest.approx(2 * dict(before["rank 0"])["compute"])
+    assert after["rank 1"] == before["rank 1"]
+    # Those of another run, which was over before this one began, are not.
+    for file in (run / "logs" / "earlier-1").iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(f"{json.dumps(line | {'time': line['time'] - 5000})}\n" for line in lines))
+    (page,) = [bars for bars in phases_of(run) if bars.title.startswith("Phases of each rank")]
+    assert "all starts together" not in page.described
+    assert set(dict(page.rows)) == {"rank 0"}
+
+
+def phases_of(run: Path) -> list[Bars]:
+    return [bars for section in make_page([read_facts(run)]).sections for bars in section.bars]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,14 +20,16 @@ from rich.text import Text
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_bytes, format_duration, format_rate, format_size
 from allhands.metrics import RunHistory, read_metrics
-from allhands.monitor import Board, BoardRow, Follower, Sample, encode_sample
+from allhands.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
 from allhands.monitor.samples import in_order
+from allhands.names import LOGS
 from allhands.paths import meant
 from allhands.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
     from allhands.cluster.monitoring import RemoteSamples
+    from allhands.report.verdict import Verdict
 
 _NONE = "-"
 _WIDE = 200
@@ -67,9 +67,9 @@ def run_monitor(options: MonitorOptions) -> None:
         latest = [sample for sample in samples if sample.run == board.run]
         if options.as_json:
             _print_json(options, latest, board, new)
-        elif options.once or board.over(time.time(), _gone(board)):
+        elif options.once or board.over(time.time(), gone_here(board)):
             console = _console()
-            console.print(view(board, time.time(), _gone(board), _history(options.run), console.width))
+            console.print(_view_now(options.run, board, console.width))
         else:
             _live(options, board, new)
 
@@ -123,7 +123,7 @@ def _print_json(options: MonitorOptions, samples: Sequence[Sample], board: Board
         for sample in samples:
             print(encode_sample(sample))
         sys.stdout.flush()
-        if options.once or board.over(time.time(), _gone(board)):
+        if options.once or board.over(time.time(), gone_here(board)):
             return
         time.sleep(options.every_s)
         samples = new()
@@ -135,10 +135,10 @@ def _live(options: MonitorOptions, board: Board, new: Read) -> None:
     console = _console()
 
     def show() -> Group:
-        return view(board, time.time(), _gone(board), _history(options.run), console.width)
+        return _view_now(options.run, board, console.width)
 
     with Live(show(), console=console, auto_refresh=False, transient=False) as live:
-        while not board.over(time.time(), _gone(board)):
+        while not board.over(time.time(), gone_here(board)):
             time.sleep(options.every_s)
             for sample in new():
                 board.add(sample)
@@ -152,39 +152,55 @@ def _console() -> Console:
     return console_for(highlight=False, width=None if is_read_live(sys.stdout) else _WIDE)
 
 
-def _gone(board: Board) -> set[tuple[str, int]]:
-    """Processes of this computer that are no more, though they have not said so."""
-    here = socket.gethostname()
-    return {
-        (here, row.last.pid) for row in board.rows() if row.last.host == here and not psutil.pid_exists(row.last.pid)
-    }
+def _view_now(run: Path, board: Board, width: int) -> Group:
+    now, history = time.time(), None
+    with suppress(AllhandsError):
+        history = read_metrics(run)
+    return view(board, now, gone_here(board), history, width, _verdict(run, history, board, now))
 
 
-def _history(run: Path) -> RunHistory | None:
-    try:
-        return read_metrics(run)
-    except AllhandsError:
+def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
+    """How the run stands, in the report's words; ``None``: nothing but its processes tells."""
+    from allhands.cluster.journal import read_events
+    from allhands.report.verdict import verdict_of
+
+    journal = read_events(run) or read_events(run / LOGS)
+    if history is None and not journal:
         return None
+    return verdict_of(run, history or RunHistory(run.name), journal, board, now)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------
 
 
-def view(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None, width: int = 200) -> Group:
+def view(
+    board: Board,
+    now: float,
+    gone: set[tuple[str, int]],
+    history: RunHistory | None,
+    width: int = 200,
+    verdict: Verdict | None = None,
+) -> Group:
     """A heading, a row a process, and what they have together."""
     table = table_of(board, now, gone, width)
-    return Group(_text(_heading(board, now, gone, history), width), table, _text(_together(board, now, gone), width))
+    return Group(
+        _text(_heading(board, now, gone, history, verdict), width), table, _text(_together(board, now, gone), width)
+    )
 
 
 def _text(words: str, width: int) -> Text:
     return Text(broken(words, width))
 
 
-def _heading(board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None) -> str:
+def _heading(
+    board: Board, now: float, gone: set[tuple[str, int]], history: RunHistory | None, verdict: Verdict | None
+) -> str:
     rows = board.rows()
     age = format_duration(max(0.0, now - max(row.last.time for row in rows)))
     words = [f"running, seen {age} ago"]
-    if board.over(now, gone):
+    if verdict is not None and verdict.status != "going on":
+        words = [f"{verdict.status}, last seen {age} ago"]
+    elif board.over(now, gone):
         # Who ends by itself says so; first comes who started the others.
         words = [f"ended {age} ago" if rows[0].last.ended else f"broken off (it was killed), last seen {age} ago"]
     steps = [row.last.step for row in rows if row.last.step is not None]

@@ -286,6 +286,18 @@ def leave(launch: Launch) -> None:
         os._exit(0)
 
 
+def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
+    """Write down that a run without a supervisor was ended, not lost; how to go on."""
+    from allhands.cluster.journal import EVENTS_FILE, Journal
+    from allhands.cluster.supervisor import SupervisorEvent
+
+    code = 128 + worker.stop_requested()
+    journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
+    journal.write(SupervisorEvent("finished", f"stopped (exit code {code})", exit_code=code), worker.attempt)
+    journal.close()
+    return way_on(job_of(config), None)
+
+
 def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -> None:
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
@@ -298,7 +310,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     tagged = TAG_VARIABLE in os.environ
     console = _console(tagged) if launch.rank == 0 else None
     if console is not None:
-        worker.announce_stops(partial(print_line, console), partial(way_on, job_of(config), None))
+        worker.announce_stops(partial(print_line, console), partial(_stopped_at_once, config, worker))
     log_file = Path(config.adapter_path) / LOG_DIRECTORY / f"rank-{launch.rank}.log"
 
     surroundings = replace(

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from allhands.cluster.journal import read_events
 from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_bytes
 from allhands.metrics import METRICS_FILE, RunHistory
-from allhands.monitor.board import Board, BoardRow
+from allhands.monitor.board import Board, BoardRow, gone_here
 from allhands.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
 from allhands.report.facts import ReportFacts, read_facts
 from allhands.report.words import harm
@@ -144,11 +144,13 @@ def summary_of(name: str, directory: Path, judged: Judged | None = None) -> Summ
 
 def processes_of(facts: ReportFacts, now: float) -> list[dict[str, str]]:
     """The run's processes side by side, as texts; the ranks first, then those that only direct them."""
-    return [_process(row, now) for row in sorted(Board(facts.samples).rows(), key=lambda row: row.last.role != "rank")]
+    board = Board(facts.samples)
+    gone = gone_here(board)
+    return [_process(row, now, gone) for row in sorted(board.rows(), key=lambda row: row.last.role != "rank")]
 
 
-def _process(row: BoardRow, now: float) -> dict[str, str]:
-    sample, state = row.last, row.state(now)
+def _process(row: BoardRow, now: float, gone: Collection[tuple[str, int]]) -> dict[str, str]:
+    sample, state = row.last, row.state(now, gone)
     busiest = row.busiest_phase()
     doing = state if state != "lives" else (f"{busiest[0]} {busiest[1]:.0%}" if busiest else sample.phase or "watches")
     gpu = "" if sample.gpu_used_bytes is None else format_bytes(sample.gpu_used_bytes)

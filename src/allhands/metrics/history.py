@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,6 +37,7 @@ class RunHistory:
     ``restarts`` has the step and the elapsed seconds at which each start went on that was not the run's first,
     ``starts`` every start of it, ``warned`` what was warned of in any of them and is not over. ``unreadable`` has the
     places (from 1) of lines of the file that are damaged; not of a last one that a kill tore or that is being written.
+    ``lost_peaks`` has the highest memory of each rank in reports that a restart made obsolete.
     """
 
     name: str
@@ -50,6 +52,12 @@ class RunHistory:
     starts: list[RunStarted] = field(default_factory=list)
     warned: list[Warned] = field(default_factory=list)
     unreadable: list[int] = field(default_factory=list[int])
+    lost_peaks: list[int] = field(default_factory=list[int], compare=False)
+
+    @property
+    def peaks(self) -> list[int]:
+        """The highest memory that each rank has reported, in bytes, over all starts, of however many ranks."""
+        return _highest([self.lost_peaks, *(one.peak_memory_bytes for one in self.train)])
 
     @property
     def trained_s(self) -> float | None:
@@ -95,6 +103,11 @@ def read_metrics(path: Path | str) -> RunHistory:
     return history
 
 
+def _highest(rows: Iterable[Sequence[int]]) -> list[int]:
+    """The highest of each place; rows may be of different lengths."""
+    return [max(of_rank) for of_rank in zip_longest(*rows, fillvalue=0)]
+
+
 def typical(values: Iterable[float]) -> float:
     """The median of those that are finite numbers; NaN of none. So warm-up and pauses do not count."""
     finite = [value for value in values if math.isfinite(value)]
@@ -106,11 +119,13 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
     before_s = 0.0
     for event in events:
         if isinstance(event, RunStarted):
+            goes_on = event.step > 0 or event.attempt > 1
+            reported = [one.peak_memory_bytes for one in kept.values() if isinstance(one, TrainReport)]
+            history.lost_peaks = _highest([history.lost_peaks, *reported]) if goes_on else []
             kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
             # The checkpoint knows better than the last report before it; the clock never goes back.
             times = (entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport))
             before_s = max([event.elapsed_s, *times])
-            goes_on = event.step > 0 or event.attempt > 1
             history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
             history.starts = [*(history.starts if goes_on else []), event]
             # What is still wrong will be told again.

@@ -3,7 +3,7 @@
 Nothing here imports MLX; what MLX knows of its memory is asked for where it is loaded already.
 """
 
-from allhands.monitor.board import Board, BoardRow
+from allhands.monitor.board import Board, BoardRow, gone_here
 from allhands.monitor.sampler import Identity, ProcessSampler
 from allhands.monitor.samples import Follower, Sample, decode_sample, encode_sample, monitor_file, read_samples
 
@@ -16,6 +16,7 @@ __all__ = [
     "Sample",
     "decode_sample",
     "encode_sample",
+    "gone_here",
     "monitor_file",
     "read_samples",
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import psutil
 
 from allhands.monitor.samples import Sample
 
@@ -83,6 +86,7 @@ class Board:
         self._counted: dict[Key, Sample] = {}  # the latest of those that live
         self._looked = 0.0
         self.run: str | None = None
+        self.began = 0.0  # the first sample of it, in Unix time
         self.peak_together_bytes = self.peak_ranks_bytes = 0
         for sample in samples:
             self.add(sample)
@@ -90,7 +94,7 @@ class Board:
     def add(self, sample: Sample) -> None:
         """Take a sample in; the first of another run puts away the one before."""
         if sample.run != self.run:
-            self._rows, self._counted, self.run = {}, {}, sample.run
+            self._rows, self._counted, self.run, self.began = {}, {}, sample.run, sample.time
             self.peak_together_bytes = self.peak_ranks_bytes = 0
         key = key_of(sample)
         row = self._rows.setdefault(key, BoardRow(sample))
@@ -126,6 +130,23 @@ class Board:
     def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
         """Whether there are processes, and none of them lives."""
         return bool(self._rows) and all(row.state(now, gone) != "lives" for row in self._rows.values())
+
+
+def gone_here(board: Board) -> set[tuple[str, int]]:
+    """Processes of this computer that are no more, though they have not said so, with its name."""
+    here = socket.gethostname()
+    return {(here, row.last.pid) for row in board.rows() if row.last.host == here and _is_gone(row.last)}
+
+
+def _is_gone(sample: Sample) -> bool:
+    try:
+        process = psutil.Process(sample.pid)
+        # Another one may have got its number since.
+        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > sample.time + 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def together(samples: Iterable[Sample]) -> int:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allhands.metrics import RunHistory
+from allhands.formatting import format_duration
+from allhands.metrics import RunHistory, RunStarted
 from allhands.monitor.samples import Sample
 
 # Parts of a step from which on something is worth changing.
@@ -14,6 +15,7 @@ _EXCHANGE, _DATA, _REST = 0.2, 0.05, 0.25
 _FULL = 0.9  # of a GPU's memory
 _RESTARTS = 3
 _MANY = 8  # ranks, from which on plain data parallel is rarely the best way
+_LARGE = 1e9  # parameters, from which on dividing the model itself may pay
 _DAY_S = 86_400.0
 _LEAST = 3  # reports; of fewer nothing follows
 
@@ -42,13 +44,8 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
     ranks = started.num_ranks
     found: list[Sign] = []
     if ranks > 1 and parts["exchange"] > _EXCHANGE:
-        found.append(
-            Sign(
-                f"{100 * parts['exchange']:.0f} % of a step was waiting for other ranks",
-                "a faster link, a larger batch or accumulation; unequal computers want --rank-weights. Where nothing "
-                "of it helps: tensors and parameters sharded over NVLink or InfiniBand, by torchtitan or DeepSpeed",
-            )
-        )
+        told = f"{100 * parts['exchange']:.0f} % of a step was waiting for other ranks"
+        found.append(Sign(told, _of_exchange(started, step, parts["exchange"], _is_one_computer(samples))))
     if parts["data"] > _DATA:
         found.append(
             Sign(
@@ -89,7 +86,44 @@ def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
         found.append(
             Sign(
                 f"{ranks} ranks computed for {total / _DAY_S:.1f} days",
-                "at this size sharding parameters, tensors and layers together pays: torchtitan, DeepSpeed, Megatron",
+                "at this size sharding parameters, tensors and layers together pays: torchtitan, DeepSpeed, Megatron"
+                if started.total_params >= _LARGE
+                else "allhands plan says how many ranks a model of this size is worth",
             )
         )
     return found
+
+
+def _is_one_computer(samples: Sequence[Sample]) -> bool:
+    """Whether all ranks are known to be on the same one."""
+    return len({sample.host for sample in samples if sample.role == "rank"}) == 1
+
+
+def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer: bool) -> str:
+    """What to do about an exchange that takes this share of a step.
+
+    Were all ranks' work done one after the other it would take a step's time without the exchange for each of them; a
+    process that has more cores for it takes less.
+    """
+    ranks = started.num_ranks
+    alone_s = ranks * (1.0 - share) * step_s
+    more_work = "a larger batch, or accumulation (--grad-accumulation-steps)"
+    if one_computer and alone_s < step_s:
+        whole, alone = format_duration(step_s), format_duration(alone_s)
+        return (
+            f"leave -n {ranks} out: steps of {whole} are too short for {ranks} processes; a single one takes about "
+            f"{alone}, or less, for the same batch. With {more_work} each exchange has more to compute"
+        )
+    if one_computer and started.backend != "nccl":
+        return (
+            f"{more_work}, so that each exchange has more to compute; see that each process has cores of its own, "
+            "which nothing else uses; or fewer processes"
+        )
+    advice = f"a faster link, {more_work}; unequal computers want --rank-weights"
+    if alone_s < step_s:
+        advice += f". One of these {ranks} processes alone would need {format_duration(alone_s)} for the same batch"
+        advice += f", and together they take {format_duration(step_s)}"
+    if started.total_params < _LARGE:
+        return advice
+    sharded = "tensors and parameters sharded over NVLink or InfiniBand, by torchtitan or DeepSpeed"
+    return f"{advice}. Where nothing of it helps: {sharded}"

@@ -14,7 +14,7 @@ from allhands.formatting import format_bytes, format_rate
 from allhands.metrics import RunHistory, TrainReport
 from allhands.monitor import Sample
 from allhands.monitor.board import key_of
-from allhands.plots import smooth, time_unit
+from allhands.plots import axis_top, cut_off, smooth, time_unit
 
 Floats = NDArray[np.float64]
 T = TypeVar("T", tuple[float, int], tuple[float, float, int])
@@ -268,7 +268,19 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
         axis_labels = (axis.label, "loss per token (lower is better)")
         made = chart(f"loss-{axis.key}", title, axis_labels, "loss", lines, marks=marks, stars=stars, whole=axis.whole)
         if made:
-            yield made
+            yield _cut_off(made, 2.5)
+
+
+def _cut_off(drawn: Chart, far: float) -> Chart:
+    """Without the heights of a run that was thrown off, beside which the others would lie flat; the table has them."""
+    runs: dict[int, list[list[float]]] = {}
+    for line in drawn.lines:
+        runs.setdefault(line.colour, []).append([y for y in line.y if y is not None])
+    top = axis_top(list(runs.values()), far)
+    if top is None:
+        return drawn
+    told = f"The axis is cut off at {shown(top, drawn.unit)}; what is above stands in the table. {drawn.described}"
+    return replace(drawn, top=top, y_label=f"{drawn.y_label}{cut_off(top)}", described=told)
 
 
 def _width(place: int, count: int) -> float:
@@ -319,7 +331,7 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
         ]
         marks = [(float(step), colour) for colour, run in enumerate(runs) for step, _ in run.restarts]
         if made := chart(key, title, ("step", y_label), unit, lines, marks=marks, whole=True):
-            yield made
+            yield _cut_off(made, 5.0) if key == "gradient-norm" else made
     for place, (label, run) in enumerate(zip(labels, runs, strict=True)):
         if made := _rank_memory(f"rank-memory-{place}" if len(runs) > 1 else "rank-memory", label, run):
             yield made
@@ -440,8 +452,12 @@ def step_parts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Bars | None
     return Bars("Where the time of a step goes", described, tuple(rows))
 
 
-def phase_bars(label: str, samples: Sequence[Sample], names: Callable[[str], str]) -> Bars | None:
-    """What each rank of a run did, from its start to its end; ``names`` tells what a phase is called."""
+def phase_bars(label: str, samples: Sequence[Sample], whole: bool, names: Callable[[str], str]) -> Bars | None:
+    """What each rank of a run did, from its start to its end; ``names`` tells what a phase is called.
+
+    Args:
+        whole: whether there are samples of all its starts.
+    """
     rows: list[tuple[str, tuple[tuple[str, float], ...]]] = []
     for group in groups_of(samples):
         spent: dict[str, float] = {}
@@ -453,5 +469,6 @@ def phase_bars(label: str, samples: Sequence[Sample], names: Callable[[str], str
             rows.append((f"{group[0].name}{host}", tuple(spent.items())))
     if not rows:
         return None
-    described = "What the training thread of each rank did, from its start to its end, all starts together."
+    described = "What the training thread of each rank did, from its start to its end, "
+    described += "all starts together." if whole else "in the latest starts: samples of earlier ones are not kept."
     return Bars(f"Phases of each rank of {label}", described, tuple(rows))

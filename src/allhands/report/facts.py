@@ -6,24 +6,22 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
-from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, BoardRow, Sample, read_samples
-from allhands.names import CONFIG_FILE
+from allhands.names import CONFIG_FILE, LOGS
 from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
-
-Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
+from allhands.report.verdict import Status, verdict_of
 
 _PREPARED = "report.json"
 _OF_AN_EARLIER_RUN = re.compile(r".+\.\d+\.json")  # set aside, under a number
 _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
-_FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,12 @@ class ReportFacts:
     plan: KeptPlan | None = None
     notes: list[str] = field(default_factory=list[str])
 
+    @property
+    def began_before(self) -> bool:
+        """Whether there were starts of which the samples are no longer among these."""
+        first = next(iter(self.history.starts), None)
+        return first is not None and bool(self.samples) and first.time < _began(self.samples)
+
 
 def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> ReportFacts:
     """Read all that a run has left; what is damaged or missing becomes a note.
@@ -98,7 +102,8 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
         board.peak_together_bytes,
         board.peak_ranks_bytes,
     )
-    facts.status, facts.reason = _status(facts, directory, board, now)
+    verdict = verdict_of(path, history, journal, board, now)
+    facts.status, facts.reason = verdict.status, verdict.reason
     facts.config = _config(directory, notes, goes_on=facts.status == "going on")
     facts.prepared = _prepared(facts.config)
     facts.answers = tuple(_answers(directory))
@@ -109,6 +114,25 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
         notes.insert(0, f"There are no metrics ({missing}): the run {how}.")
     notes += _amiss(history)
     return facts
+
+
+def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
+    """The samples of all starts of a run, those that were set aside for a later one included; whether that is all."""
+    samples = list(run.samples)
+    if not run.began_before:
+        return samples, True
+    logs, first = (run.path if run.path.is_dir() else run.path.parent) / LOGS, run.history.starts[0].time
+    for place in logs.glob("earlier-*"):
+        with suppress(DataError):
+            earlier = read_samples(place)
+            samples += earlier if earlier[-1].time > first else []  # else of another run
+    samples.sort(key=lambda one: one.time)
+    return samples, _began(samples) <= first
+
+
+def _began(samples: Sequence[Sample]) -> float:
+    """When the first process began, in Unix time."""
+    return min(one.began or one.time for one in samples)
 
 
 def _samples(directory: Path, notes: list[str]) -> list[Sample]:
@@ -130,39 +154,6 @@ def _amiss(history: RunHistory) -> Iterator[str]:
         yield f"{METRICS_FILE} does not say how the run began: model, ranks and number of steps are not known."
     if not history.train and history.started:
         yield "There is no report of training yet."
-
-
-def _status(facts: ReportFacts, directory: Path, board: Board, now: float) -> tuple[Status, str]:
-    """How the run ended, and the supervisor's last word on it."""
-    words = {"failed", "given up", "fault"}
-    last = next((one for one in reversed(facts.journal) if one.get("kind") in words), None)
-    told = _told(last) if last is not None else ""
-    if (ended := facts.history.ended) is not None:
-        return ended.reason, told if ended.reason == "failed" else ""
-    final = facts.journal[-1].get("kind") if facts.journal else None
-    if final in ("failed", "given up"):
-        return "failed", told
-    written = directory / METRICS_FILE if facts.path.is_dir() else facts.path
-    try:
-        age = now - written.stat().st_mtime
-    except OSError:
-        age = float("inf")
-    if (facts.samples and not board.over(now)) or (not facts.samples and age < _FRESH_S):
-        return "going on", "it goes on: what follows is what there is so far"
-    silent = f" {format_duration(age)} ago" if age < float("inf") else ""
-    return (
-        "crashed or killed",
-        f"its file has no end: it crashed, was killed, or lost its computer; last written{silent}",
-    )
-
-
-def _told(event: Mapping[str, Any]) -> str:
-    places = [f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None]
-    text = str(event.get("message", ""))
-    detail = str(event.get("error") or "")
-    more = f": {detail}" if detail and detail not in text else ""
-    where = f" ({', '.join(places)})" if places else ""
-    return f"{text}{more}{where}"
 
 
 # --- files of JSON -----------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ from allhands.metrics import Sampled
 from allhands.monitor import BoardRow
 from allhands.pictures import PHASES
 from allhands.plan.outgrown import Sign, signs_of
-from allhands.plots import times_of
+from allhands.plots import of_starts, times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
 from allhands.report.compared import unlike_validations
-from allhands.report.facts import ReportFacts
+from allhands.report.course import Judgement
+from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
-from allhands.report.words import Judgement, judge_run
+from allhands.report.words import judge_run
 
 _NONE = "–"
 _MOST_EVENTS = 100
@@ -123,7 +124,7 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
 
 def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
     history = run.history
-    found = judge_run(history)
+    found = judge_run(history, is_over=run.status != "going on")
     found += [_judgement(sign) for sign in signs_of(history, run.samples)]
     planned = comparison_of(run)
     found += plan_words(planned) if planned else []
@@ -152,7 +153,7 @@ def _sections(
     charts = {one.key: one for one in step_charts(labels, histories)}
     yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))
     bars = [step_parts(labels, histories)]
-    bars += [phase_bars(label, run.samples, _phase) for label, run in zip(labels, runs, strict=True)]
+    bars += [phase_bars(label, *samples_of_starts(run), _phase) for label, run in zip(labels, runs, strict=True)]
     speed = _some(charts, "throughput", "step-time")
     yield Section("time", "Speed and phases", charts=speed, bars=tuple(one for one in bars if one))
     phases = [
@@ -228,6 +229,8 @@ def _needs(label: str, run: ReportFacts) -> Grid | None:
     rows.append(_sum("all together" if directing else "together", run.together_bytes))
     told = "expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays"
     caption = f"highest memory of the processes of {label}; together: pages that are shared counted once"
+    if run.began_before:
+        caption += "; since it was resumed last"
     if directing:
         caption += f"; training needs what the ranks need ({_names(directing)} only starts and watches them)"
     return Grid(caption, ("process", "computer", *told), tuple(rows))
@@ -325,11 +328,7 @@ def _columns(
 
 def _machines(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
     def started(tell: Callable[[Any], object]) -> Callable[[ReportFacts], str]:
-        def text(run: ReportFacts) -> str:
-            value = tell(run.history.started) if run.history.started else None
-            return "" if value in (None, 0) else str(value)
-
-        return text
+        return lambda run: of_starts(run.history, tell)
 
     def versions(run: ReportFacts) -> str:
         known = run.history.started.versions if run.history.started else {}
@@ -340,7 +339,7 @@ def _machines(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
         ("method", started(lambda it: it.method)),
         ("trained parameters", started(_parameters)),
         ("batch size (all ranks)", started(lambda it: it.batch_size)),
-        ("steps", started(lambda it: it.total_steps)),
+        ("steps", lambda run: str(run.history.started.total_steps) if run.history.started else ""),
         ("ranks", started(lambda it: it.num_ranks)),
         ("back-end", started(lambda it: it.backend if it.num_ranks > 1 else None)),
         ("cores per rank", started(lambda it: it.cores_per_rank)),

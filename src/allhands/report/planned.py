@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.report.charts import Grid
+from allhands.report.course import Judgement
 from allhands.report.facts import ReportFacts
-from allhands.report.words import Judgement
 
 _NONE = "–"
 _MARK = " *"

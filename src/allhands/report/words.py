@@ -7,32 +7,13 @@ large enough to matter. The bounds are the constants below.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from math import isfinite
 
 import numpy as np
 
 from allhands.metrics.history import RunHistory
+from allhands.report.course import Course, Judgement, Level
 from allhands.report.curves import SURE, Curve, ends, from_to, scatter, tenth, trend
-
-Level = Literal["good", "note", "warning", "bad"]
-Kind = Literal[
-    "worse",
-    "guessing",
-    "excursion",
-    "skipped",
-    "gradients",
-    "overfitting",
-    "underfitting",
-    "diverging",
-    "numbers",
-    "validation",
-    "short",
-    "scatter",
-    "fitting",
-    "time",
-    "plan",
-]
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
 RISE = 0.01  # of the best validation loss, at least
@@ -50,44 +31,15 @@ FEW_SKIPPED, MANY_SKIPPED = 0.02, 0.2  # of all steps
 GRAVE = 1.75  # times as steep as is sure must be what is called "diverging"
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """One thing that a person should know of a run; ``kind`` is what it is about."""
-
-    kind: Kind
-    level: Level
-    text: str
-
-
-@dataclass(frozen=True)
-class Course:
-    """What else is known of a run.
-
-    Attributes:
-        norms: the gradient norm at each training report, before it is clipped.
-        skipped: steps that changed nothing, because a gradient was not a finite number.
-        steps: that were taken, those that changed nothing included.
-        vocabulary: tokens that the model chooses among; ``None``: unknown.
-        is_over: whether the run has ended; else it goes on, or was killed.
-    """
-
-    norms: Curve = field(default_factory=lambda: Curve.of([]))
-    skipped: int = 0
-    steps: int = 0
-    vocabulary: int | None = None
-    is_over: bool = True
-
-    @property
-    def at_the_end(self) -> str:
-        """When the last losses are from."""
-        return "at the end" if self.is_over else "so far"
-
-
 _UNKNOWN = Course()
 
 
-def judge_run(history: RunHistory) -> list[Judgement]:
-    """:func:`judge` of the losses of a run, and of what else its metrics tell."""
+def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judgement]:
+    """:func:`judge` of the losses of a run, and of what else its metrics tell.
+
+    Args:
+        is_over: whether it has ended, where more is known of that than its metrics tell.
+    """
     train, valid = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
     last = max((one.step for one in (*history.train, *history.valid, *history.skipped)), default=0)
     course = Course(
@@ -95,7 +47,8 @@ def judge_run(history: RunHistory) -> list[Judgement]:
         skipped=len(history.skipped),
         steps=last,
         vocabulary=history.started.vocabulary if history.started else None,
-        is_over=history.ended is not None,
+        is_over=history.ended is not None if is_over is None else is_over,
+        rate=max((one.learning_rate for one in history.train if isfinite(one.learning_rate)), default=None),
     )
     return judge(train, valid, course)
 
@@ -123,23 +76,23 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         course: what else is known.
     """
     if not (course.is_over or course.skipped or len(train) or len(valid)):
-        return [Judgement("short", "note", "Nothing was reported.")]
-    found = [*_numbers(train, valid), *_skipped(course)]
+        return [Judgement("short", "note", "Nothing is reported yet.")]
+    found = [*_numbers(train, valid, course), *_skipped(course)]
     train, valid = train.finite(), valid.finite()
-    missing = list(_unvalidated(valid))
+    missing = list(_unvalidated(valid, course))
     ruined = list(_ruined(train, valid, course))
     found += ruined
     if len(train) < FEW:
         later = [] if ruined else _better_before(valid)
-        return [*found, *later, Judgement("short", "note", _too_short(len(train))), *missing]
-    over = list(_overfitting(train, valid))
+        return [*found, *later, Judgement("short", "note", _too_short(len(train), course)), *missing]
+    over = list(_overfitting(train, valid, course))
     if any(one.level == "bad" for one in ruined):
         # A loss that has been thrown off neither fits nor lacks steps.
         found += [*(one for one in over if one.kind == "overfitting"), *missing]
     else:
-        found += over or list(_diverging(train, valid)) or list(_underfitting(train, valid))
+        found += over or list(_diverging(train, valid, course)) or list(_underfitting(train, valid, course))
         if all(one.level != "bad" for one in found):
-            found += _excursion(train, valid)
+            found += _excursion(train, valid, course)
         found += [*_exploding(train, valid, course), *missing]
     if not found:
         found.append(_fitting(train, valid, course))
@@ -147,18 +100,24 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     return sorted(found, key=lambda one: order.index(one.level))
 
 
-def _unvalidated(valid: Curve) -> Iterator[Judgement]:
-    if not len(valid):
+def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
+    if not len(valid) and not course.is_over:
+        text = "There is no validation loss so far, so overfitting cannot be seen. It needs a valid.jsonl, and "
+        yield Judgement("validation", "note", f"{text}--val-batches.")
+    elif not len(valid):
         told = "There is no validation loss, so overfitting could not be seen. Give the data a valid.jsonl, and "
         yield Judgement("validation", "note", f"{told}--val-batches.")
     elif valid.steps[-1] == 0:
         told = f"Validated only before the first step ({valid.losses[0]:.3f}): whether training helps is not known yet."
-        yield Judgement("validation", "note", f"{told} --steps-per-eval sets how often.")
+        more = " --steps-per-eval sets how often." if course.is_over else ""
+        yield Judgement("validation", "note", f"{told}{more}")
 
 
-def _too_short(count: int) -> str:
+def _too_short(count: int, course: Course) -> str:
     reports = "no training report" if count == 0 else f"{count} training report{'s' * (count > 1)}"
     there = "There are" if count > 1 else "There is"
+    if not course.is_over:
+        return f"{there} {reports} with a loss so far: too little to judge by yet."
     return f"{there} {reports} with a loss: too little to judge by. Lower --steps-per-report to see more of short runs."
 
 
@@ -195,14 +154,13 @@ def _ruined(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
         yield from _worse(train, trained, before, course)
     elif before is not None and float(np.min(train.losses[-3:])) > before * FAR_ABOVE:
         text = f"Worse than before training: validation loss was {before:.3f} before the first step, and training loss "
-        text += f"is {train.losses[-1]:.3f} at step {train.steps[-1]:.0f}. {_SLOWER}"
+        text += f"is {train.losses[-1]:.3f} at step {train.steps[-1]:.0f}. {course.slower}"
         yield Judgement("worse", "bad", text)
 
 
 _BY_HEART = (
     "The training data are learnt, and what is validated is not: fewer steps, a lower learning rate or more data."
 )
-_SLOWER = "Lower the learning rate, to a tenth say, or add warm-up steps."
 
 
 def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Iterator[Judgement]:
@@ -222,7 +180,7 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
         text += "; no validation was below the first, so no step's weights are better (there is no best/)"
     # What is learnt by heart is no matter of a rate that is much too high.
     learns = len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before
-    yield Judgement("worse", level, f"{text}. {_BY_HEART if learns else _SLOWER}")
+    yield Judgement("worse", level, f"{text}. {_BY_HEART if learns else course.slower}")
 
 
 def _guessing(train: Curve, trained: Curve, before: float | None, course: Course) -> Judgement | None:
@@ -239,14 +197,15 @@ def _guessing(train: Curve, trained: Curve, before: float | None, course: Course
     text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}, that of choosing blindly among "
     text += f"{course.vocabulary} tokens is {chance:.3f}"
     if before is not None and before < GUESS * chance:
-        return Judgement("guessing", "bad", f"{text}, and it was {before:.3f} before the first step. {_SLOWER}")
+        return Judgement("guessing", "bad", f"{text}, and it was {before:.3f} before the first step. {course.slower}")
     if len(train) < FEW:
         return None  # a new model begins there
-    advice = "Nothing is learnt: try other learning rates, and look at what is trained on (allhands data check)."
+    rates = course.other("Try other learning rates")
+    advice = f"Nothing is learnt. {rates}, and look at what is trained on (allhands data check)."
     return Judgement("guessing", "bad", f"{text}. {advice}")
 
 
-def _excursion(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _excursion(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """In between losses were far above where they began, though the last ones are not."""
     before, trained = _before(valid), valid.since(1)
     if before is None:
@@ -258,7 +217,7 @@ def _excursion(train: Curve, valid: Curve) -> Iterator[Judgement]:
     place = int(np.argmax(curve.losses))
     name = "validation" if curve is trained else "training"
     text = f"In between {name} loss was {curve.losses[place]:.3f} (step {curve.steps[place]:.0f}), far above the "
-    text += f"{before:.3f} before the first step: the learning rate is too high at its height. {_SLOWER}"
+    text += f"{before:.3f} before the first step: the learning rate is too high at its height. {course.slower}"
     yield Judgement("excursion", "warning", text)
 
 
@@ -270,7 +229,7 @@ def _exploding(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement
     first, last = ends(norms)
     if last > BURST * first > 0:
         text = f"Gradient norms grew from {first:.3g} to {last:.3g}, and the loss does not fall."
-        yield Judgement("gradients", "warning", f"{text} {_SLOWER} --max-grad-norm bounds each step.")
+        yield Judgement("gradients", "warning", f"{text} {course.slower} --max-grad-norm bounds each step.")
 
 
 def _skipped(course: Course) -> Iterator[Judgement]:
@@ -280,20 +239,20 @@ def _skipped(course: Course) -> Iterator[Judgement]:
     share = course.skipped / max(course.steps, course.skipped, 1)
     level: Level = "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note"
     text = f"{course.skipped} of {max(course.steps, course.skipped)} steps changed nothing, because a gradient was not "
-    advice = "Lower the learning rate, and look at the examples that are named beside those steps."
+    advice = f"{course.lower}, and look at the examples that are named beside those steps."
     yield Judgement("skipped", level, f"{text}a finite number. {advice}")
 
 
-def _numbers(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     for name, curve in (("training", train), ("validation", valid)):
         wrong = curve.steps[~np.isfinite(curve.losses)]
         if len(wrong):
             times = f"in {len(wrong)} of {len(curve)} reports, first at step {wrong[0]:.0f}"
-            advice = "Lower the learning rate, clip gradients (--max-grad-norm), or look at the data there."
+            advice = f"{course.lower}, clip gradients (--max-grad-norm), or look at the data there."
             yield Judgement("numbers", "bad", f"The {name} loss is not a finite number {times}. {advice}")
 
 
-def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """Validation has risen since its best, while training went on falling; or did not."""
     if len(valid) < 2:
         return
@@ -322,12 +281,12 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
             )
             yield Judgement("overfitting", "warning", f"Overfitting: {numbers}, {fell}. {advice}")
         else:
-            yield Judgement(
-                "overfitting", "note", f"Perhaps the beginning of overfitting: {numbers}, {fell}. Watch what follows."
-            )
+            advice = "More steps would have shown it." if course.is_over else "Watch what follows."
+            text = f"Perhaps the beginning of overfitting: {numbers}, {fell}. {advice}"
+            yield Judgement("overfitting", "note", text)
     elif count >= RISING and falling is not None and falling.sure and falling.change > FALL:
         rose = f"and training loss has risen, too, from {from_to(meanwhile)}"
-        advice = "That is not overfitting: the run diverges. Lower the learning rate, or clip gradients."
+        advice = f"That is not overfitting: the run diverges. {course.lower}, or clip gradients."
         yield Judgement("diverging", "bad", f"Diverging: {numbers}, {rose}. {advice}")
     elif count >= RISING:
         seen = "" if falling is None else f": it went from {from_to(meanwhile)}"
@@ -335,7 +294,7 @@ def _overfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
         yield Judgement("overfitting", "note", f"{text}{after.steps[0]:.0f} are the better ones.")
 
 
-def _diverging(train: Curve, valid: Curve) -> Iterator[Judgement]:
+def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """Training loss has risen, by more than its scatter explains, and validation does not say otherwise."""
     risen = _risen(train, valid)
     if risen is None:
@@ -344,7 +303,7 @@ def _diverging(train: Curve, valid: Curve) -> Iterator[Judgement]:
     text = (
         f"Diverging: training loss rose from {first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"
     )
-    advice = "Lower the learning rate, add warm-up steps, or clip gradients (--max-grad-norm)."
+    advice = f"{course.lower}, add warm-up steps, or clip gradients (--max-grad-norm)."
     yield Judgement("diverging", "bad", f"{text}, lowest {float(np.min(train.losses)):.3f}. {advice}")
 
 
@@ -413,47 +372,61 @@ def _would_be_seen(train: Curve, valid: Curve) -> bool:
     return False
 
 
-def _underfitting(train: Curve, valid: Curve) -> Iterator[Judgement]:
-    """Hardly anything was learnt; or both curves still fall over the last third."""
+def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
+    """Hardly anything was learnt; or both curves still fall over the last third, which a run that goes on may do."""
     if not _learns(train, valid):
-        line = trend(train)
-        if line is None:
-            return
-        if _would_be_seen(train, valid):
-            first, last = ends(train)
-            where = "hardly below" if last < first else "not below"
-            text = f"training loss is {where} its start: {first:.3f} at first, {last:.3f} at the end"
-            if len(valid) > 1:
-                text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
-            advice = "Raise the learning rate, train more layers or a larger rank, or check what is trained on."
-            yield Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}")
-            return
-        share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
-        text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said."
-        advice = "Raise --steps-per-report, so that a report is the mean of more batches, or train for longer."
-        yield Judgement("scatter", "note", f"{text} {advice}")
+        yield from _unlearning(train, valid, course)
         return
     third = float(train.steps[-1] - (train.steps[-1] - train.steps[0]) / 3)
     falling = trend(train.since(third))
     if falling is None or not falling.sure or falling.change > -FALL or len(train.since(third)) < 3:
         return
-    numbers = f"over the last third (from step {third:.0f}) training loss fell from {from_to(train.since(third))}"
+    known = valid.since(third)
+    too = trend(known) if len(known) > 1 else None
+    both = too is not None and too.sure and too.change < -FALL
+    heights = f"{known.losses[0]:.3f} to {known.losses[-1]:.3f}" if both else ""
+    numbers = f"(from step {third:.0f}) training loss fell from {from_to(train.since(third))}"
+    if not course.is_over:
+        more = f", and validation loss from {heights}" if both else ""
+        yield Judgement("fitting", "good" if both else "note", f"Learning: over the last third so far {numbers}{more}.")
+        return
+    numbers = f"over the last third {numbers}"
     if len(valid) < 2:
         text = f"Still learning at the end: {numbers}. More steps may help; without validation it cannot be said."
         yield Judgement("underfitting", "note", text)
-        return
-    known = valid.since(third)
-    if len(known) < 2:
+    elif len(known) < 2:
         times = ("never", "once")[len(known)]
         text = f"Still learning at the end: {numbers}. It was validated {times} in that stretch, so whether more steps "
         text += "would help cannot be said: lower --steps-per-eval."
         yield Judgement("underfitting", "note", text)
-        return
-    too = trend(known)
-    if too is not None and too.sure and too.change < -FALL:
-        heights = f"{known.losses[0]:.3f} to {known.losses[-1]:.3f}"
+    elif both:
         text = f"Underfitting: {numbers}, and validation loss from {heights}. Both still fall: more steps would help."
         yield Judgement("underfitting", "warning", text)
+
+
+def _unlearning(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
+    """The loss is where it was at first, or scatters too much to say."""
+    line = trend(train)
+    if line is None:
+        return
+    if _would_be_seen(train, valid):
+        first, last = ends(train)
+        where = "hardly below" if last < first else "not below"
+        text = f"training loss is {where} its start: {first:.3f} at first, {last:.3f} {course.at_the_end}"
+        if len(valid) > 1:
+            text += f"; validation loss {valid.losses[0]:.3f} and {valid.losses[-1]:.3f}"
+        rates = course.other("Raise the learning rate")
+        advice = f"{rates}, train more layers or a larger rank, or check what is trained on."
+        if course.is_over:
+            yield Judgement("underfitting", "warning", f"Underfitting: {text}. {advice}")
+        else:
+            yield Judgement("underfitting", "note", f"Hardly learning so far: {text}. If that stays so: {advice}")
+        return
+    share = scatter(train) / max(abs(float(np.mean(train.losses))), 1e-12)
+    longer = ", or train for longer" if course.is_over else ""
+    text = f"Training loss scatters by {share:.0%} from report to report: whether it falls cannot be said"
+    advice = f"Raise --steps-per-report, so that a report is the mean of more batches{longer}."
+    yield Judgement("scatter", "note", f"{text}{'' if course.is_over else ' yet'}. {advice}")
 
 
 def _fitting(train: Curve, valid: Curve, course: Course) -> Judgement:
@@ -461,7 +434,8 @@ def _fitting(train: Curve, valid: Curve, course: Course) -> Judgement:
     low, last = float(valid.losses[best]), float(valid.losses[-1])
     first, end = ends(train)
     text = (
-        f"No sign of overfitting or underfitting: training loss went from {first:.3f} to {end:.3f} "
+        f"No sign of overfitting{' or underfitting' if course.is_over else ' so far'}: training loss went from "
+        f"{first:.3f} to {end:.3f} "
         f"(medians of {tenth(train)} reports); validation loss was lowest at step {valid.steps[best]:.0f} ({low:.3f})"
     )
     return Judgement("fitting", "good", f"{text} and is {last:.3f} {course.at_the_end}.")

@@ -103,6 +103,9 @@ def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
         raise told from None
     except Regroup:
         raise
+    except KeyboardInterrupt:  # of a person's own process, at once
+        parts.sink.emit(_ended(state, started, "interrupted"))
+        raise
     except AllhandsError:
         parts.sink.emit(_ended(state, started, "failed"))
         raise

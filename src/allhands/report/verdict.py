@@ -1,0 +1,91 @@
+"""Whether a run goes on, or how it ended: the one place that says so, for reports, dashboard and monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from allhands.formatting import format_duration
+from allhands.metrics import METRICS_FILE, RunHistory
+from allhands.monitor import Board, gone_here
+
+Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
+
+_FRESH_S = 60.0  # since the last line, of a run whose processes nobody samples
+_STOPS = (130, 143)  # exit codes of a job that a person or a scheduler ended
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run stands; ``reason`` says more, in words."""
+
+    status: Status
+    reason: str = ""
+
+
+def verdict_of(
+    path: Path, history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board, now: float
+) -> Verdict:
+    """How the run stands by its metrics' end, the supervisor's last word, its processes, and the age of its last line.
+
+    Args:
+        path: the run's directory, or its ``metrics.jsonl``.
+        journal: the supervisor's events, in their order.
+        board: fed with the samples of its processes.
+        now: Unix time in seconds.
+    """
+    written = _written(path)
+    known = bool(board.rows())
+    lives = known and not board.over(now, gone_here(board))
+    # Until a run that goes on has written that it does, its file still tells of the end before.
+    if (ended := history.ended) is not None and not (lives and written < board.began):
+        return Verdict(ended.reason, _cause(journal) if ended.reason == "failed" else "")
+    if ended is None and (last := _last_word(history, journal, board)) is not None:
+        return last
+    if lives or (not known and now - written < _FRESH_S):
+        return Verdict("going on", "it goes on: what follows is what there is so far")
+    silent = f"; last written {format_duration(max(now - written, 0.0))} ago" if written else ""
+    return Verdict("crashed or killed", f"its file has no end: it crashed, was killed, or lost its computer{silent}")
+
+
+def _written(path: Path) -> float:
+    """When the metrics were written last; 0: never."""
+    try:
+        return (path / METRICS_FILE if path.is_dir() else path).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _last_word(history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board) -> Verdict | None:
+    """What the supervisor said at its end; ``None``: it has not ended, or the run was started again without one."""
+    last = journal[-1] if journal else {}
+    began = max([board.began, *(start.time for start in history.starts)])
+    if not last or float(last.get("time", began)) < began:
+        return None
+    kind, code = last.get("kind"), last.get("exit_code") or 0
+    if kind in ("failed", "given up") or (kind == "finished" and code not in (0, *_STOPS)):
+        return Verdict("failed", _cause(journal) or told(last))
+    if kind != "finished":
+        return None
+    if code == 0:
+        return Verdict("finished")
+    unsaved = "; its metrics have no end: what was not in a checkpoint by then is lost" if history.train else ""
+    return Verdict("interrupted", f"{told(last)}{unsaved}")
+
+
+def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
+    """What the supervisor saw fail last."""
+    last = next((one for one in reversed(journal) if one.get("kind") in ("failed", "given up", "fault")), None)
+    return told(last) if last is not None else ""
+
+
+def told(event: Mapping[str, Any]) -> str:
+    """An event of the supervisor's, in words."""
+    places = [f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None]
+    text = str(event.get("message", ""))
+    detail = str(event.get("error") or "")
+    more = f": {detail}" if detail and detail not in text else ""
+    where = f" ({', '.join(places)})" if places else ""
+    return f"{text}{more}{where}"

@@ -1,0 +1,46 @@
+"""What is advised to runs that wait: other things to small steps on one computer than to large models on several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from test_monitor import SAMPLE
+from test_plan import history
+
+from allhands.monitor import Sample
+from allhands.plan.outgrown import signs_of
+
+
+def advice(comm_s: float, hosts: Sequence[str], *, params: int = 10**6, backend: str = "ring") -> str:
+    """To a run with a rank on each of the hosts, of whose steps of 1 s so much was waiting for others."""
+    made = history(max(2, len(hosts)), comm_s=comm_s)
+    assert made.started is not None
+    made.started = replace(made.started, total_params=params, backend=backend)
+    samples: list[Sample] = [replace(SAMPLE, rank=rank, host=host) for rank, host in enumerate(hosts)]
+    (sign,) = signs_of(made, samples)
+    return sign.advice
+
+
+@pytest.mark.parametrize(
+    ("ranks", "comm_s", "pays"), [(2, 0.69, False), (2, 0.4, True), (4, 0.7, True), (4, 0.8, False)]
+)
+def test_steps_too_short_for_several_processes_of_one_computer(ranks: int, comm_s: float, pays: bool) -> None:
+    told = advice(comm_s, ["a"] * ranks)
+    assert (f"leave -n {ranks} out" in told) != pays
+    assert "link" not in told
+    assert "InfiniBand" not in told
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], []])
+def test_between_computers_the_link_counts(hosts: list[str]) -> None:
+    assert "a faster link" in advice(0.4, hosts)
+    assert "takes" not in advice(0.4, hosts)
+    assert "alone would need" in advice(0.69, hosts)
+
+
+def test_only_large_models_are_worth_sharding() -> None:
+    assert "InfiniBand" not in advice(0.4, ["a", "b"])
+    assert "InfiniBand" in advice(0.4, ["a", "b"], params=7 * 10**9)
+    assert "InfiniBand" in advice(0.4, ["a", "a"], params=7 * 10**9, backend="nccl")
