@@ -87,16 +87,14 @@ def export_adapter(
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
+    from allhands.model.adapter_files import model_below
     from allhands.model.load import load_model
     from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
     from allhands.model.peft_base import PeftBase
     from allhands.model.peft_check import check_peft
 
     adapter = _read(adapter_path, *_OURS)
-    below = model or adapter.config.get("model")
-    if not isinstance(below, str):
-        hint = "say which model is below it: --model"
-        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+    below = model or model_below(adapter_path, adapter.config)
     _require_room(out, (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
     loaded = load_model(below, trust_remote_code=trust)
     told = PeftBase.of(loaded, base or below)

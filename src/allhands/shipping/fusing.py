@@ -24,7 +24,7 @@ from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.data.token_roles import unstopped
 from allhands.errors import ConfigError, ModelError
 from allhands.generate import put_on
-from allhands.model.adapter_files import check_adapter
+from allhands.model.adapter_files import check_adapter, model_below
 from allhands.model.beyond import Use, limits_told
 from allhands.model.load import (
     Json,
@@ -194,11 +194,7 @@ def described(adapter_path: Path, model: str | None) -> tuple[str, str]:
     """
     check_adapter(adapter_path)
     config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
-    below = model or config.get("model")
-    if not isinstance(below, str):
-        hint = "say which model is below it: --model"
-        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
-    return str(config.get("fine_tune_type", "lora")), below
+    return str(config.get("fine_tune_type", "lora")), model or model_below(adapter_path, config)
 
 
 def _adapted(options: FuseOptions, path: Path) -> nn.Module:
