@@ -75,16 +75,16 @@ def export_adapter(
         if adapter_path is None:
             raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
         check_adapter(adapter_path)
-        _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
         tell_harm(adapter_path)
+        _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
         return
     if adapter_path is None and model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
     from allhands.cli.export_models import export_model
     from allhands.shipping.fusing import FuseOptions
 
+    tell_harm(adapter_path, model)  # before it may be refused for what the training did
     export_model(to.value, FuseOptions(model, adapter_path, True, dtype, force, trust_remote_code), out)
-    tell_harm(adapter_path, model)
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:

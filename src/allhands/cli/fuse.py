@@ -48,6 +48,7 @@ def fuse(
     from allhands.cli.talk import tell_harm
     from allhands.shipping.fusing import FuseOptions, fuse_model
 
+    tell_harm(adapter_path)  # before it may be refused for what the training did
     options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
     if export_gguf:
         from allhands.model.sources import name_of, resolve
@@ -64,7 +65,6 @@ def fuse(
     else:
         done = fuse_model(options, save_path)
     tell(done, save_path)
-    tell_harm(adapter_path)
     if export_gguf:
         tell_gguf(gguf_path or GGUF_NAME)
     print(f"allhands generate --model {save_path} --prompt ...")
