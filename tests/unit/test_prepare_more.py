@@ -130,7 +130,7 @@ def test_the_advice_on_the_screen_works_when_pasted(tmp_path: Path) -> None:
     assert " ".join(flags) in screen
     assert "_feature" not in screen
     (left,) = rows_of(tmp_path / "out" / "left-out.jsonl")
-    assert left["hint"] == "name it: " + " ".join(flags)
+    assert left["hint"].startswith("name it: " + " ".join(flags))
     code, screen = run(tmp_path, rows, "--strict", "--force")
     assert (code, " ".join(flags) in screen) == (3, True)
     code, screen = run(tmp_path, rows, "--force", *flags)
@@ -251,3 +251,12 @@ def test_few_texts_of_which_many_are_held_out(tmp_path: Path, count: int, told: 
     code, screen = run(tmp_path, texts(range(count)), "--valid", "0", "--test", "0", "--force")
     assert (code, "never trained on" in screen) == (0, False), screen
     assert len((tmp_path / "out" / "train.jsonl").read_text().splitlines()) == count
+
+
+@pytest.mark.parametrize(("beside", "told"), [("context", True), ("passage", True), ("url", False)])
+def test_words_beside_a_question_that_are_left_out_are_told(tmp_path: Path, beside: str, told: bool) -> None:
+    rows = [{"question": sentence(n), beside: sentence(n + 40), "answer": "x"} for n in range(9)]
+    code, screen = run(tmp_path, rows, "--column", "prompt=question", "--column", "completion=answer")
+    assert (code, f'"{beside}" is not used' in screen) == (0, told)
+    code, screen = run(tmp_path, rows, "--force")
+    assert (code, f'join "{beside}" to it first' in " ".join(screen.split())) == (3, told)
