@@ -168,8 +168,9 @@ def _trains_embedding(config: TrainConfig) -> bool:
 
 
 def vocabulary_of(model: Path) -> int | None:
-    """Rows of the embedding of the model in this directory; None if its config does not say."""
-    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    """Rows of the embedding of the model in this directory; None if its config does not say, or it is a tokenizer."""
+    file = model / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for place in (values, values.get("text_config")):
         if isinstance(place, dict) and isinstance(size := cast("dict[str, Any]", place).get("vocab_size"), int):
             return size
