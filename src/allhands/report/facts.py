@@ -15,8 +15,8 @@ from allhands.errors import AllhandsError, DataError
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, BoardRow, Sample, read_samples
-from allhands.names import CONFIG_FILE
-from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
+from allhands.names import CONFIG_FILE, PLAN_FILE
+from allhands.plan.kept import KeptPlan, plan_before
 
 Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 
