@@ -117,13 +117,10 @@ def test_what_is_no_run_is_one_clear_error(tmp_path: Path, kind: str, capsys: py
     place = tmp_path / "place"
     if kind != "missing":
         place.mkdir()
-    if kind == "other":
-        (place / "metrics.jsonl").write_text("not of a run\n")
-    if kind == "planned":
-        (place / "plan.json").write_text("{}")
+    if name := {"other": "metrics.jsonl", "planned": "plan.json"}.get(kind):
+        (place / name).write_text("not of a run\n")
     code, out, err = run_main(capsys, write_run(tmp_path / "good"), place)
-    assert (code, out) == (DataError.exit_code, "")
-    assert err.count("error:") == 1
+    assert (code, out, err.count("error:")) == (DataError.exit_code, "", 1)
     assert ("planned" in err) is (kind == "planned")
     assert str(place) in err
     assert "what to do" in err
