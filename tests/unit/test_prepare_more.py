@@ -223,7 +223,7 @@ def test_reasons_keep_the_numbers_that_all_have() -> None:
         reasons.add(message, None, "f:1")
     reasons.add("1,234 bytes", None, "f:1")
     assert [(reason.message, reason.count) for reason in reasons.listed()] == [
-        ("byte 0xe9 at N of 9", 3),
+        ("byte 0xe9 at … of 9", 3),
         ("1,234 bytes", 1),
     ]
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from allhands.cli.findings import counted, message_of, remedy_of, size_findings
+from allhands.cli.findings import message_of, remedy_of, size_findings
 from allhands.cli.options import option_function
 from allhands.config import TrainConfig, build_config
 from allhands.data.records import ColumnNames
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.formatting import counted
 from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
