@@ -212,7 +212,7 @@ def test_a_header_without_rows_is_said(content: str) -> None:
 def test_what_is_said_of_ragged_rows_holds_for_all(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,b\nx,y\n1\n1,2,3\n1,2,3\n", encoding="utf-8")
     code, screen = invoke(str(tmp_path / "a.csv"), "--out", str(tmp_path / "out"))
-    assert (code, "3 x ragged row: N fields where the header has 2" in screen) == (0, True), screen
+    assert (code, "3 x ragged row: … fields where the header has 2" in screen) == (0, True), screen
     left = rows_of(tmp_path / "out" / "left-out.jsonl")
     assert [entry["reason"].split()[2] for entry in left] == ["1", "3", "3"]
 

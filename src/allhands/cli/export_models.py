@@ -18,7 +18,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     if to == "hf":
         from allhands.shipping.huggingface import export_hf
 
-        tell(export_hf(options, out), out)
+        tell(export_hf(options, out), out, adapter=options.adapter_path)
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')
         return
     from allhands.model.sources import resolve
@@ -34,7 +34,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     chat = recognise(path, options.adapter_path) if to == "ollama" else None
     text = None if chat is None else modelfile(chat)
     done = _with_gguf(options, out, text)
-    tell(done, out, ", before it was converted")
+    tell(done, out, ", before it was converted", options.adapter_path)
     tell_gguf(_GGUF)
     if chat is None:
         print(f"llama-cli --model {out / _GGUF}")
