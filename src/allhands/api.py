@@ -115,7 +115,7 @@ def _run(
         raise ConfigError(
             f"num_ranks={chosen.num_ranks}, but this script is {launch.size} process(es)",
             where="num_ranks",
-            hint="start the script itself that often: mpirun -np N python script.py",
+            hint=f"start the script that often: allhands launch -n {chosen.num_ranks} -- python script.py",
         )
 
     stops = _Stops(Pace(), speaks=progress and launch.rank == 0)

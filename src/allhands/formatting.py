@@ -56,3 +56,9 @@ def format_moment(time: float) -> str:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
         return "–"
+
+
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """``1 row``, ``2,000 rows``, ``0.5 rows``: at most one decimal."""
+    digits = f"{number:,.1f}".removesuffix(".0")
+    return f"{digits} {noun if digits == '1' else plural or noun + 's'}"

@@ -12,3 +12,4 @@ BEST = "best"
 # Of a run of pre-training: the last and the best model.
 MODELS_OF_A_RUN = (MODEL, BEST_MODEL) = ("model", "model-best")
 LOGS = "logs"
+PLAN_FILE = "plan.json"

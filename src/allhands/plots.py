@@ -352,7 +352,7 @@ _HEADINGS = {
     "cores per rank": "cores",
     "steps": "steps",
     "training time": "time",
-    "seconds per update": "s/update",
+    "seconds per update": "s per\nupdate",
     "tokens/s": "tokens\n/s",
     "speed-up": "speed\n-up",
     "final training loss": "train\nloss",
@@ -368,9 +368,10 @@ def _rows(runs: Sequence[RunHistory], caption: str) -> Table:
     measures = dict(_measures(runs)) | {"peak memory": highest}
     if len(set(measures["cores per rank"])) == 1:
         del measures["cores per rank"]
-    table = Table(title="Training times", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title="Training times", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.caption = f"{caption};\nvalid loss: the lowest; peak memory: of the rank that needs most"
-    table.add_column("run", overflow="fold", vertical="top")
+    # Room for "1 rank)" and the like, so that only words of a long name are broken.
+    table.add_column("run", overflow="fold", vertical="top", min_width=8)
     shown = {measure: heading for measure, heading in _HEADINGS.items() if measure in measures}
     for measure, heading in shown.items():
         wraps = measure == "steps"  # "10000 of 20000"

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from allhands.errors import StorageError
+from allhands.errors import ConfigError, StorageError
 from allhands.files import (
     make_directory,
     make_private,
@@ -95,6 +95,26 @@ def _exchange(staged: Path, target: Path) -> None:
         replaced.rename(target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) -> None:
+    """Refuse to write over anything but a directory of one ``kind`` (ConfigError), and over that only with ``force``.
+
+    Args:
+        kind: with its article: "an adapter".
+        files: all that one can hold; the first is in every one.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        what = f"this is a file, not the directory of {kind}"
+        raise ConfigError(what, where=str(out), hint="choose another place: --out")
+    there = sorted(entry.name for entry in out.iterdir())
+    if others := [name for name in there if name not in files] or (there if files[0] not in there else []):
+        what = f"{others[0]} is there already: the directory does not hold {kind} alone"
+        raise ConfigError(what, where=str(out), hint="choose another directory: --out")
+    if there and not force:
+        raise ConfigError(f"{kind} is there already", where=str(out), hint="add --force to replace it")
 
 
 @contextmanager

@@ -62,3 +62,13 @@ def test_a_command_whose_result_is_its_words_fails_without_them(tmp_path: Path) 
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 5
     assert "standard output" in done.stderr
+
+
+def test_a_reader_who_has_read_enough_is_no_failure(inputs: list[str]) -> None:
+    model, data = inputs[inputs.index("--model") + 1], inputs[inputs.index("--data") + 1]
+    for words in (["data", "check", data, "--model", model], ["plan", "--device", "M1", "--model", model]):
+        line = 'set -o pipefail; "$@" | head -1'
+        command = ["bash", "-c", line, "bash", sys.executable, "-m", "allhands", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr

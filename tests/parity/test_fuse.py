@@ -180,6 +180,30 @@ def test_a_fused_model_that_computes_something_else_is_not_kept(
     assert not (tmp_path / "fused").exists()
 
 
+@pytest.mark.parametrize("times", [1e6, float("nan")])
+@pytest.mark.parametrize("verb", ["float16", "gguf"])
+def test_what_a_training_has_ruined_is_told_of_the_weights_that_were_named(
+    base: Path, tmp_path: Path, verb: str, times: float
+) -> None:
+    adapter, out = write_adapter(base, tmp_path / "run"), tmp_path / "out"
+    file = str(adapter / "adapters.safetensors")
+    weights: Any = mx.load(file)
+    mx.save_safetensors(file, {name: value * times for name, value in weights.items()})
+    how: dict[str, list[Any]] = {
+        "float16": ["fuse", "--dtype", "float16", "--save-path", out],
+        "gguf": ["export", "--to", "gguf", "--out", out],
+    }
+    done = call_allhands(*how[verb], "--adapter-path", adapter)
+    assert done.returncode == 4, done.stderr
+    if times == times:
+        assert "bfloat16" in done.stderr, "what can hold them"
+    else:
+        assert f"error: {adapter}: " in done.stderr
+    assert "fused/" not in done.stderr, "no path that is gone"
+    assert "report it" not in done.stderr
+    assert not out.exists()
+
+
 def test_a_gguf_of_a_quantised_model_is_refused_before_any_work(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", bits=4)
     adapter = write_adapter(base, tmp_path / "run")

@@ -12,8 +12,8 @@ from tiny import write_adapter, write_chat_data, write_model
 from written_runs import write_run
 
 from allhands.checkpoints import Tensor, checkpoint_path, write_checkpoint
-from allhands.errors import ModelError
-from allhands.model.adapter_files import check_adapter, instead_of, warning_of
+from allhands.errors import ConfigError, ModelError
+from allhands.model.adapter_files import check_adapter, instead_of, model_below, warning_of
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     shutil.copytree(root / "model", root / "pretrained" / "model")
     (root / "pretrained" / "metrics.jsonl").touch()
+    shutil.copy(root / "adapter" / "adapter_config.json", root / "pretrained")
+    _add_checkpoint(root / "pretrained", 40)
+    (root / "pretrained" / "adapter_config.json").unlink()
     (root / "begun" / "logs").mkdir(parents=True)
     shutil.copytree(root / "adapter", root / "several" / "one")
     (root / "peft").mkdir()
@@ -91,6 +94,16 @@ def test_a_torn_adapter_names_what_is_whole(
         assert f"--adapter-path {older}" in (caught.value.hint or "")
     _cut(older / name)
     assert instead_of(run) is None
+
+
+def test_a_checkpoint_of_pre_training_is_of_the_model_of_its_run(places: Path) -> None:
+    config = {"model": "tokenizer", "tokenizer": "tokenizer", "shape": "llama"}
+    run = places / "pretrained"
+    assert model_below(run / "checkpoints" / "step-0000040", config) == str(run / "model")
+    assert model_below(places / "adapter", {"model": "there"}) == "there"
+    for place, described in ((places / "begun", config), (places / "adapter", {})):
+        with pytest.raises(ConfigError):
+            model_below(place, described)
 
 
 _GOOD = {"train": lambda step: 2 + 2 / (1 + step / 10), "valid": lambda step: 2.1 + 2 / (1 + step / 10)}

@@ -12,7 +12,7 @@ from test_check import CLEAN, VALID, chat, chats, look, row, run, write
 from tiny import run_allhands, with_positions, write_model
 
 from allhands.cli.check import spread_table
-from allhands.cli.findings import counted, message_of, remedy_of
+from allhands.cli.findings import message_of, remedy_of
 from allhands.config import build_config
 from allhands.data.check import CheckOptions, Examiner, check
 from allhands.data.lengths import LengthSummary
@@ -20,6 +20,7 @@ from allhands.data.outcome import NUM_REASONS
 from allhands.data.records import ColumnNames
 from allhands.data.shapes import NO_LAST_ANSWER, STARTS_WITH_ANSWER, TWO_SYSTEM, parse_example, remedy_of_warning
 from allhands.errors import DataError
+from allhands.formatting import counted
 from allhands.train.datasets import load_data
 
 

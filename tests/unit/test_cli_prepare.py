@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import typer
+from command_line import call_allhands
 from rows import report_of, rows_of, sentence, texts, write
 from typer.testing import CliRunner
 
@@ -88,6 +91,20 @@ def test_what_is_lost_of_a_text_file_is_told_with_the_remedy(tmp_path: Path, tin
         assert code == 0, screen
         assert report_of(tmp_path / f"out-{rows}")["rows_read"] == rows
         assert (remedy in " ".join(screen.split())) == told
+
+
+def test_with_a_tokenizer_alone_the_next_step_is_pre_training(tmp_path: Path, tiny_model: Path) -> None:
+    alone = tmp_path / "tokenizer"
+    alone.mkdir()
+    for file in tiny_model.glob("token*"):
+        shutil.copy(file, alone)
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": f"a text of row {n}"}) + "\n" for n in range(20)))
+    for model, told in ((alone, f"allhands pretrain --tokenizer {alone}"), (tiny_model, "allhands train --train")):
+        flags = (str(tmp_path / "raw.jsonl"), "--out", str(tmp_path / "out"), "--force")
+        code, screen = invoke(*flags, "--model", str(model))
+        assert (code, told in screen) == (0, True), screen
+        checked = call_allhands("data", "check", tmp_path / "out", "--model", model)
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_tokens_of_a_model(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:

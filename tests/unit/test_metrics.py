@@ -307,7 +307,7 @@ def test_the_banner_says_what_is_trained() -> None:
     ):
         assert part in text
     assert "batch size 8 samples a step over all ranks" in text
-    assert "600 on 1200 examples (4.0 epochs)" in text
+    assert "600 on 1,200 examples (4.0 epochs)" in text
     ConsoleSink(plain, 600).emit(replace(STARTED, total_steps=165, num_train_examples=258))
     assert "165 on 258 examples (5.0 epochs)" in " ".join(out.getvalue().split())
 

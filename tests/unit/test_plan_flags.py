@@ -10,9 +10,10 @@ import pytest
 from written_runs import write_run
 
 from allhands.metrics import read_metrics
+from allhands.names import PLAN_FILE
 from allhands.plan.compared import compare
 from allhands.plan.computers import Computer
-from allhands.plan.kept import PLAN_FILE, keep_plan, read_plan
+from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
 from allhands.plan.memory import Blocks, Work, on_gpu
 from allhands.plan.outlook import Job, Outlook, look_ahead

@@ -16,8 +16,9 @@ from allhands.cli.plan_calibration import Calibration, calibrate, settings, step
 from allhands.config import TrainConfig
 from allhands.metrics import JsonlSink, RunStarted, TrainReport, read_metrics
 from allhands.monitor import decode_sample, encode_sample
+from allhands.names import PLAN_FILE
 from allhands.plan.compared import compare
-from allhands.plan.kept import PLAN_FILE, keep_plan, read_plan
+from allhands.plan.kept import keep_plan, read_plan
 
 TOKENS = 4000.0
 PASS_S, UPDATE_S, NEW_S = 0.040, 0.010, 0.100  # NEW_S more for a shape that was never met

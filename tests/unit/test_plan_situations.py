@@ -187,6 +187,19 @@ def test_whole_rows_go_to_who_is_done_first() -> None:
     assert predict(step, free, [1.0, 0.25]).step_s <= predict(step, free, [1.0]).step_s
 
 
+def test_more_processes_than_cores_take_turns_and_save_nothing() -> None:
+    one = planned(("M1 Pro 32GB",), numbers=(1, 2, 3, 4), together=True).job
+    own, turns = (look_ahead(replace(one, link=link_of("nvlink"), room=room)) for room in (4, 2))
+    step = [line.prediction.step_s for line in turns.lines]
+    assert step[:2] == [line.prediction.step_s for line in own.lines][:2], "cores of their own"
+    assert step[2] >= step[1]
+    assert step[3] >= step[1]
+    assert own.enough == 4
+    assert turns.enough == turns.advised == 2
+    assert turns.lines[3].prediction.capacity == 2
+    assert turns.lines[3].training_s >= turns.lines[1].training_s
+
+
 def test_every_kind_of_computer_is_listed() -> None:
     pair = [Computer("a", 1.0, 24_000_000_000, 32_000_000_000, "the system has the rest"), Computer("b", 0.5)]
     assert listed([*pair, pair[0]]) == [

@@ -14,9 +14,10 @@ from written_runs import write_run
 from allhands.cli.plan_validations import ValidRows, number_of, seconds_of
 from allhands.config import TrainConfig
 from allhands.metrics import read_metrics
+from allhands.names import PLAN_FILE
 from allhands.plan.compared import Figure, compare
 from allhands.plan.computers import Computer
-from allhands.plan.kept import PLAN_FILE, keep_plan, read_plan
+from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
 from allhands.plan.memory import Blocks, on_cpu
 from allhands.plan.outlook import Job, look_ahead

@@ -362,6 +362,16 @@ def test_the_table_of_any_number_of_runs_is_whole_in_80_columns(number: int, res
     assert "\n".join(lines).count("20000") == number
 
 
+def test_no_word_of_a_short_name_is_broken() -> None:
+    runs = [history(f"p{place}", ranks=2) for place in range(4)]
+    for place, run in enumerate(runs):
+        run.restarts = [(5, 10.0)]
+        assert run.started is not None
+        run.started = replace(run.started, cores_per_rank=1 + place)
+    told = "\n".join(table_lines(runs)).split()
+    assert (told.count("(2"), told.count("ranks)"), told.count("starts")) == (4, 4, 1)
+
+
 def test_of_more_than_three_runs_each_has_a_row(tmp_path: Path) -> None:
     runs = [history("one"), history("two", ranks=2, step_s=1.0), history("three"), history("four", ranks=3)]
     heads, rows = table_lines(runs, 120)[1:4], table_lines(runs, 120)[4:-3]

@@ -130,7 +130,7 @@ def test_the_advice_on_the_screen_works_when_pasted(tmp_path: Path) -> None:
     assert " ".join(flags) in screen
     assert "_feature" not in screen
     (left,) = rows_of(tmp_path / "out" / "left-out.jsonl")
-    assert left["hint"] == "name it: " + " ".join(flags)
+    assert left["hint"].startswith("name it: " + " ".join(flags))
     code, screen = run(tmp_path, rows, "--strict", "--force")
     assert (code, " ".join(flags) in screen) == (3, True)
     code, screen = run(tmp_path, rows, "--force", *flags)
@@ -212,7 +212,7 @@ def test_a_header_without_rows_is_said(content: str) -> None:
 def test_what_is_said_of_ragged_rows_holds_for_all(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,b\nx,y\n1\n1,2,3\n1,2,3\n", encoding="utf-8")
     code, screen = invoke(str(tmp_path / "a.csv"), "--out", str(tmp_path / "out"))
-    assert (code, "3 x ragged row: N fields where the header has 2" in screen) == (0, True), screen
+    assert (code, "3 x ragged row: … fields where the header has 2" in screen) == (0, True), screen
     left = rows_of(tmp_path / "out" / "left-out.jsonl")
     assert [entry["reason"].split()[2] for entry in left] == ["1", "3", "3"]
 
@@ -223,7 +223,7 @@ def test_reasons_keep_the_numbers_that_all_have() -> None:
         reasons.add(message, None, "f:1")
     reasons.add("1,234 bytes", None, "f:1")
     assert [(reason.message, reason.count) for reason in reasons.listed()] == [
-        ("byte 0xe9 at N of 9", 3),
+        ("byte 0xe9 at … of 9", 3),
         ("1,234 bytes", 1),
     ]
 
@@ -251,3 +251,12 @@ def test_few_texts_of_which_many_are_held_out(tmp_path: Path, count: int, told: 
     code, screen = run(tmp_path, texts(range(count)), "--valid", "0", "--test", "0", "--force")
     assert (code, "never trained on" in screen) == (0, False), screen
     assert len((tmp_path / "out" / "train.jsonl").read_text().splitlines()) == count
+
+
+@pytest.mark.parametrize(("beside", "told"), [("context", True), ("passage", True), ("url", False)])
+def test_words_beside_a_question_that_are_left_out_are_told(tmp_path: Path, beside: str, told: bool) -> None:
+    rows = [{"question": sentence(n), beside: sentence(n + 40), "answer": "x"} for n in range(9)]
+    code, screen = run(tmp_path, rows, "--column", "prompt=question", "--column", "completion=answer")
+    assert (code, f'"{beside}" is not used' in screen) == (0, told)
+    code, screen = run(tmp_path, rows, "--force")
+    assert (code, f'join "{beside}" to it first' in " ".join(screen.split())) == (3, told)

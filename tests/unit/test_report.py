@@ -112,16 +112,16 @@ def test_nothing_but_a_report_is_replaced_without_force(tmp_path: Path, capsys: 
     assert run_main(capsys, run, "--out", tmp_path / "page.pdf")[0] == 2
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "other"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "other", "planned"])
 def test_what_is_no_run_is_one_clear_error(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "place"
     if kind != "missing":
         place.mkdir()
-    if kind == "other":
-        (place / "metrics.jsonl").write_text("not of a run\n")
+    if name := {"other": "metrics.jsonl", "planned": "plan.json"}.get(kind):
+        (place / name).write_text("not of a run\n")
     code, out, err = run_main(capsys, write_run(tmp_path / "good"), place)
-    assert (code, out) == (DataError.exit_code, "")
-    assert err.count("error:") == 1
+    assert (code, out, err.count("error:")) == (DataError.exit_code, "", 1)
+    assert ("planned" in err) is (kind == "planned")
     assert str(place) in err
     assert "what to do" in err
     assert not list(tmp_path.rglob("report.html"))

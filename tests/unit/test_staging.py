@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from allhands.errors import StorageError
-from allhands.staging import Scratch, locked, locked_now, publish, staging
+from allhands.errors import ConfigError, StorageError
+from allhands.staging import Scratch, locked, locked_now, publish, require_place, staging
 
 # Killed between the two renames of an exchange.
 KILLED = """
 import os, signal, sys
+from contextlib import nullcontext
 from pathlib import Path
 from allhands.staging import publish, staging
 with staging(Path(sys.argv[1])) as staged:
@@ -222,3 +224,29 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_pat
         for holder in holders:
             holder.kill()
             holder.communicate()
+
+
+@pytest.mark.parametrize(
+    ("held", "force", "told"),
+    [
+        (["notes.txt"], False, "another directory"),
+        (["notes.txt"], True, "another directory"),
+        (["a.bin", "notes.txt"], False, "another directory"),
+        (["README.md"], True, "another directory"),  # a person's own, as far as can be seen
+        (["a.bin", "README.md"], False, "--force"),
+        (["a.bin", "README.md"], True, None),
+        ([], False, None),
+    ],
+)
+def test_force_is_offered_only_where_it_helps(tmp_path: Path, held: list[str], force: bool, told: str | None) -> None:
+    for name in held:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) if told else nullcontext() as caught:
+        require_place(tmp_path, "an export", ("a.bin", "README.md"), force=force)
+    assert told is None or told in (caught.value.hint or "")
+    file = tmp_path / "README.md"
+    file.touch()
+    for forced in (False, True):
+        with pytest.raises(ConfigError) as caught:
+            require_place(file, "an export", ("a.bin", "README.md"), force=forced)
+        assert "--force" not in (caught.value.hint or "")

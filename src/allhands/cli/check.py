@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from allhands.cli.findings import counted, message_of, remedy_of, size_findings
+from allhands.cli.findings import message_of, remedy_of, size_findings
 from allhands.cli.options import option_function
 from allhands.config import TrainConfig, build_config
 from allhands.data.records import ColumnNames
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.formatting import counted
 from allhands.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
@@ -168,8 +169,9 @@ def _trains_embedding(config: TrainConfig) -> bool:
 
 
 def vocabulary_of(model: Path) -> int | None:
-    """Rows of the embedding of the model in this directory; None if its config does not say."""
-    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    """Rows of the embedding of the model in this directory; None if its config does not say, or it is a tokenizer."""
+    file = model / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for place in (values, values.get("text_config")):
         if isinstance(place, dict) and isinstance(size := cast("dict[str, Any]", place).get("vocab_size"), int):
             return size

@@ -18,6 +18,7 @@ import typer
 from allhands.blas import preload_blas
 from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
+from allhands.formatting import counted
 from allhands.terminal import progress_console, tell
 
 if TYPE_CHECKING:
@@ -196,10 +197,10 @@ def _as_json(config: EvalConfig, found: Evaluation) -> str:
 
 
 def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
-    count = f"{found.num_examples} examples"
-    if found.num_examples is None:
-        count = f"{config.test_batches} batches of {config.batch_size} rows"
-    about = f"{config.split} split of {config.data}: {count}, {found.num_tokens} tokens counted"
+    count = f"{counted(config.test_batches, 'batch', 'batches')} of {counted(config.batch_size, 'row')}"
+    if found.num_examples is not None:
+        count = counted(found.num_examples, "example")
+    about = f"{config.split} split of {config.data}: {count}, {counted(found.num_tokens, 'token')} counted"
     lines = [about, f"loss {found.loss:.4f}  perplexity {found.perplexity:.3f}"]
     if found.bits_per_byte is not None:
         lines[1] += f"  {found.bits_per_byte:.4f} bits per byte"

@@ -13,6 +13,7 @@ import typer
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
 from allhands.paths import meant
+from allhands.staging import require_place
 
 if TYPE_CHECKING:
     from allhands.model.peft import Adapter
@@ -74,30 +75,28 @@ def export_adapter(
         if adapter_path is None:
             raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
         check_adapter(adapter_path)
-        _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
         tell_harm(adapter_path)
+        _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
         return
     if adapter_path is None and model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
     from allhands.cli.export_models import export_model
     from allhands.shipping.fusing import FuseOptions
 
+    tell_harm(adapter_path, model)  # before it may be refused for what the training did
     export_model(to.value, FuseOptions(model, adapter_path, True, dtype, force, trust_remote_code), out)
-    tell_harm(adapter_path, model)
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
+    from allhands.model.adapter_files import model_below
     from allhands.model.load import load_model
     from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
     from allhands.model.peft_base import PeftBase
     from allhands.model.peft_check import check_peft
 
     adapter = _read(adapter_path, *_OURS)
-    below = model or adapter.config.get("model")
-    if not isinstance(below, str):
-        hint = "say which model is below it: --model"
-        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
-    _require_room(out, (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
+    below = model or model_below(adapter_path, adapter.config)
+    require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
     loaded = load_model(below, trust_remote_code=trust)
     told = PeftBase.of(loaded, base or below)
     try:
@@ -162,7 +161,7 @@ def import_adapter(
     below = model or adapter.config.get("base_model_name_or_path")
     if not isinstance(below, str) or not below:
         raise ConfigError("the adapter names no model", where=str(path / CONFIG_FILE), hint="say which: --model")
-    _require_room(out, _OURS, force=force)
+    require_place(out, "an adapter", _OURS, force=force)
     loaded: Any = load_model(below, trust_remote_code=trust_remote_code)
     try:
         made = from_peft(adapter, PeftBase.of(loaded, below), num_layers=len(loaded.model.layers))
@@ -222,17 +221,6 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     except (ValueError, RuntimeError, OSError) as error:
         file = directory / (weights if isinstance(error, RuntimeError) else config)
         raise ModelError(f"the file is torn: {error}", where=str(file), hint="fetch or write it again") from None
-
-
-def _require_room(out: Path, files: tuple[str, ...], *, force: bool) -> None:
-    """Refuse to write over anything but an adapter, and over one only if asked to."""
-    if not out.exists():
-        return
-    there = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else [out.name]
-    if others := [name for name in there if name not in files]:
-        raise ConfigError(f"{others[0]} is there already", where=str(out), hint="choose another directory: --out")
-    if there and not force:
-        raise ConfigError("an adapter is there already", where=str(out), hint="add --force to replace it")
 
 
 def _write(

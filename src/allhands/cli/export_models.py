@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allhands.cli.fuse import tell, tell_gguf
-from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
     from allhands.shipping.fusing import Fused, FuseOptions
@@ -19,7 +18,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     if to == "hf":
         from allhands.shipping.huggingface import export_hf
 
-        tell(export_hf(options, out), out)
+        tell(export_hf(options, out), out, adapter=options.adapter_path)
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')
         return
     from allhands.model.sources import resolve
@@ -35,7 +34,7 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
     chat = recognise(path, options.adapter_path) if to == "ollama" else None
     text = None if chat is None else modelfile(chat)
     done = _with_gguf(options, out, text)
-    tell(done, out, ", before it was converted")
+    tell(done, out, ", before it was converted", options.adapter_path)
     tell_gguf(_GGUF)
     if chat is None:
         print(f"llama-cli --model {out / _GGUF}")
@@ -53,13 +52,9 @@ def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     from allhands.model.sources import name_of
     from allhands.shipping.fusing import fuse_model
     from allhands.shipping.gguf import write_gguf
-    from allhands.staging import publish, staging
+    from allhands.staging import publish, require_place, staging
 
-    there = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else [out.name] if out.exists() else []
-    if others := [name for name in there if name not in _OURS]:
-        raise ConfigError(f"{others[0]} is there already", where=str(out), hint="choose another directory: --out")
-    if there and not options.force:
-        raise ConfigError("an export is there already", where=str(out), hint="add --force to replace it")
+    require_place(out, "an export", _OURS, force=options.force)
     with staging(out) as staged:
         fused = staged / "fused"
         done = fuse_model(options, fused)

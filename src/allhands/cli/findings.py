@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from allhands.data.heard import WORDS as UNHEARD
+from allhands.formatting import counted
 
 if TYPE_CHECKING:
     from allhands.config import TrainConfig
@@ -120,12 +121,6 @@ def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], posit
         details = {"epochs": epochs, "iters": config.batches(each), "batch_size": config.batch_size}
         found.append(DataFinding("many-epochs", "harms", "train", details=details))
     return found
-
-
-def counted(number: float, noun: str, plural: str = "") -> str:
-    """``1 row``, ``2,000 rows``, ``0.5 rows``: at most one decimal."""
-    digits = f"{number:,.1f}".removesuffix(".0")
-    return f"{digits} {noun if digits == '1' else plural or noun + 's'}"
 
 
 def message_of(finding: DataFinding) -> str:

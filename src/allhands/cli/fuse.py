@@ -48,6 +48,7 @@ def fuse(
     from allhands.cli.talk import tell_harm
     from allhands.shipping.fusing import FuseOptions, fuse_model
 
+    tell_harm(adapter_path)  # before it may be refused for what the training did
     options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
     if export_gguf:
         from allhands.model.sources import name_of, resolve
@@ -63,17 +64,17 @@ def fuse(
         raise ConfigError("it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf")
     else:
         done = fuse_model(options, save_path)
-    tell(done, save_path)
-    tell_harm(adapter_path)
+    tell(done, save_path, adapter=adapter_path)
     if export_gguf:
         tell_gguf(gguf_path or GGUF_NAME)
     print(f"allhands generate --model {save_path} --prompt ...")
 
 
-def tell(done: Fused, out: Path, when: str = "") -> None:
-    """What was written, and how near it is to model and adapter; ``when`` that was looked at."""
+def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) -> None:
+    """What was written of which ``adapter``, and how near it is to that; ``when`` that was looked at."""
     what = "all weights" if done.kind == "full" else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
-    print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}, {what}'})")
+    of = f" of {adapter}" if adapter is not None else ""
+    print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}{of}, {what}'})")
     print(f"checked{when}: its logits differ from those of model and adapter by {done.difference:.1e} of their spread")
     if done.stop is not None:
         print(f"note: answers end with {done.stop}, which was added to eos_token_id: the model did not stop there")

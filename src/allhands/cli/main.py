@@ -78,6 +78,13 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader of our output has gone (a pager, head): nothing is left to say to it.
         _silence_output()
         code = 0
+    except SystemExit as error:
+        # rich and the parser turn that into an exit of their own.
+        cause = error.__context__
+        if not isinstance(cause, BrokenPipeError):
+            raise
+        _silence_output()
+        code = 0
     except Exception as error:
         code = _exit_of(error)
         if code is None:

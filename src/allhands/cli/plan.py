@@ -132,7 +132,8 @@ def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> di
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
     from allhands.errors import StorageError
-    from allhands.plan.kept import PLAN_FILE, has_begun, keep_plan
+    from allhands.names import PLAN_FILE
+    from allhands.plan.kept import has_begun, keep_plan
 
     if imagined and has_begun(directory):
         # Beside a run it would be taken for the plan of that.

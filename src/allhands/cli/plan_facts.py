@@ -121,6 +121,7 @@ def facts_of(
         once=asked.once,
         together=together,
         shares=together and kind != "cuda",
+        room=_room(config) if together and kind == "cpu" else 0,
         prices=prices,
         doubt=measured.doubt if measured else "",
         about=_about(config, rows),
@@ -189,9 +190,19 @@ def _as_one_of(config: TrainConfig, notes: list[str]) -> TrainConfig:
         return config
     from allhands.blas import available_cores
 
-    cores = max(1, available_cores() // ranks)
-    notes.append(f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below")
+    cores, there = max(1, available_cores() // ranks), available_cores()
+    told = f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below"
+    if ranks > there:
+        told = f"{ranks} processes share {there} core{'s' * (there > 1)}, and take turns on them; the one below has one"
+    notes.append(told)
     return config.model_copy(update={"cores_per_rank": cores})
+
+
+def _room(config: TrainConfig) -> int:
+    """How many processes of this computer there are cores for."""
+    from allhands.blas import available_cores
+
+    return max(1, available_cores() // (config.cores_per_rank or 1))
 
 
 def _kind_here() -> str:

@@ -64,7 +64,12 @@ def _show_time(console: Console, outlook: Outlook) -> None:
         alike = len({each.speed for each in job.computers}) == 1
         if not job.doubt and (alike or outlook.enough < outlook.lines[-1].machines):
             another = "process with as many cores" if job.together else "machine"
-            console.print(f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step.", markup=False)
+            most = outlook.line(outlook.enough).prediction.step_s if outlook.enough in outlook.laws else 0.0
+            longer = [line for line in outlook.lines if line.machines > outlook.enough]
+            what = "saves less than 5 % of a step"
+            if longer and all(line.prediction.step_s > most > 0 for line in longer):
+                what = "makes a step longer"
+            console.print(f"Beyond {outlook.enough}, another {another} {what}.", markup=False)
         console.print("Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged.")
     console.print()
 

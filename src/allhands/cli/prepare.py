@@ -434,6 +434,8 @@ class _Screen:
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]
         train = ["allhands", "train", "--train", "--model", model, "--data", out]
+        if Path(model).is_dir() and not (Path(model) / "config.json").exists():  # a tokenizer, of no model yet
+            train = ["allhands", "pretrain", "--tokenizer", model, "--data", out]
         template = ["--chat-template", flags.chat_template] if flags.chat_template is not None else []
         for command in ([*check, *template], [*train, *template]) if self._outcome.kept["train"] else ():
             self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)

@@ -98,8 +98,9 @@ def column_hint(parts: ColumnParts) -> str:
 
     completion, prompt = found("completion", _COMPLETION_LIKE), found("prompt", _PROMPT_LIKE)
     if completion and prompt:
-        other = next((name for name in ("input", "context") if row.get(name)), None)
-        unused = f'; join "{other}" to it first, or it is ignored' if prompt == "instruction" and other else ""
+        about = (prompt, completion, *_ABOUT, *_ABOUT_FURTHER)
+        others = [key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value]
+        unused = f'; join "{others[0]}" to it first, or it is ignored' if others else ""
         return f"name the columns: prompt_feature: {prompt} and completion_feature: {completion}{unused}"
     if chat := found("chat", _CHAT_LIKE):
         return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"

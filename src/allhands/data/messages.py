@@ -40,6 +40,8 @@ REASONING_KEYS = (
     *("reasoning_content", "reasoning", "thinking", "reasoning_text", "thinking_content", "thought", "thoughts"),
     *("chain_of_thought", "analysis"),
 )
+# Words that a question may need beside it, which no shape takes.
+CONTEXT_KEYS = ("context", "passage", "paragraph", "background", "evidence")
 # Pictures and sound that belong to a message or a record.
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 _OTHER_ROLES = {

@@ -60,7 +60,7 @@ class Reason:
 class Reasons:
     """Problems grouped: messages that differ in numbers and excerpts only are one reason.
 
-    Its text holds for all of them: where the numbers differ it has N.
+    Its text holds for all of them: where the numbers differ it has an ellipsis.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Reasons:
 
 
 def _general(own: str, common: str | None) -> str:
-    """A number that is not common to all is N; an excerpt is left out."""
-    return common if common is not None else "N" if own[0].isdigit() else ""
+    """A number that is not common to all is an ellipsis; an excerpt is left out."""
+    return common if common is not None else "…" if own[0].isdigit() else ""
 
 
 class LeftOut:

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from allhands.data.calls import read_tools, without_foreign_nulls
 from allhands.data.columns import SHAPES, column_hint, fail_on_mapping, pair_of
 from allhands.data.messages import (
+    CONTEXT_KEYS,
     MEDIA_KEYS,
     REASONING_KEYS,
     Message,
@@ -160,7 +161,7 @@ _TABLE = re.compile(r"\.[ct]sv(\.\w+)?$")
 # By default also known as; the first that is there counts.
 _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
 # Columns that may belong to an answer or a conversation.
-_BESIDE = (*REASONING_KEYS, "system")
+_BESIDE = (*REASONING_KEYS, *CONTEXT_KEYS)
 # Lists, which tables hold as strings of JSON.
 _LISTS = ("chat", "conversation", "history")
 # Texts; or lists of messages, if all of those that are there are lists or such strings.
@@ -377,7 +378,8 @@ def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
     """Keys of a record under which something stands that training does not see."""
     keys = [key for key in MEDIA_KEYS if parts.values.get(key)]
     if shape != "text":
-        beside = REASONING_KEYS if shape in ("alpaca", "sharegpt") or parts.mapped("system") else _BESIDE
+        taken = shape in ("alpaca", "sharegpt") or parts.mapped("system")
+        beside = _BESIDE if taken else (*_BESIDE, "system")
         keys += [key for key in beside if isinstance(value := parts.values.get(key), str) and value.strip()]
     return tuple(key for key in keys if key not in map(parts.name, _SHAPING)) if keys else ()
 

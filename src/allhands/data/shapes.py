@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from allhands.data.calls import called_function
 from allhands.data.messages import (
+    CONTEXT_KEYS,
     INSTRUCTION_ROLES,
     REASONING_KEYS,
     TOOL_ROLES,
@@ -269,6 +270,7 @@ PROMPT_DIFFERS = "the prompt is not part of the conversations of a preference, a
 EMPTY_TEXT = "the text is empty: training leaves it out"
 
 _NOT_TRAINED = "beside the answer is not trained"
+_LEFT_OUT = "is not used: the model will not see it"
 
 # What to do about each; for a phrase that names a column see `remedy_of_warning`.
 _REMEDIES = {
@@ -290,6 +292,8 @@ def remedy_of_warning(warning: str) -> str:
     """What to do about one of the warnings of an :class:`Example`."""
     if warning.endswith(_NOT_TRAINED):
         return "write it before the words of the answer (<think>...</think>), or into its message as reasoning_content"
+    if warning.endswith(_LEFT_OUT):
+        return "join it to the question where an answer needs it: write both into one column"
     if warning.startswith('"system" is not used'):
         return 'write it as the first message, of role "system"'
     return _REMEDIES.get(warning, "rename the column, or map it to the part that it is")
@@ -377,6 +381,8 @@ def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
     for key in unread_keys(parts, shape):
         if key in REASONING_KEYS:
             yield f"{quoted(key)} {_NOT_TRAINED}"
+        elif key in CONTEXT_KEYS:
+            yield f"{quoted(key)} {_LEFT_OUT}"
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
         yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
     used = {parts.name(part) for part in NEEDS[shape]}

@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate
+from allhands.formatting import counted, format_bytes, format_count, format_duration, format_memory, format_rate
 from allhands.metrics.events import (
     Event,
     Logged,
@@ -206,7 +206,7 @@ def banner(started: RunStarted) -> list[str]:
         f"parameters  {trained} trained of {total} ({share:.3g} %)",
         f"ranks       {started.num_ranks}{backend}{cores}",
         f"batch size  {started.batch_size} samples a step over all ranks",
-        f"steps       {started.total_steps} on {started.num_train_examples} examples ({epochs:.1f} epochs)",
+        f"steps       {started.total_steps} on {counted(started.num_train_examples, 'example')} ({epochs:.1f} epochs)",
         *resumed,
     ]
 

@@ -26,7 +26,7 @@ from allhands.metrics.events import (
     decode_event,
     is_damaged,
 )
-from allhands.names import METRICS_FILE
+from allhands.names import METRICS_FILE, PLAN_FILE
 from allhands.paths import meant
 
 
@@ -87,6 +87,9 @@ def read_metrics(path: Path | str) -> RunHistory:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
+        if not file.exists() and (file.parent / PLAN_FILE).is_file():
+            hint = f"train it first, with --adapter-path {file.parent}"
+            raise DataError("planned, nothing trained yet", where=str(file.parent), hint=hint) from error
         raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)) from error
     lines = text.split("\n")
     decoded = [decode_event(line) for line in lines]

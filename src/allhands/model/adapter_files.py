@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.checkpoints import is_checkpoint, look_at, survey
-from allhands.errors import AllhandsError, ModelError
+from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.files import of_peft
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.names import BEST, BEST_MODEL, CHECKPOINTS, CONFIG_FILE, LOGS, MODEL, MODELS_OF_A_RUN
@@ -82,6 +82,24 @@ def run_of(adapter_path: Path) -> Path:
     return adapter_path.parent if within else adapter_path
 
 
+def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
+    """The model that an adapter is for, as its ``config`` says; a checkpoint of pre-training is of its run's own.
+
+    Raises:
+        ConfigError: it names none, or the run has not written it yet.
+    """
+    below, hint = config.get("model"), "say which model is below it: --model"
+    if not {"shape", "tokenizer"} <= set(config):
+        if isinstance(below, str):
+            return below
+        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+    written = run_of(adapter_path) / MODEL
+    if (written / "config.json").is_file():
+        return str(written)
+    hint = "let the training end, with --resume if it was broken off; it writes its model then"
+    raise ConfigError(f"a checkpoint of pre-training, and {written} is not there", where=str(adapter_path), hint=hint)
+
+
 def instead_of(adapter_path: Path) -> str | None:
     """Which weights of the same run are whole and can be used instead of these, in words; ``None``: none are."""
     run = run_of(adapter_path)
@@ -121,10 +139,12 @@ def what_is(directory: Path) -> tuple[str, str]:
     if "config.json" in names:
         hint = "give it as --model; without --adapter-path it is used as it is (a fused model has its adapter in it)"
         return "this is a model, not an adapter", hint
+    # Before its checkpoints, which hold no adapter either.
+    if models := [directory / name for name in (MODEL, BEST_MODEL) if (directory / name / "config.json").is_file()]:
+        best = f" (the last; the best: {models[1]})" if models[1:] else ""
+        return "this is a run of pre-training", f"its models need no adapter: --model {models[0]}{best}"
     if used := instead_of(directory):
         return "the last weights are not here" if METRICS_FILE in names else "this is a part of a run", used
-    if models := [name for name in (BEST_MODEL, MODEL) if (directory / name / "config.json").is_file()]:
-        return "this is a run of pre-training", f"its models need no adapter: --model {directory / models[0]}"
     if names & {METRICS_FILE, LOGS, CHECKPOINTS}:
         return "this run has not saved any weights", "train until it saves (--save-every), or give another run"
     if data := sorted(name for name in names if name.endswith((".jsonl", ".csv", ".parquet"))):

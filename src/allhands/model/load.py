@@ -220,10 +220,20 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
     allowed: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(name: str, value: mx.array) -> mx.array:
-        floating = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(target) if floating and allowed(name) else value
+        if not mx.issubdtype(value.dtype, mx.floating) or not allowed(name):
+            return value
+        made = value.astype(target)
+        if target == mx.float16 and mx.any(mx.isinf(made) & ~mx.isinf(value)).item():
+            raise overflow(name, str(path), "take --dtype bfloat16 or float32")
+        return made
 
     model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def overflow(name: str, where: str, hint: str) -> ModelError:
+    """The error of a weight that float16 cannot hold; ``hint``: what can."""
+    largest = "its largest number is 65,504, which trained weights do not come near unless the training went wrong"
+    return ModelError(f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint)
 
 
 def _flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:

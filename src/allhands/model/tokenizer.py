@@ -96,8 +96,7 @@ def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False, chat: 
     """
     path = resolve(path_or_repo)
     # A tokenizer may stand alone; that there is no model is told by whoever needs one.
-    alone = not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
-    config = {} if alone else read_config(path)
+    config = {} if _stands_alone(path) else read_config(path)
     own = tokenizer_of(path, config, trust_remote_code)
     template = template_text(own, chat)
     if template is None:
@@ -136,8 +135,12 @@ def positions_of(config: Json) -> int | None:
 
 
 def positions_in(model: Path) -> int | None:
-    """:func:`positions_of` the model in a directory."""
-    return positions_of(read_config(model))
+    """:func:`positions_of` the model in a directory; ``None`` for a tokenizer that stands alone."""
+    return positions_of({} if _stands_alone(model) else read_config(model))
+
+
+def _stands_alone(path: Path) -> bool:
+    return not (path / "config.json").exists() and any((path / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _is_count(value: Any) -> bool:

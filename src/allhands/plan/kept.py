@@ -17,12 +17,12 @@ from allhands.errors import DataError
 from allhands.files import make_directory, storage_error, unused_name, write_whole
 from allhands.formatting import format_duration
 from allhands.metrics import METRICS_FILE, read_metrics
+from allhands.names import PLAN_FILE
 from allhands.paths import meant
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-PLAN_FILE = "plan.json"
 VERSION = 1
 _MOST_BYTES = 4_000_000
 

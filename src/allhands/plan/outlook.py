@@ -49,6 +49,7 @@ class Job:
         once: whether the training is needed once only.
         together: whether the ranks are processes of one computer, with one price.
         shares: whether they have one memory, too: not where each has a GPU.
+        room: how many of them its cores are enough for, beyond which they take turns; 0: each has cores of its own.
         started: a number of ranks, and the seconds until their first step, where that was measured.
         whole_s: of a step by one process that has all of a computer, where ``step`` is of one of several that share it.
         first_s: by which the first steps take longer than the others, all together.
@@ -77,6 +78,7 @@ class Job:
     prices: Prices = Prices()
     together: bool = False
     shares: bool = False
+    room: int = 0
     started: tuple[int, float] | None = None
     first_s: float = 0.0
     whole_s: float | None = None
@@ -298,7 +300,7 @@ def _enough(job: Job, order: Callable[[int], Team], most: int) -> int:
     """Computers beyond which each further one saves less than 5 % of a step's time."""
     link = job.link or _Nothing()
     if len({(each.speed, each.usable_bytes) for each in job.computers}) == 1:
-        return enough_of_equal(job.step, link)
+        return enough_of_equal(job.step, link, job.room) if job.room else enough_of_equal(job.step, link)
     seconds = {
         number: predict(job.step, link, [each.speed for each in order(number)]).step_s for number in range(1, most + 1)
     }
@@ -307,9 +309,9 @@ def _enough(job: Job, order: Callable[[int], Team], most: int) -> int:
 
 def _line(job: Job, team: Team) -> OutlookLine:
     speeds = [each.speed for each in team]
-    found = predict(job.step, job.link or _Nothing(), speeds)
+    found = predict(job.step, job.link or _Nothing(), speeds, job.room)
     start = job.start_of(len(team))
-    validations = job.validations * job.validation_s / sum(speeds)
+    validations = job.validations * job.validation_s / (found.capacity * max(speeds))
     training = start + job.first_s + job.steps * found.step_s + validations
     prices, hours = job.prices, training / 3600
     computers = 1.0 if job.together else sum(each.part for each in team)
@@ -453,7 +455,7 @@ def _offers(
         way = ways[chosen[0]][0] if chosen else None
         training_s = line.training_s
         if way is not None and CHECKPOINT in way.flags:  # the passes take longer
-            slower = predict(_longer(job.step, job.again_s), link, [each.speed for each in team])
+            slower = predict(_longer(job.step, job.again_s), link, [each.speed for each in team], job.room)
             training_s += job.steps * (slower.step_s - line.prediction.step_s)
         step, four = line.prediction, job.step.times(_FOUR)
         speeds = [each.speed for each in team]
@@ -465,7 +467,7 @@ def _offers(
                 speed_up=alone_s / training_s,
                 exposed=step.exposed_s / step.step_s,
                 # The speed-up if four batches are one, here and on one computer.
-                accumulated=job.alone_step_s(one_speed, _FOUR) / predict(four, link, speeds).step_s,
+                accumulated=job.alone_step_s(one_speed, _FOUR) / predict(four, link, speeds, job.room).step_s,
                 flags="" if way is None else way.flags,
                 more="" if way is None else way.more,
                 weights=line.weights,

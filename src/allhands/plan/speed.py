@@ -100,27 +100,29 @@ def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
     return whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
 
 
-def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float]) -> Prediction:
+def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
     """A step on computers of these speeds, 1 being that of the one that was measured.
 
-    Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for.
+    Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for. More ranks than
+    one computer has ``room`` for take turns on its cores, in all that they compute; 0: each has cores of its own.
     """
     ranks, whole = len(speeds), sum(speeds)
     even, largest = model.rows / whole, _of_whole_rows(model.rows, speeds)
     # Rows are of unequal lengths, so that tokens are cut more evenly than rows are: between the two. But no rank that
     # computes at all has less than a row.
     longest = max((even + largest) / 2, 1 / max(speeds))
-    compute = model.tokens * model.token_s * longest / model.rows
+    turns = max(1.0, ranks / room) if room else 1.0
+    compute = turns * model.tokens * model.token_s * longest / model.rows
     exchange = exchange_s(model, link, ranks)
     exposed = exchange
     if model.overlapped:
         last = link.seconds(min(model.bucket_bytes, model.gradient_bytes), ranks)
         exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
-    step = model.serial_s + compute + exposed
-    own = model.serial_s + model.tokens * model.token_s + exposed
+    step = turns * model.serial_s + compute + exposed
+    own = turns * (model.serial_s + model.tokens * model.token_s) + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)
     scaled = whole * model.alone_s / own
-    return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / max(speeds))
+    return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / turns / max(speeds))
 
 
 def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:

@@ -15,8 +15,8 @@ from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.monitor import Board, BoardRow, Sample, read_samples
-from allhands.names import CONFIG_FILE, LOGS
-from allhands.plan.kept import PLAN_FILE, KeptPlan, plan_before
+from allhands.names import CONFIG_FILE, LOGS, PLAN_FILE
+from allhands.plan.kept import KeptPlan, plan_before
 from allhands.report.verdict import Status, verdict_of
 
 _PREPARED = "report.json"

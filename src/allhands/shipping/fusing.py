@@ -24,7 +24,7 @@ from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.data.token_roles import unstopped
 from allhands.errors import ConfigError, ModelError
 from allhands.generate import put_on
-from allhands.model.adapter_files import check_adapter
+from allhands.model.adapter_files import check_adapter, model_below
 from allhands.model.beyond import Use, limits_told
 from allhands.model.load import (
     Json,
@@ -135,6 +135,7 @@ def fuse_model(
         adapted = _adapted(options, path)
         wanted, kinds = _logits(adapted), _floating(adapted)
         del adapted
+        _require_numbers(wanted, options.adapter_path or path)
         copy_files(path, staged, weights=False)
         model, config, count, again = _merged(options, path)
         kinds |= _floating(model)
@@ -194,11 +195,7 @@ def described(adapter_path: Path, model: str | None) -> tuple[str, str]:
     """
     check_adapter(adapter_path)
     config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
-    below = model or config.get("model")
-    if not isinstance(below, str):
-        hint = "say which model is below it: --model"
-        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
-    return str(config.get("fine_tune_type", "lora")), below
+    return str(config.get("fine_tune_type", "lora")), model or model_below(adapter_path, config)
 
 
 def _adapted(options: FuseOptions, path: Path) -> nn.Module:
@@ -305,16 +302,30 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
             )
 
 
+_HARMED = "the training went wrong: take weights of an earlier step (RUN/best, RUN/checkpoints), or train again"
+
+
+def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
+    """Refuse weights that compute nothing (ModelError)."""
+    if not np.isfinite(logits).all():
+        raise ModelError("what they compute are no finite numbers", where=str(weights), hint=_HARMED)
+
+
 def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, out: Path) -> float:
     """Compare the logits of what was written; ``limit`` is ``None`` where a difference is expected."""
     found = _logits(model)
     difference = float(np.sqrt(np.mean((found - wanted) ** 2)) / max(float(np.std(wanted)), 1e-9))
-    if not np.isfinite(difference) or (limit is not None and difference > limit):
+    hint = "try --dequantize or --dtype float32; without an error of yours this is a defect: report it"
+    if not np.isfinite(difference):
+        told = "the fused model computes no finite numbers, which model and adapter do, and was not kept"
+        hint = "float16 cannot hold what they compute: --dtype bfloat16 or float32"
+        raise ModelError(told, where=str(out), hint=hint if mx.float16 in _floating(model) else _HARMED)
+    if limit is not None and difference > limit:
         raise ModelError(
             f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
             "spread), and was not kept",
             where=str(out),
-            hint="try --dequantize or --dtype float32; without an error of yours this is a defect: report it",
+            hint=hint,
         )
     return difference
 

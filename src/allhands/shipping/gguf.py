@@ -20,7 +20,7 @@ from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import ModelError
 from allhands.files import write_whole
 from allhands.model.hf_names import architecture_of, other_way
-from allhands.model.load import Json, load_tokenizer, read_config
+from allhands.model.load import Json, load_tokenizer, overflow, read_config
 from allhands.model.sources import name_of
 from allhands.shipping.fusing import Finish
 from allhands.shipping.gguf_check import check_gguf
@@ -127,10 +127,12 @@ def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
     width = int(config.get("head_dim") or config["hidden_size"] // heads)
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         metadata[f"llama.{key}"] = mx.array(width, dtype=mx.uint32)
-    metadata |= {"general.name": name or name_of(str(model)), **vocabulary.metadata()}
-    for name, value in tensors.items():
+    shown = name or name_of(str(model))
+    metadata |= {"general.name": shown, **vocabulary.metadata()}
+    for tensor, value in tensors.items():
         if not mx.all(mx.isfinite(value)).item():
-            raise ModelError(f"{name} has values that float16 cannot hold", where=str(model), hint=_OTHERWISE)
+            hint = "allhands export --to hf --dtype bfloat16, then convert_hf_to_gguf.py --outtype bf16 of llama.cpp"
+            raise overflow(tensor, shown, hint)
 
     def write(temporary: Path) -> None:
         mx.save_gguf(str(temporary), tensors, metadata)

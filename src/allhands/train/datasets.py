@@ -30,7 +30,7 @@ from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocab
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError, DataError
 from allhands.eval_config import evaluated_split
-from allhands.formatting import format_count, format_duration
+from allhands.formatting import counted, format_count, format_duration
 from allhands.model.load import LoadedTokenizer, load_tokenizer
 from allhands.paths import meant
 from allhands.pretrain_config import pretraining
@@ -162,7 +162,8 @@ def open_data(
     if packing is not None and "train" in stored:
         notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
     elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
-        notes.append(f"train: {count} examples are less than a batch of {config.batch_size}: each step trains on all")
+        of = f"{counted(count, 'example')} {'is' if count == 1 else 'are'}"
+        notes.append(f"train: {of} less than a batch of {config.batch_size}: each step trains on all")
     _check_chat_template(config, stored)
     stops = _stop_tokens(tokenizer.tokenizer, stored)
     if stops and config.train:
@@ -368,7 +369,7 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
     notes: list[str] = []
     if stored.built and report.build_s >= _TOLD_FROM_S:
         notes.append(
-            f"{split}: {report.num_examples} examples tokenised in {format_duration(report.build_s)} "
+            f"{split}: {counted(report.num_examples, 'example')} tokenised in {format_duration(report.build_s)} "
             f"({format_count(report.num_tokens)} tokens), kept for the next run in {stored.path}"
         )
     if report.num_texts and config.mask_prompt and config.train_on != "all":
@@ -377,16 +378,17 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[s
             "all of their tokens are trained"
         )
     if report.num_truncated:
+        of = counted(report.num_examples, "example")
         notes.append(
-            f"{split}: {report.num_truncated} of {report.num_examples} examples are longer than {limit} tokens "
-            f"and were cut ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
+            f"{split}: {report.num_truncated} of {of} are longer than {limit} tokens and were cut "
+            f"({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
         )
     if report.num_dropped:
-        first = _first(report.dropped, report.num_dropped)
-        notes.append(f"{split}: {report.num_dropped} examples left out, no token of them is trained: {first}")
+        first, dropped = _first(report.dropped, report.num_dropped), counted(report.num_dropped, "example")
+        notes.append(f"{split}: {dropped} left out, no token of them is trained: {first}")
     for part in report.left_out:
         message, remedy = words_of(part.code, part.sample)
-        said = f"{split}: {part.count} of {report.num_records} examples: {message}"
+        said = f"{split}: {part.count} of {counted(report.num_records, 'example')}: {message}"
         notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
     return notes
 
