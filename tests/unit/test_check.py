@@ -280,7 +280,7 @@ def test_rows_that_training_refuses_are_grouped_and_the_rest_is_counted() -> Non
     ]
     report, found = look(items)
     assert (report.examples, report.bad_rows) == (6, 5)
-    assert message_of(found["bad-rows"]) == "4 rows: not JSON at column N"
+    assert message_of(found["bad-rows"]) == "4 rows: not JSON at column …"
     assert found["bad-rows"].places == ("train.jsonl:11", "train.jsonl:12", "train.jsonl:13")
     assert remedy_of(found["bad-rows"]) == "repair it"
     assert found["empty-rows"].places == ("train.jsonl:15",)

@@ -48,7 +48,7 @@ def test_numbers_and_excerpts_do_not_part_a_group() -> None:
     _, findings = check({"train": [*chats(), *errors]}, Examiner(tiny(ZEPHYR), CheckOptions(mask_prompt=True)))
     bad = [finding for finding in findings if finding.code == "bad-rows"]
     assert [(message_of(f), f.places) for f in bad] == [
-        ("2 rows: bad at column N", ("train.jsonl:0", "train.jsonl:1")),
+        ("2 rows: bad at column …", ("train.jsonl:0", "train.jsonl:1")),
         ("1 row: worse at column 3", ("train.jsonl:2",)),
     ]
 
