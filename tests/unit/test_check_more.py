@@ -38,7 +38,7 @@ def test_bad_rows_are_grouped_by_what_is_wrong_and_not_by_the_remedy(tmp_path: P
     findings = [f for f in json.loads(out)["findings"] if f["severity"] == "ruins"]
     places = {tuple(f["places"]): f["message"] for f in findings}
     assert set(places) == {("train.jsonl:7", "train.jsonl:9"), ("train.jsonl:8",)}
-    assert places["train.jsonl:7", "train.jsonl:9"].startswith("2 rows: messages[N] ")
+    assert places["train.jsonl:7", "train.jsonl:9"].startswith("2 rows: messages[…] ")
     assert '"text"' in places[("train.jsonl:8",)]
 
 
