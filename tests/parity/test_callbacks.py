@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,17 @@ def own_run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., 
         return allhands.finetune(callbacks=[Stopper(signals, at)], progress=False, steps_per_report=1, **given)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    """Those of a person's process: what runs the tests may have handlers of its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def handlers() -> list[Any]:
