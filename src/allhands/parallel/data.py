@@ -78,6 +78,7 @@ class DataParallel:
         self._divides = divides
         self.shards: Shards | None = None
         self.ahead: Ahead | None = None
+        self._stream: Any = None  # of the exchange; None: everything is computed before and after it
 
     @property
     def name(self) -> str:
@@ -137,7 +138,7 @@ class DataParallel:
             return parts
         exchanging = self._exchanging
         size = exchanging.bucket_bytes
-        return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=None)
+        return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
 
     def after_update(self, step: int) -> None:
         pass
@@ -154,12 +155,8 @@ class DataParallel:
             passes.run_ahead.before(max(each.inputs.size for each in micro_batches))
         if batch.shape not in passes.shapes:
             passes.note(batch)
-        weights, pending = passes.flat.weights(), None
-        computed = self._run(passes, batch) if early else passes.run(batch)
-        if early:
-            # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
-            computed = replace(computed, grads=tree_map(mx.contiguous, computed.grads))
-            pending = self._start([grad for _, grad in flatten(computed.grads)], computed.lookups)
+        weights = passes.flat.weights()
+        computed, pending = self._hand_out(passes, batch, early=early)
         self.ahead = Ahead(batch, weights, computed, pending)
         mx.async_eval(computed.sums, computed.grads)
 
@@ -167,8 +164,9 @@ class DataParallel:
         """Whether the exchange of the next step's gradients starts with its first pass; alike on all ranks."""
         return False
 
-    def _start(self, arrays: list[mx.array], lookups: Lookups | None) -> PendingReduce:
-        raise NotImplementedError
+    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Pass, PendingReduce | None]:
+        """The next step's first pass, with its exchange if that starts ``early``."""
+        return passes.run(batch), None
 
     def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
         mx.eval(arrays)
@@ -193,8 +191,9 @@ class OverlappedData(DataParallel):
         communicator = exchanging.communicator
         # All that ranks exchange goes over one stream, so that it is in one order on all of them.
         own = communicator.stream if isinstance(communicator, MlxGroup) else None
-        self._stream: Any = own or mx.new_stream(mx.default_device())
-        super().__init__(replace(exchanging, communicator=moved_to(communicator, self._stream)), divides=divides)
+        stream: Any = own or mx.new_stream(mx.default_device())
+        super().__init__(replace(exchanging, communicator=moved_to(communicator, stream)), divides=divides)
+        self._stream = stream
         self._apart: TravellingLookups | None = None
         self._cuts = set[int]()
         self._exposed = _Exposed()
@@ -210,6 +209,14 @@ class OverlappedData(DataParallel):
     def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
         # Only what all ranks know may decide on an exchange: others may have compiled other shapes.
         return len(micro_batches) == 1 and micro_batches[0].sole
+
+    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Pass, PendingReduce | None]:
+        if not early:
+            return super()._hand_out(passes, batch, early=early)
+        computed = self._run(passes, batch)
+        # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+        computed = replace(computed, grads=tree_map(mx.contiguous, computed.grads))
+        return computed, self._start([grad for _, grad in flatten(computed.grads)], computed.lookups)
 
     def _start(self, arrays: list[mx.array], lookups: Lookups | None) -> PendingReduce:
         """Let gradients travel as they are computed."""
@@ -233,13 +240,6 @@ class OverlappedData(DataParallel):
         return Reduced(
             _named(mine.grads, pending.arrays), totals, squares, tuple(pending.computed), num_gathered=gathered
         )
-
-    def whole(self, parts: list[mx.array]) -> list[mx.array]:
-        if self.shards is None:
-            return parts
-        exchanging = self._exchanging
-        size = exchanging.bucket_bytes
-        return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         # What is handed out ahead keeps the host until the exchange is over, and nobody sees how long that took.
