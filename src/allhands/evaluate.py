@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,13 +17,14 @@ from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
 from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
-from allhands.distributed.reduce import count_parts, sum_over_ranks, whole_count
+from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
 from allhands.faults import fire
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
 from allhands.sizing import Sizing
+from allhands.train.result import own_numbers, totals_of
 from allhands.trees import number, numbers
 
 
@@ -87,7 +89,7 @@ class Evaluator:
         """
         self._model.eval()
         objective = self._objective
-        sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), [0, 0], False
+        sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), Counter[str](targets=0, tokens=0), False
         self._beat("validate", step)
         fire("validate", step, self._communicator.rank)
         for part, length in self._parts:
@@ -101,17 +103,15 @@ class Evaluator:
             # A device has the next pass in its queue when it has done with one.
             mx.async_eval(sums)
             mx.eval(before)
-            own = objective.counts(batch)
-            counts = [counts[0] + own["targets"], counts[1] + own["tokens"]]
+            counts.update(objective.counts(batch))
         self._model.train()
         self._beat("reduce", step)
-        mine = [sums[0], *count_parts(counts[0]), *count_parts(counts[1]), float(stop), *sums[1:]]
-        _, totals = sum_over_ranks(self._shares, [], mine)
-        loss_sum, *parts, votes = numbers(totals)[:6]
+        _, summed = sum_over_ranks(self._shares, [], own_numbers(sums, counts, stop))
+        totals = totals_of(numbers(summed), len(objective.further))
+        loss_sum, num_targets, votes = totals.loss, totals.num_targets, totals.votes
         if self._shares is not self._communicator:
             # A rank that was asked to stop is of one group, and all groups stop.
             votes = number(self._communicator.all_sum(mx.array([votes])))
-        num_targets, num_tokens = whole_count(*parts[:2]), whole_count(*parts[2:])
         if votes:
             raise Interrupted("stopped during the evaluation: there is no result")
         if num_targets == 0:
@@ -120,6 +120,4 @@ class Evaluator:
             raise NumericsError(
                 f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
             )
-        further = dict(zip(objective.further, numbers(totals)[6:], strict=True))
-        counted = {"loss": loss_sum, "targets": num_targets, "tokens": num_tokens}
-        return MeanLoss(loss_sum / num_targets, num_targets, objective.metrics({**counted, **further}))
+        return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,9 @@ class Passes:
         """
         further = len(self.objective.further)
         total, grads, lookups = mx.zeros((1 + further,) if further else ()), None, None
+        counts = Counter[str](targets=0, tokens=0)
         for number, batch in enumerate(micro_batches, 1):
+            counts.update(self.objective.counts(batch))
             self.note(batch)
             done = run(batch)
             new, sums, lookups = done.grads, done.sums, done.lookups
@@ -115,8 +118,7 @@ class Passes:
         if grads is None:
             trained = self.model.trainable_parameters() if self.flat is None else self.flat.weights()
             grads = tree_map(mx.zeros_like, trained)
-        num_targets = sum(self.objective.counts(batch)["targets"] for batch in micro_batches)
-        return Gradients(total, flatten(grads), num_targets, lookups)
+        return Gradients(total, flatten(grads), counts, lookups)
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
         """The gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,16 +19,26 @@ class Gradients:
     Attributes:
         sums: of the objective: () for the loss alone, else (1 + further,).
         grads: by name, or in the order of the flat weights.
-        num_targets: what this rank's loss would be divided by, if it were alone.
+        counts: of the objective, over the micro-batches.
         lookups: what the look-ups of a table contribute, where they travel by themselves.
         pending: the exchange of ``grads``, if it was started with the pass.
     """
 
     sums: mx.array
     grads: list[Named]
-    num_targets: int = 0
+    counts: Mapping[str, int]
     lookups: Lookups | None = None
     pending: PendingReduce | None = None
+
+    @property
+    def each_sum(self) -> list[mx.array]:
+        """The sums one by one, the loss first."""
+        return [self.sums] if self.sums.ndim == 0 else [self.sums[i] for i in range(len(self.sums))]
+
+    @property
+    def num_targets(self) -> int:
+        """What this rank's loss would be divided by, if it were alone."""
+        return self.counts["targets"]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from allhands.distributed.reduce import count_parts, lazy_count, whole_count
+from allhands.objectives.base import Objective
 from allhands.parallel.sums import Reduced, Times
 from allhands.trees import number, numbers
 
@@ -52,24 +54,50 @@ class StepResult:
 def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, num_gathered: int = 0) -> StepResult:
     """The result of a step with these sums over ranks, which may be followed by what is no result of it."""
     values = numbers(totals)
+    found = totals_of(values, num_further)
     return StepResult(
-        loss_sum=values[0],
-        num_targets=whole_count(*values[_TARGETS:_TOKENS]),
-        num_tokens=whole_count(*values[_TOKENS:_VOTES]),
+        loss_sum=found.loss,
+        num_targets=found.num_targets,
+        num_tokens=found.num_tokens,
         grad_norm=number(norm),
-        stop_votes=int(values[_VOTES]),
+        stop_votes=int(found.votes),
         compute_s=times.compute_s,
         comm_s=times.comm_s,
         gathered=tuple(values[len(values) - num_gathered :]),
-        further=tuple(values[_FURTHER : _FURTHER + num_further]),
+        further=found.further,
     )
 
 
-def own_numbers(sums: mx.array, counts: Sequence[Mapping[str, int]], stop: bool) -> list[float | mx.array]:
-    """What this rank adds to the numbers of the step: its sums, and the counts of its micro-batches."""
-    num_targets, num_tokens = (sum(each[name] for each in counts) for name in ("targets", "tokens"))
-    loss, further = (sums, []) if sums.ndim == 0 else (sums[0], [sums[i] for i in range(1, len(sums))])
-    return [loss, *count_parts(num_targets), *count_parts(num_tokens), float(stop), *further]
+class Totals(NamedTuple):
+    """The numbers of a step or an evaluation, over all ranks."""
+
+    loss: float
+    num_targets: int
+    num_tokens: int
+    votes: float
+    further: tuple[float, ...]
+
+    def metrics(self, objective: Objective) -> dict[str, float]:
+        """What ``objective`` reports of them besides the mean loss."""
+        counted = {"loss": self.loss, "targets": self.num_targets, "tokens": self.num_tokens}
+        return objective.metrics({**counted, **dict(zip(objective.further, self.further, strict=True))})
+
+
+def own_numbers(sums: Sequence[mx.array], counts: Mapping[str, int], stop: bool) -> list[float | mx.array]:
+    """What this rank adds to the numbers: its sums, the loss first, its counts, and whether it was asked to stop."""
+    loss, *further = sums
+    return [loss, *count_parts(counts["targets"]), *count_parts(counts["tokens"]), float(stop), *further]
+
+
+def totals_of(values: Sequence[float], num_further: int) -> Totals:
+    """The sums over ranks of :func:`own_numbers`, which others may follow."""
+    return Totals(
+        values[0],
+        whole_count(*values[_TARGETS:_TOKENS]),
+        whole_count(*values[_TOKENS:_VOTES]),
+        values[_VOTES],
+        tuple(values[_FURTHER : _FURTHER + num_further]),
+    )
 
 
 def all_finite(totals: mx.array, norm: mx.array) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from allhands.errors import CheckpointError
 from allhands.objectives.base import Objective
-from allhands.train.result import StepResult
+from allhands.train.result import StepResult, Totals
 
 
 @dataclass
@@ -45,9 +45,9 @@ class ReportWindow:
 
     def metrics(self, objective: Objective) -> dict[str, float]:
         """What ``objective`` reports of these sums besides the mean loss."""
-        counted = {"loss": self.loss_sum, "targets": self.num_targets, "tokens": self.num_tokens}
-        further = dict(zip(objective.further, self.further, strict=False))
-        return objective.metrics({**counted, **further}) if len(further) == len(objective.further) else {}
+        if len(self.further) != len(objective.further):  # nothing was counted
+            return {}
+        return Totals(self.loss_sum, self.num_targets, self.num_tokens, 0.0, self.further).metrics(objective)
 
 
 @dataclass

@@ -111,8 +111,7 @@ class TrainStep:
             ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
         mine = self._faulted(strategy.gradients(self.passes, micro_batches))
         computed = time.perf_counter()
-        counts = [self.options.objective.counts(batch) for batch in micro_batches]
-        reduced = strategy.reduce(mine, own_numbers(mine.sums, counts, bool(stop())), extra)
+        reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
         del mine
         times = Times(computed - started, time.perf_counter() - computed)
         handing_out = time.perf_counter()
