@@ -12,6 +12,8 @@ import pytest
 from hypothesis import settings
 from tiny import write_chat_data, write_model
 
+from allhands.blas import available_cores, limit_cores
+
 # How long one example takes says more of the machine than of the code.
 settings.register_profile("allhands", deadline=None)
 settings.load_profile("allhands")
@@ -64,6 +66,20 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("ALLHANDS_TOKEN_CACHE", str(path))
         patch.setenv("ALLHANDS_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
         yield path
+
+
+@pytest.fixture(autouse=True)
+def own_cores() -> Iterator[None]:
+    """A command that runs in this process may limit its cores; what runs after it has all of them again."""
+    variable = "OPENBLAS_NUM_THREADS"
+    before, cores = os.environ.get(variable), available_cores()
+    yield
+    if os.environ.get(variable) != before:
+        limit_cores(cores)
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 @pytest.fixture(scope="session")

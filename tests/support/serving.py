@@ -23,15 +23,14 @@ class Served:
     address: str
     token: str | None
     process: subprocess.Popen[str]
-    errors: IO[str]
+    errors: IO[bytes]
 
     @property
     def port(self) -> int:
         return int(re.findall(r":(\d+)/", self.address)[-1])
 
     def said(self) -> str:
-        self.errors.seek(0)
-        return self.errors.read()
+        return Path(self.errors.name).read_text()
 
     def connect(self) -> socket.socket:
         return connect(self.port)
@@ -82,15 +81,15 @@ def parsed(answer: bytes) -> tuple[int, dict[str, str], Any]:
 @contextmanager
 def served(*words: str | Path, env: Mapping[str, str] | None = None) -> Iterator[Served]:
     command = [sys.executable, "-m", "allhands", "serve", "--port", "0", *map(str, words)]
-    with tempfile.TemporaryFile("w+") as errors:
+    # Appended to by the server, and read by its name: a handle of both would share one position.
+    with tempfile.NamedTemporaryFile("ab") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             token = line.split()[-1] if line.startswith("token") else None
             line = process.stdout.readline() if token else line
-            errors.seek(0)
-            assert " is served at http://" in line, errors.read()
+            assert " is served at http://" in line, Path(errors.name).read_text()
             yield Served(line.split()[-1], token, process, errors)
         finally:
             process.kill()
