@@ -20,7 +20,8 @@ from namespaces import namespaces
 from rank_jobs import ATTEMPT, jobs
 
 from allhands.checkpoints import checkpoints_in, open_checkpoint
-from allhands.cluster.attempt import Attempt, SupervisorEvent
+from allhands.cluster.attempt import Attempt
+from allhands.cluster.journal import SupervisorEvent
 from allhands.cluster.mpi import find_mpi
 from allhands.cluster.ranks import LaunchSpec
 from allhands.faults import fired

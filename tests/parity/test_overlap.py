@@ -21,7 +21,7 @@ from allhands.distributed import shards
 from allhands.distributed.backend import connect
 from allhands.model.fused import leaves
 from allhands.model.fused.blocks import fuse
-from allhands.checkpoints.format import Box
+from allhands.io.regions import Box
 from allhands.train.optimizers import KernelAdamW
 from allhands.train.sharded_state import sharded_state
 from allhands.train.step import StepOptions, make_step

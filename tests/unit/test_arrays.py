@@ -17,10 +17,10 @@ from twins import ThreadCommunicator, run_ranks
 
 from allhands.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from allhands.checkpoints.arrays import held, local_arrays, owned_tree, shared_arrays, tensors_of
-from allhands.checkpoints.format import Box, Flat
 from allhands.distributed import handout
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.handout import gather_json, hand_out_json
+from allhands.io.regions import Box, Flat
 
 DTYPES = ["bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "complex64"]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.cluster.attempt import SupervisorEvent
-from allhands.cluster.journal import EVENTS_FILE, Journal, read_events
+from allhands.cluster.journal import EVENTS_FILE, Journal, SupervisorEvent, read_events
 
 _FAULT = SupervisorEvent(
     "fault",

@@ -19,11 +19,12 @@ from twins import ThreadCommunicator, run_ranks
 
 from allhands.checkpoints import Checkpoint, Tensor, open_checkpoint, parts, write_checkpoint
 from allhands.checkpoints.arrays import local_arrays, owned, snapshot
-from allhands.checkpoints.format import Box, Flat, Groups, Region
+from allhands.checkpoints.format import Groups
 from allhands.checkpoints.parts import PartExchange
 from allhands.checkpoints.slices import stored_numbers
 from allhands.checkpoints.writing import drafting
 from allhands.errors import StorageError
+from allhands.io.regions import Box, Flat, Region
 
 FILE = "state.safetensors"
 # Cuts of a (5, 7) array: whole, in rows, 2x2 uneven boxes, ranges across rows, ranges of one number, and both kinds.
@@ -307,7 +308,7 @@ import mlx.core as mx
 from twins import run_ranks
 from allhands.checkpoints import open_checkpoint, write_checkpoint
 from allhands.checkpoints.arrays import local_arrays, owned, shared_arrays, snapshot
-from allhands.checkpoints.format import Flat
+from allhands.io.regions import Flat
 from allhands.checkpoints.parts import PartExchange
 
 way, directory = sys.argv[1], Path(sys.argv[3])

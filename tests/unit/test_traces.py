@@ -8,8 +8,7 @@ import pytest
 
 from allhands.checkpoints import RUN_NAME
 from allhands.cli.train import job_of
-from allhands.cluster.attempt import SupervisorEvent
-from allhands.cluster.journal import Journal
+from allhands.cluster.journal import Journal, SupervisorEvent
 from allhands.config import build_config
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.checkpoints.format import ITEM_BYTES, Box, Flat, Region, StoredArray, array_name, everything
+from allhands.checkpoints.format import StoredArray, array_name
 from allhands.checkpoints.reading import Checkpoint, damaged, unreadable
+from allhands.io.regions import ITEM_BYTES, Box, Flat, Region, everything
 
 Words = NDArray[Any]
 

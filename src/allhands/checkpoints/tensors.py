@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from allhands.checkpoints.format import ITEM_BYTES, Region, Shape
+from allhands.io.regions import ITEM_BYTES, Region, Shape
 
 # Hashed while they are in the processor's cache, written by few calls.
 _PIECE_BYTES = 4 << 20

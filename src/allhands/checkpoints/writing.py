@@ -21,7 +21,6 @@ from allhands.checkpoints.format import (
     StoredSlice,
     array_name,
     dumped,
-    everything,
     manifest_text,
     merged,
 )
@@ -30,6 +29,7 @@ from allhands.checkpoints.reading import Checkpoint, described
 from allhands.checkpoints.tensors import Tensor, safetensors_pieces
 from allhands.errors import CheckpointError, StorageError
 from allhands.files import make_directory, storage_error, sync
+from allhands.io.regions import everything
 from allhands.staging import publish, staging
 
 _Pieces = Iterable[bytes | memoryview]

@@ -13,11 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from allhands.cluster import processes
+from allhands.cluster.journal import SupervisorEvent
 from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper
@@ -43,36 +44,6 @@ _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
 # What else is excused then: a checkpoint at which ranks regroup is as good as any.
 _ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
-
-
-_OfAnAttempt = Literal["launched", "started", "stopping", "cancelling", "killing", "regrouping"]
-_OfTheJob = Literal["retrying", "fault", "left out", "waiting", "restarting", "failed", "given up", "finished"]
-EventKind = _OfAnAttempt | _OfTheJob
-
-
-@dataclass(frozen=True)
-class SupervisorEvent:
-    """Something that a person wants to know, in words, with the facts beside them.
-
-    ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
-    of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
-    foreseen. ``fault`` has the same facts, but the job goes on. ``killing`` says that ranks did not heed a stop.
-    """
-
-    kind: EventKind
-    message: str
-    rank: int | None = None
-    exit_code: int | None = None
-    log_path: Path | None = None
-    log_tail: tuple[str, ...] = ()
-    error: str | None = None
-    explanation: str | None = None
-    host: str | None = None
-    step: int | None = None
-    phase: str | None = None
-    detected_s: float | None = None
-    pause_s: float | None = None
-    num_ranks: int | None = None
 
 
 @runtime_checkable

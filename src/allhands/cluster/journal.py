@@ -8,17 +8,44 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from allhands.cluster.attempt import SupervisorEvent
+from typing import Any, Literal, cast
 
 EVENTS_FILE = "events.jsonl"
 # Output of ranks stays in their logs: it may hold what a person does not want here.
 _LEFT_OUT = frozenset({"log_tail", "explanation"})
 _log = logging.getLogger(__name__)
+
+
+_OfAnAttempt = Literal["launched", "started", "stopping", "cancelling", "killing", "regrouping"]
+_OfTheJob = Literal["retrying", "fault", "left out", "waiting", "restarting", "failed", "given up", "finished"]
+EventKind = _OfAnAttempt | _OfTheJob
+
+
+@dataclass(frozen=True)
+class SupervisorEvent:
+    """Something that a person wants to know, in words, with the facts beside them.
+
+    ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
+    of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
+    foreseen. ``fault`` has the same facts, but the job goes on. ``killing`` says that ranks did not heed a stop.
+    """
+
+    kind: EventKind
+    message: str
+    rank: int | None = None
+    exit_code: int | None = None
+    log_path: Path | None = None
+    log_tail: tuple[str, ...] = ()
+    error: str | None = None
+    explanation: str | None = None
+    host: str | None = None
+    step: int | None = None
+    phase: str | None = None
+    detected_s: float | None = None
+    pause_s: float | None = None
+    num_ranks: int | None = None
 
 
 class Journal:

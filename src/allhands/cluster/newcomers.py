@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from allhands.cluster.attempt import SupervisorEvent
+from allhands.cluster.journal import SupervisorEvent
 from allhands.cluster.membership import Members, Roster
 from allhands.cluster.ranks import LaunchSpec, Place
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from allhands.blame import TRUSTED_VARIABLE
-from allhands.cluster.attempt import Attempt, SupervisorEvent
+from allhands.cluster.attempt import Attempt
 from allhands.cluster.connection import UnfitHosts
-from allhands.cluster.journal import Journal
+from allhands.cluster.journal import Journal, SupervisorEvent
 from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.cluster.membership import LocalMembers, Members, Roster
 from allhands.cluster.newcomers import Newcomers, TryOut

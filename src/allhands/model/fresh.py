@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.accelerator import Accelerator
-from allhands.checkpoints import Tensor
-from allhands.checkpoints.tensors import safetensors_pieces
+from allhands.checkpoints.tensors import Tensor, safetensors_pieces
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
 from allhands.errors import ConfigError

@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from allhands.checkpoints import Tensor
+from allhands.checkpoints.tensors import Tensor
 from allhands.errors import ModelError
 from allhands.model.shapes import FAMILIES
 

@@ -11,8 +11,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from allhands.checkpoints.arrays import owned, owned_tree
-from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE, Flat, OwnedSlice, ShardedState
+from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE, OwnedSlice, ShardedState
 from allhands.checkpoints.resuming import Restored, restore_optimizer
+from allhands.io.regions import Flat
 from allhands.train.graph_update import GraphUpdate
 
 
